@@ -1,0 +1,41 @@
+# Every target makes the environment that it needs: `make demo` and `make test` work on a machine
+# that has only Python, make and a package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format coverage clean help
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+# torch is installed first and alone: its pin in constraints.txt decides the build that everything
+# else is resolved against.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## train the digits example and say where its results are
+	$(BIN)/python examples/digits.py --project-dir runs/digits
+
+test: $(READY)  ## run every test
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## check the format, the rules and the types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## format the code and repair what can be repaired
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+coverage: $(READY)  ## run every test and report the lines that none ran
+	$(BIN)/python -m pytest --cov --cov-report=term-missing
+
+clean:  ## remove the environment and the caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,133 @@
+"""Stop a run when a metric has stopped improving."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from callbacks.base import Callback
+from callbacks.monitor import Mode, Monitor
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+_STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
+
+
+class EarlyStopping(Callback):
+    """Ask the Trainer to stop when ``monitor`` has not improved for ``patience`` values.
+
+    It acts in ``on_boundary``, once for every freshly reduced value: how often the metric is
+    reduced (each validation, each epoch) is the unit of ``patience``. All ranks see the same value
+    and so decide alike. ``min_epochs`` and ``min_steps`` of the Trainer still hold.
+
+    Args:
+        monitor: Name of a logged metric.
+        mode: ``min`` if smaller is better, ``max`` if larger is.
+        min_delta: A value must beat the best one by more than this to count as an improvement.
+        patience: The run stops at this many values in a row without improvement (0 acts like 1).
+        check_finite: Stop at a NaN or infinite value.
+        stopping_threshold: Stop once the metric reaches this value.
+        divergence_threshold: Stop once the metric is worse than this value.
+        verbose: Print each improvement and why the run stops.
+
+    Attributes:
+        best_score: The best value so far, None before the first.
+        wait_count: Values in a row without improvement.
+        stopped_step: ``global_step`` when it last asked to stop, None if it never did.
+        stopped_epoch: ``current_epoch`` at that moment.
+        reason: Why it asked to stop.
+
+    Raises:
+        ValueError: If an argument makes no sense; during ``fit``, if the metric is never logged.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        mode: Mode = "min",
+        min_delta: float = 0.0,
+        patience: int = 3,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        verbose: bool = False,
+    ) -> None:
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise ValueError(f"min_delta must be finite and at least 0, got {min_delta!r}.")
+        if patience < 0 or patience != int(patience):
+            raise ValueError(f"patience must be a whole number of at least 0, got {patience!r}.")
+        self.monitor = Monitor(monitor, mode)
+        self.min_delta = min_delta
+        self.patience = patience
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.verbose = verbose
+        self._begin()
+
+    def _begin(self) -> None:
+        self.best_score: float | None = None
+        self.wait_count = 0
+        self.stopped_step: int | None = None
+        self.stopped_epoch: int | None = None
+        self.reason: str | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The class with the metric that it watches."""
+        return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The decisions so far."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the decisions in ``state``."""
+        for name in _STATE:
+            setattr(self, name, state[name])
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Forget another run's decisions where this one begins anew."""
+        if trainer.global_step == 0:
+            self._begin()
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """Judge the metric if it was just reduced."""
+        value = self.monitor.read(trainer)
+        if value is None:
+            return
+        best = self.best_score
+        reason = self._judge(value)
+        if reason is not None:
+            self.reason = reason
+            self.stopped_step, self.stopped_epoch = trainer.global_step, trainer.current_epoch
+            trainer.should_stop = True
+        if self.verbose and (reason is not None or self.best_score != best):
+            news = reason or f"{self.monitor.name} improved to {value}"
+            trainer.accelerator.print(f"Step {trainer.global_step}: {news}.")
+
+    def _judge(self, value: float) -> str | None:
+        """Count ``value``; returns why to stop, or None to go on."""
+        name, goal, limit = self.monitor.name, self.stopping_threshold, self.divergence_threshold
+        if self.check_finite and not math.isfinite(value):
+            return f"{name} = {value} is not finite"
+        if self.best_score is None:
+            improved = not math.isnan(value)
+        else:
+            improved = self.monitor.is_better(value, self.best_score, self.min_delta)
+        if improved:
+            self.best_score, self.wait_count = value, 0
+        else:
+            self.wait_count += 1
+        if goal is not None and (value == goal or self.monitor.is_better(value, goal)):
+            return f"{name} = {value} reached the stopping threshold {goal}"
+        if limit is not None and self.monitor.is_better(limit, value):
+            return f"{name} = {value} is worse than the divergence threshold {limit}"
+        if self.wait_count >= max(self.patience, 1):
+            return (
+                f"{name} did not improve on {self.best_score} by more than {self.min_delta} "
+                f"in the last {self.wait_count} values"
+            )
+        return None

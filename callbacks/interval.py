@@ -1,0 +1,143 @@
+"""How far a run has come, and how often something is due."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Unit = Literal["steps", "epochs", "items", "seconds"]
+
+# unit as written (plural) -> unit of Progress, how many of those it is
+_UNITS: dict[str, tuple[Unit, int]] = {
+    "steps": ("steps", 1),
+    "epochs": ("epochs", 1),
+    "items": ("items", 1),
+    "seconds": ("seconds", 1),
+    "minutes": ("seconds", 60),
+    "hours": ("seconds", 3600),
+}
+_EXAMPLES = "'500 steps', '1 epoch', '0.25 epochs', '1e9 items' or '30 minutes'"
+
+
+def _parse_text(text: str) -> tuple[float, Unit]:
+    """``'30 minutes'`` -> ``(1800.0, 'seconds')``."""
+    number, _, word = text.strip().partition(" ")
+    word = word.strip().lower()
+    try:
+        every = float(number)
+    except ValueError:
+        raise ValueError(
+            f"An interval is a number and a unit, got {text!r}. Write for example {_EXAMPLES}."
+        ) from None
+    plural = word if word.endswith("s") else f"{word}s"
+    if plural not in _UNITS:
+        near = difflib.get_close_matches(plural, _UNITS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"Unknown unit {word!r} in the interval {text!r}; the units are "
+            f"{', '.join(_UNITS)}.{hint} Write for example {_EXAMPLES}."
+        )
+    unit, size = _UNITS[plural]
+    return every * size, unit
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come, in every unit that an interval may count.
+
+    Attributes:
+        steps: Optimizer updates.
+        epochs: Whole epochs, plus the fraction of the current one where its length is known.
+        items: What the loss was averaged over (samples or tokens), over all ranks.
+        seconds: Training time by the clock of rank 0, the same number on every rank.
+    """
+
+    steps: int = 0
+    epochs: float = 0.0
+    items: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """How often something is due: ``every`` so many of ``unit``.
+
+    Users write text or an int, see :meth:`parse`.
+
+    Raises:
+        ValueError: If ``every`` is not a finite number above zero, is not whole where ``unit``
+            counts whole things (steps, items), or ``unit`` is unknown.
+    """
+
+    every: float
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"unit must be one of {get_args(Unit)}, got {self.unit!r}.")
+        if isinstance(self.every, bool) or not (math.isfinite(self.every) and self.every > 0):
+            raise ValueError(
+                f"An interval must be a finite number above zero, got {self.every!r} {self.unit}. "
+                f"Write for example {_EXAMPLES}."
+            )
+        if self.unit in ("steps", "items") and self.every != int(self.every):
+            raise ValueError(
+                f"An interval in {self.unit} must be a whole number, got {self.every!r}. "
+                "Only epochs and the clock have fractions, as in '0.25 epochs'."
+            )
+
+    @classmethod
+    def parse(cls, value: Interval | str | int) -> Interval:
+        """Read an interval as users write it.
+
+        Args:
+            value: An :class:`Interval`, an int (steps), or a number and a unit: ``"500 steps"``,
+                ``"1 epoch"``, ``"0.25 epochs"``, ``"1e9 items"``, ``"45 seconds"``,
+                ``"30 minutes"``, ``"2 hours"``.
+
+        Raises:
+            ValueError: If the number or the unit makes no sense.
+            TypeError: If ``value`` is none of these types.
+        """
+        if isinstance(value, Interval):
+            return value
+        if isinstance(value, bool):
+            raise ValueError(f"An interval cannot be {value}. Write for example {_EXAMPLES}.")
+        if isinstance(value, int):
+            return cls(value, "steps")
+        if isinstance(value, str):
+            return cls(*_parse_text(value))
+        raise TypeError(
+            f"An interval is an int (steps) or a text, got {value!r} of type "
+            f"{type(value).__name__}. Write for example {_EXAMPLES}."
+        )
+
+    def due(self, before: Progress, now: Progress) -> bool:
+        """Whether a multiple of the interval lies in ``(before, now]``.
+
+        A multiple that a check came too late for is due at the next check, once. By the clock,
+        ``before`` is the moment of the last action, so that none is lost between two checks.
+        """
+        return self._multiples(before) < self._multiples(now)
+
+    def _multiples(self, progress: Progress) -> int:
+        ratio: float = getattr(progress, self.unit) / self.every
+        if self.unit == "epochs":
+            # 3 of 10 batches are 0.3 epochs, and 0.3 / 0.1 is a little less than 3
+            nearest = round(ratio)
+            if math.isclose(ratio, nearest, rel_tol=1e-9, abs_tol=1e-9):
+                return nearest
+        return math.floor(ratio)
+
+    def __str__(self) -> str:
+        every, word = self.every, str(self.unit)
+        if self.unit == "seconds":
+            for larger in ("hours", "minutes"):
+                size = _UNITS[larger][1]
+                if self.every % size == 0:
+                    every, word = self.every / size, larger
+                    break
+        number = f"{every:.0f}" if every == int(every) else f"{every!r}"
+        return f"{number} {word.removesuffix('s') if every == 1 else word}"

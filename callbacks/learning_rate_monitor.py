@@ -1,0 +1,78 @@
+"""Log the learning rates that a schedule sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+
+def _group_names(optimizer_name: str, groups: list[dict[str, Any]]) -> list[str]:
+    """One name per parameter group; a group's own ``"name"`` wins over its number."""
+    if len(groups) == 1 and "name" not in groups[0]:
+        return [optimizer_name]
+    own = [str(group.get("name", f"pg{index}")) for index, group in enumerate(groups, start=1)]
+    twice = [name for name, count in Counter(own).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"Two parameter groups of {optimizer_name} are called {twice[0]!r}; their learning "
+            "rates cannot be told apart. Give every group its own 'name'."
+        )
+    return [f"{optimizer_name}/{name}" for name in own]
+
+
+def _momentum(group: dict[str, Any]) -> Any:
+    return group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+
+
+class LearningRateMonitor(Callback):
+    """Log every parameter group's learning rate whenever the update's values are recorded.
+
+    A value is named ``lr-<optimizer class>``, with ``-1``, ``-2`` for further optimizers of that
+    class and ``/pg1``, ``/pg2`` (or the group's ``"name"``) for several groups. The ``name`` of a
+    scheduler's configuration takes the place of ``lr-<optimizer class>``. What step *n* records is
+    the rate after *n* ticks of the schedule.
+
+    Args:
+        log_momentum: Also log ``<name>-momentum`` (``betas[0]`` where the optimizer has betas).
+        log_weight_decay: Also log ``<name>-weight_decay``.
+    """
+
+    def __init__(self, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Log, where the values of this update will be recorded."""
+        if not trainer.log_due:
+            return
+        for name, value in self._values(trainer).items():
+            # an optimizer that keeps its rate in a tensor changes it in place later
+            value = value.detach().clone() if isinstance(value, Tensor) else float(value)
+            module.log(name, value, on_step=True, on_epoch=False)
+
+    def _values(self, trainer: Trainer) -> dict[str, Any]:
+        custom = {id(s.scheduler.optimizer): s.name for s in trainer.schedulers if s.name}
+        seen: Counter[str] = Counter()
+        values: dict[str, Any] = {}
+        for prepared in trainer.optimizers:
+            optimizer = getattr(prepared, "optimizer", prepared)
+            name = custom.get(id(optimizer)) or custom.get(id(prepared))
+            name = name or f"lr-{type(optimizer).__name__}"
+            seen[name] += 1
+            if seen[name] > 1:
+                name = f"{name}-{seen[name] - 1}"
+            groups = prepared.param_groups
+            for key, group in zip(_group_names(name, groups), groups, strict=True):
+                values[key] = group["lr"]
+                if self.log_momentum:
+                    values[f"{key}-momentum"] = _momentum(group)
+                if self.log_weight_decay:
+                    values[f"{key}-weight_decay"] = group.get("weight_decay", 0.0)
+        return values

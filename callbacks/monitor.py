@@ -1,0 +1,59 @@
+"""A metric that a decision hangs on, and which of its values is the better one."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from trainer import Trainer
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True, slots=True)
+class Monitor:
+    """The metric ``name``, of which the smallest (``min``) or largest (``max``) value is best.
+
+    Raises:
+        ValueError: If ``name`` is empty or ``mode`` is neither ``min`` nor ``max``.
+    """
+
+    name: str
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"mode must be 'min' or 'max', got {self.mode!r}.")
+        if not self.name:
+            raise ValueError("monitor must name a logged metric, for example 'val/loss'; got ''.")
+
+    def is_better(self, value: float, than: float, min_delta: float = 0.0) -> bool:
+        """Whether ``value`` beats ``than`` by more than ``min_delta``; NaN beats nothing."""
+        if math.isnan(value) or math.isnan(than):
+            return not math.isnan(value)
+        gain = than - value if self.mode == "min" else value - than
+        return gain > min_delta
+
+    def read(self, trainer: Trainer) -> float | None:
+        """The value if it was reduced at this very boundary, else None.
+
+        Raises:
+            ValueError: If the metric was never logged although it had its chance: an epoch has just
+                ended and, where there is validation data, a validation has run.
+        """
+        metrics = trainer.callback_metrics
+        if self.name in metrics:
+            fresh = trainer.metric_updates.get(self.name) == trainer.global_step
+            return float(metrics[self.name]) if fresh else None
+        if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
+            near = difflib.get_close_matches(self.name, metrics, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"The monitored metric {self.name!r} was never logged. "
+                f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "
+                f"Log it with self.log({self.name!r}, value)."
+            )
+        return None

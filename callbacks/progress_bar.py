@@ -1,0 +1,225 @@
+"""Show on the screen how far a run has come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from trainer import Trainer, TrainModule
+
+
+def _in_notebook() -> bool:
+    # a notebook has loaded IPython; nothing else needs it loaded
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    shell = get_ipython() if get_ipython else None
+    return shell is not None and "IPKernelApp" in shell.config
+
+
+def _choose_bar() -> type[tqdm[Any]] | None:
+    """The kind of bar that can be shown here, or None.
+
+    ``tqdm.auto`` makes the same choice, with warnings in a notebook.
+    """
+    from tqdm import tqdm
+
+    base: type[tqdm[Any]] = tqdm
+    if _in_notebook():
+        from tqdm import notebook
+
+        if getattr(notebook, "IProgress", None) is not None:  # there are ipywidgets
+            base = notebook.tqdm_notebook
+    elif not sys.stderr.isatty():
+        return None
+    # The thread that tqdm would start redraws bars that have not moved; it outlives the bars.
+    return type("Bar", (base,), {"monitor_interval": 0})
+
+
+class _NoBar:
+    """Stands in where nothing is shown."""
+
+    done = 0
+
+    def advance(self, done: int) -> None:
+        pass
+
+    def draw(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar(_NoBar):
+    """One line on the screen, redrawn at most once every ``seconds``.
+
+    tqdm has its own limit but would need the text of the metrics at every call.
+    """
+
+    def __init__(
+        self,
+        bar: tqdm[Any],
+        values: Callable[[], dict[str, float]],
+        seconds: float,
+    ) -> None:
+        self._bar = bar
+        self._values = values
+        self._seconds = seconds
+        self._next_draw = 0.0
+        self._fresh = True
+
+    def advance(self, done: int) -> None:
+        self.done = done
+        if monotonic() >= self._next_draw:
+            self.draw()
+
+    def draw(self) -> None:
+        if not self.done:
+            return
+        if self._fresh and self.done > 1:
+            # a resumed epoch: what was done before must not count for the speed
+            self._bar.initial = self._bar.n = self._bar.last_print_n = self.done - 1
+        self._fresh = False
+        text = ", ".join(f"{name}={value:.4g}" for name, value in self._values().items())
+        self._bar.set_postfix_str(text, refresh=False)
+        if not self._bar.update(self.done - self._bar.n):
+            self._bar.refresh()
+        self._next_draw = monotonic() + self._seconds
+
+    def close(self) -> None:
+        # no metrics here: after an error their device may not answer
+        self._bar.n = max(self._bar.n, self.done)
+        self._bar.close()
+
+
+class ProgressBar(Callback):
+    """A bar for the epoch with its metrics, speed and remaining time, and one for each evaluation.
+
+    It shows what was logged with ``prog_bar=True``. A finished epoch stays on the screen, a
+    validation inside it does not. Nothing is shown on processes other than the main one, nor where
+    standard error is not a terminal and there is no notebook.
+
+    Args:
+        refresh_rate: At most so many redraws a second; 0 shows nothing.
+
+    Raises:
+        ValueError: If ``refresh_rate`` is negative.
+    """
+
+    def __init__(self, refresh_rate: float = 10.0) -> None:
+        if not refresh_rate >= 0:
+            raise ValueError(f"refresh_rate must be 0 (no bar) or above, got {refresh_rate!r}.")
+        self.refresh_rate = refresh_rate
+        self._kind: type[tqdm[Any]] | None = None
+        self._train = _NoBar()
+        self._evaluation = _NoBar()
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Choose the kind of bar, once."""
+        show = self.refresh_rate > 0 and trainer.accelerator.is_main_process
+        self._kind = _choose_bar() if show else None
+
+    def _open(self, trainer: Trainer, name: str, total: int | None, *, leave: bool) -> _NoBar:
+        if self._kind is None:
+            return _NoBar()
+        bar = self._kind(
+            total=total,
+            desc=name,
+            leave=leave,
+            unit="batch",
+            dynamic_ncols=True,
+            mininterval=0,
+            miniters=1,
+        )
+        # an evaluation inside an epoch has nothing to say about the metrics of the training
+        return _Bar(bar, trainer.progress_values if leave else dict, 1 / self.refresh_rate)
+
+    def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
+        self._train.draw()  # it stands still meanwhile, so let it show where
+        totals = trainer.num_eval_batches
+        known = [total for total in totals if total is not None]
+        total = sum(known) if len(known) == len(totals) else None
+        self._evaluation = self._open(trainer, name, total, leave=leave)
+
+    def _close(self) -> None:
+        """Close what is open, the inner bar first."""
+        self._evaluation.close()
+        self._train.close()
+        self._evaluation = self._train = _NoBar()
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Open the bar of the epoch."""
+        self._close()
+        of = "" if trainer.max_epochs is None else f"/{trainer.max_epochs}"
+        name = f"epoch {trainer.current_epoch + 1}{of}"
+        self._train = self._open(trainer, name, trainer.num_training_batches, leave=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Advance the bar of the epoch."""
+        self._train.advance(batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Leave the finished epoch on the screen."""
+        self._train.draw()
+        self._close()
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Close the bar of an epoch that was not finished."""
+        self._train.draw()
+        self._close()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """End the line, so that the error begins on its own."""
+        self._close()
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Close whatever is still open."""
+        self._close()
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Open a bar below that of the epoch, or one by itself."""
+        if trainer.sanity_checking:
+            self._open_evaluation(trainer, "sanity check", leave=False)
+        else:
+            inside = isinstance(self._train, _Bar)
+            self._open_evaluation(trainer, "validate", leave=not inside)
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Open the bar of the test."""
+        self._open_evaluation(trainer, "test", leave=True)
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Open the bar of the prediction."""
+        self._open_evaluation(trainer, "predict", leave=True)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Advance the bar; it counts the batches of all loaders."""
+        self._evaluation.advance(self._evaluation.done + 1)
+
+    on_test_batch_end = on_validation_batch_end
+    on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Close the bar."""
+        self._evaluation.draw()
+        self._evaluation.close()
+        self._evaluation = _NoBar()
+
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end

@@ -1,0 +1,112 @@
+import json
+import math
+
+import pytest
+
+from callbacks import EarlyStopping
+from tests.helpers.stand_in import TrainerStandIn
+
+
+def stopped_after(values, **arguments):
+    """How many of the values it takes to stop, and the callback; None if they do not suffice."""
+    callback = EarlyStopping("loss", **arguments)
+    trainer = TrainerStandIn(callbacks=[callback])
+    trainer.start()
+    for count, value in enumerate(values, 1):
+        trainer.updates([value])
+        if trainer.should_stop:
+            return count, callback
+    return None, callback
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "count"),
+    [
+        ([5, 4, 3, 2, 1], {"patience": 1}, None),
+        ([5, 5], {"patience": 1}, 2),
+        ([5, 5], {"patience": 0}, 2),
+        ([5, 6, 7, 8], {"patience": 3}, 4),
+        ([5, 6, 7, 4, 5, 6, 4], {"patience": 3}, 7),
+        ([5, None, None, 6, None, 7], {"patience": 2}, 6),
+        ([1, 2, 3, 2, 1], {"patience": 2, "mode": "max"}, 5),
+        ([5, 4.5, 4.4], {"patience": 2, "min_delta": 1}, 3),
+        ([5, 3.5, 2], {"patience": 1, "min_delta": 1}, None),
+        ([5, math.nan], {"patience": 9}, 2),
+        ([-math.inf], {}, 1),
+        ([math.nan, 5, math.nan, math.nan], {"patience": 2, "check_finite": False}, 4),
+        ([5, 4, 3], {"stopping_threshold": 4}, 2),
+        ([5, 4, 3], {"stopping_threshold": 4, "mode": "max"}, 1),
+        ([5, 9, 9.1], {"divergence_threshold": 9, "patience": 9}, 3),
+        ([5, 1, 0.9], {"divergence_threshold": 1, "mode": "max", "patience": 9}, 3),
+    ],
+)
+def test_stops_after(values, arguments, count):
+    assert stopped_after(values, **arguments)[0] == count
+
+
+def test_says_when_and_why():
+    _, callback = stopped_after([3.0, None, 2.0, *[None] * 9, 2.5], patience=1)
+    assert (callback.stopped_step, callback.stopped_epoch) == (13, 1)
+    assert (callback.best_score, callback.wait_count) == (2.0, 1)
+    assert "did not improve on 2.0" in callback.reason
+    _, callback = stopped_after([math.nan])
+    assert callback.reason == "loss = nan is not finite"
+    assert (callback.best_score, callback.wait_count) == (None, 0)
+
+
+def test_running_callback_has_no_reason():
+    count, callback = stopped_after([3.0, 2.0, 2.0])
+    assert count is callback.stopped_step is callback.stopped_epoch is callback.reason is None
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_resumed_decisions_equal_uninterrupted_ones(cut):
+    values = [5, 6, 4, 5, 6, 3.9, 7, 8]
+    whole = EarlyStopping("loss", patience=3, min_delta=0.5)
+    TrainerStandIn(callbacks=[whole]).updates(values)
+    first = EarlyStopping("loss", patience=3, min_delta=0.5)
+    TrainerStandIn(callbacks=[first]).updates(values[:cut])
+    second = EarlyStopping("loss", patience=3, min_delta=0.5)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    trainer = TrainerStandIn(callbacks=[second], global_step=cut)
+    trainer.start()
+    trainer.updates(values[cut:])
+    assert second.state_dict() == whole.state_dict()
+    assert whole.stopped_step == 8
+
+
+def test_a_run_that_begins_anew_forgets_the_one_before():
+    _, callback = stopped_after([1.0, 2.0], patience=1)
+    trainer = TrainerStandIn(callbacks=[callback])
+    trainer.start()
+    trainer.updates([3.0])
+    assert not trainer.should_stop
+    assert callback.best_score == 3.0
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_prints_only_when_asked(verbose):
+    callback = EarlyStopping("loss", patience=1, verbose=verbose)
+    trainer = TrainerStandIn(callbacks=[callback])
+    trainer.updates([3.0, None, 2.5, 2.5])
+    expected = [
+        "Step 1: loss improved to 3.0.",
+        "Step 3: loss improved to 2.5.",
+        f"Step 4: {callback.reason}.",
+    ]
+    assert trainer.accelerator.printed == (expected if verbose else [])
+
+
+def test_two_that_watch_different_metrics_have_different_keys():
+    watched = [("loss", "min"), ("loss", "max"), ("accuracy", "max")]
+    assert len({EarlyStopping(name, mode=mode).state_key for name, mode in watched}) == 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"mode": "auto"}, {"patience": -1}, {"patience": 1.5}, {"min_delta": -1}],
+)
+def test_wrong_arguments_are_refused(arguments):
+    (value,) = arguments.values()
+    with pytest.raises(ValueError, match=f"{value!r}"):
+        EarlyStopping("loss", **arguments)

@@ -1,0 +1,93 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from callbacks import LearningRateMonitor
+from tests.helpers.stand_in import TrainerStandIn
+
+
+def parameters(count=1):
+    return [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
+
+
+def logged(optimizers, *, schedulers=(), log_due=True, **arguments):
+    trainer = TrainerStandIn(
+        optimizers=list(optimizers), schedulers=list(schedulers), log_due=log_due
+    )
+    LearningRateMonitor(**arguments).on_train_step_end(trainer, trainer.module)
+    return trainer.module.logged
+
+
+def test_one_optimizer_is_named_by_its_class():
+    assert logged([torch.optim.AdamW(parameters(), lr=0.25)]) == {"lr-AdamW": 0.25}
+
+
+def test_nothing_is_logged_where_nothing_is_recorded():
+    assert logged([torch.optim.AdamW(parameters(), lr=0.25)], log_due=False) == {}
+
+
+def test_groups_and_optimizers_are_told_apart():
+    groups = [{"params": parameters(), "lr": lr} for lr in (0.1, 0.2)]
+    named = [{"params": parameters(), "lr": lr, "name": f"part{lr}"} for lr in (0.5, 0.75)]
+    optimizers = [
+        torch.optim.SGD(parameters(), lr=0.3),
+        torch.optim.SGD(groups),
+        torch.optim.SGD(parameters(), lr=0.4),
+        torch.optim.Adam(named),
+    ]
+    assert logged(optimizers) == {
+        "lr-SGD": 0.3,
+        "lr-SGD-1/pg1": 0.1,
+        "lr-SGD-1/pg2": 0.2,
+        "lr-SGD-2": 0.4,
+        "lr-Adam/part0.5": 0.5,
+        "lr-Adam/part0.75": 0.75,
+    }
+
+
+def test_groups_that_share_a_name_are_refused():
+    groups = [{"params": parameters(), "name": "head"} for _ in range(2)]
+    with pytest.raises(ValueError, match="'head'"):
+        logged([torch.optim.SGD(groups, lr=0.1)])
+
+
+def test_the_name_of_a_schedule_wins_and_its_value_is_current():
+    sgd, adam = torch.optim.SGD(parameters(), lr=1.0), torch.optim.Adam(parameters(), lr=0.5)
+    halve = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
+    unnamed = torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
+    schedulers = [
+        SimpleNamespace(scheduler=halve, name="warm"),
+        SimpleNamespace(scheduler=unnamed, name=None),
+    ]
+    # a prepared optimizer holds the one that the schedule knows
+    prepared = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups)
+    sgd.step()
+    halve.step()
+    assert logged([prepared, adam], schedulers=schedulers) == {"warm": 0.5, "lr-Adam": 0.5}
+
+
+def test_momentum_and_weight_decay():
+    optimizers = [
+        torch.optim.SGD(parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(parameters(), lr=0.2, betas=(0.8, 0.99), weight_decay=0.01),
+        torch.optim.Adadelta(parameters(), lr=0.3),
+    ]
+    assert logged(optimizers, log_momentum=True, log_weight_decay=True) == {
+        "lr-SGD": 0.1,
+        "lr-SGD-momentum": 0.9,
+        "lr-SGD-weight_decay": 0.0,
+        "lr-AdamW": 0.2,
+        "lr-AdamW-momentum": 0.8,
+        "lr-AdamW-weight_decay": 0.01,
+        "lr-Adadelta": 0.3,
+        "lr-Adadelta-momentum": 0.0,
+        "lr-Adadelta-weight_decay": 0.0,
+    }
+
+
+def test_a_rate_in_a_tensor_is_logged_as_it_was():
+    optimizer = torch.optim.AdamW(parameters(), lr=torch.tensor(0.5), foreach=False)
+    value = logged([optimizer])["lr-AdamW"]
+    optimizer.param_groups[0]["lr"].fill_(0.25)
+    assert value == 0.5

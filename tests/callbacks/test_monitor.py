@@ -1,0 +1,63 @@
+import math
+
+import pytest
+
+from callbacks import Monitor
+from tests.helpers.stand_in import TrainerStandIn
+
+
+@pytest.mark.parametrize(
+    ("mode", "value", "than", "min_delta", "better"),
+    [
+        ("min", 1.0, 2.0, 0.0, True),
+        ("min", 2.0, 1.0, 0.0, False),
+        ("max", 2.0, 1.0, 0.0, True),
+        ("max", 1.0, 2.0, 0.0, False),
+        ("min", 1.0, 1.0, 0.0, False),
+        ("min", 1.0, 1.5, 0.5, False),
+        ("min", 0.75, 1.5, 0.5, True),
+        ("max", 1.5, 1.0, 0.5, False),
+        ("max", 1.75, 1.0, 0.5, True),
+        ("min", math.nan, math.inf, 0.0, False),
+        ("max", math.nan, math.nan, 0.0, False),
+        ("max", 0.0, math.nan, 0.0, True),
+        ("min", math.inf, math.inf, 0.0, False),
+        ("min", -math.inf, 0.0, 0.0, True),
+    ],
+)
+def test_is_better(mode, value, than, min_delta, better):
+    assert Monitor("loss", mode).is_better(value, than, min_delta) is better
+
+
+@pytest.mark.parametrize(("name", "mode"), [("loss", "minimum"), ("loss", ""), ("", "min")])
+def test_wrong_arguments_are_refused(name, mode):
+    with pytest.raises(ValueError, match="must"):
+        Monitor(name, mode)
+
+
+def test_only_a_fresh_value_is_read():
+    trainer, monitor = TrainerStandIn(), Monitor("loss", "min")
+    trainer.update(other=1.0)
+    assert monitor.read(trainer) is None
+    trainer.update(loss=0.5)
+    assert monitor.read(trainer) == 0.5
+    trainer.update(other=2.0)
+    assert monitor.read(trainer) is None
+
+
+def test_a_metric_that_was_never_logged_is_an_error_once_it_had_its_chance():
+    trainer, monitor = TrainerStandIn(steps_per_epoch=2), Monitor("val/los", "min")
+    trainer.update(**{"val/loss": 1.0, "accuracy": 0.5})
+    assert monitor.read(trainer) is None  # the epoch may still log it
+    trainer.update()
+    with pytest.raises(ValueError, match=r"'val/los'.*accuracy, val/loss.*mean 'val/loss'"):
+        monitor.read(trainer)
+
+
+def test_a_metric_may_wait_for_the_first_validation():
+    trainer = TrainerStandIn(steps_per_epoch=1, has_validation=True)
+    trainer.update()
+    assert Monitor("val/loss", "min").read(trainer) is None
+    trainer.validations = 1
+    with pytest.raises(ValueError, match="Logged so far: nothing"):
+        Monitor("val/loss", "min").read(trainer)

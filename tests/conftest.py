@@ -1,0 +1,79 @@
+"""Fixtures for every test: a fresh folder and seed, nothing left behind, and pools of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tqdm
+
+from tests.helpers import isolation
+from tests.helpers.ranks import RankPool
+from tests.helpers.requires import skip_reason
+
+# The bar's monitor is a thread that never ends; compiling in place needs no pool of compilers.
+tqdm.tqdm.monitor_interval = 0
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        reason = skip_reason(item)
+        if reason is not None:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace(tmp_path: Path) -> Iterator[None]:
+    """Run the test seeded and in its own folder; fail it if it leaves anything behind.
+
+    The state that `trainer` shares over the process, torch's settings, the process group and the
+    working folder are put back without a word, since a test has no other way to do it. Threads,
+    child processes, open files, signal handlers and environment variables are an error.
+    """
+    home = Path.cwd()
+    before = isolation.Snapshot()
+    os.chdir(tmp_path)
+    isolation.reset_torch()
+
+    yield
+
+    os.chdir(home)
+    isolation.reset_trainer_state()
+    isolation.destroy_process_group()
+    isolation.reset_torch()
+    leaks = isolation.leaks(before, tmp_path)
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(n)` is the pool of n ranks; its processes start when it is first called."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(size: int) -> RankPool:
+        if size not in pools:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield pool
+    for each in pools.values():
+        each.close()
+
+
+@pytest.fixture(scope="session")
+def ranks2(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(2)
+
+
+@pytest.fixture(scope="session")
+def ranks3(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(3)
+
+
+@pytest.fixture(scope="session")
+def ranks4(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(4)

@@ -1,0 +1,217 @@
+"""What a test must leave as it found it: how that is compared, and how it is put back.
+
+Used by the autouse fixture of `tests/conftest.py` and by the ranks of `tests/helpers/ranks.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import select
+import signal
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+
+WATCHED_SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+
+# Variables that others set for themselves: pytest, and libraries when they are first imported.
+FOREIGN_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "KMP_INIT_AT_FORK",  # scikit-learn and threadpoolctl
+    "KMP_DUPLICATE_LIB_OK",
+    "TF2_BEHAVIOR",  # tensorboard
+    "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
+    "TRITON_CACHE_DIR",
+}
+
+# Processes that serve the whole session: the ranks of the pools.
+SESSION_PROCESSES: set[int] = set()
+
+# Python's own helpers, started once by whoever needs them and kept until the interpreter ends.
+INTERPRETER_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+
+PATIENCE = 2.0  # seconds that a thread or process which is on its way out may take
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of this process that tests may not change."""
+
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    threads: frozenset[threading.Thread] = field(
+        default_factory=lambda: frozenset(threading.enumerate())
+    )
+    children: frozenset[int] = field(default_factory=lambda: frozenset(child_processes()))
+    handlers: dict[int, object] = field(
+        default_factory=lambda: {number: signal.getsignal(number) for number in WATCHED_SIGNALS}
+    )
+
+
+def child_processes() -> dict[int, str]:
+    """Return the living children of this process, each with its command line."""
+    pids = {process.pid for process in multiprocessing.active_children() if process.pid}
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            pids.update(int(pid) for pid in path.read_text().split())
+    return {pid: command for pid in pids if (command := _command(pid))}
+
+
+def _command(pid: int) -> str:
+    if not Path("/proc").is_dir():
+        return "unknown"
+    try:
+        # Empty for a process that has ended and waits to be reaped.
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _await_end(pid: int) -> None:
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        select.select([descriptor], [], [], PATIENCE)
+    finally:
+        os.close(descriptor)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return the files below `folder` that this process holds open."""
+    root = str(folder.resolve())
+    found = []
+    for link in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
+            target = os.readlink(link)
+            if target.startswith(root + os.sep) and link.is_file():
+                found.append(target)
+    return sorted(found)
+
+
+def leaked_environment(before: Snapshot) -> list[str]:
+    """Put the environment back; return one line for each variable that had changed."""
+    now = dict(os.environ)
+    names = (now.keys() | before.environ.keys()) - FOREIGN_VARIABLES
+    changed = sorted(name for name in names if now.get(name) != before.environ.get(name))
+    for name in changed:
+        if name in before.environ:
+            os.environ[name] = before.environ[name]
+        else:
+            del os.environ[name]
+    return [
+        f"environment variable {name}: {before.environ.get(name)!r} became {now.get(name)!r}"
+        for name in changed
+    ]
+
+
+def leaked_handlers(before: Snapshot) -> list[str]:
+    """Put the signal handlers back; return one line for each that had changed."""
+    lines = []
+    for number, handler in before.handlers.items():
+        now = signal.getsignal(number)
+        if now is not handler and now != handler:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+            lines.append(f"signal handler of {signal.Signals(number).name}: now {now!r}")
+    return lines
+
+
+def leaked_threads(before: Snapshot) -> list[str]:
+    """Return one line for each thread that was not there before."""
+    lines = []
+    for thread in set(threading.enumerate()) - before.threads:
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            lines.append(f"thread {thread.name!r} (daemon: {thread.daemon})")
+    return sorted(lines)
+
+
+def leaked_processes(before: Snapshot) -> list[str]:
+    """Return one line for each child process that was not there before; they are killed."""
+    for pid in _new_children(before):
+        _await_end(pid)
+    lines = []
+    for pid, command in _new_children(before).items():
+        os.kill(pid, signal.SIGKILL)
+        lines.append(f"child process {pid}: {command[:200]}")
+    return lines
+
+
+def _new_children(before: Snapshot) -> dict[int, str]:
+    return {
+        pid: command
+        for pid, command in child_processes().items()
+        if pid not in before.children
+        and pid not in SESSION_PROCESSES
+        and not any(helper in command for helper in INTERPRETER_HELPERS)
+    }
+
+
+def leaks(before: Snapshot, folder: Path | None = None) -> list[str]:
+    """Return a line for each thing that is not as it was at `before`, files below `folder` too.
+
+    What can be put back is put back, so that the next test starts clean.
+    """
+    if (
+        _new_children(before)
+        or set(threading.enumerate()) - before.threads
+        or (folder is not None and open_files(folder))
+    ):
+        gc.collect()  # objects in cycles close what they hold when they are collected
+    return [
+        *leaked_environment(before),
+        *leaked_handlers(before),
+        *leaked_threads(before),
+        *leaked_processes(before),
+        *(f"open file {name}" for name in (open_files(folder) if folder is not None else ())),
+    ]
+
+
+def reset_trainer_state() -> None:
+    """Forget the state that `trainer` shares over the process, if it was imported at all."""
+    state = sys.modules.get("trainer.state")
+    if state is not None:
+        for name in ("AcceleratorState", "GradientState", "PartialState"):
+            getattr(state, name)._reset_state()
+
+
+def reset_torch() -> None:
+    """Give torch the settings and the seed that every test starts from."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.benchmark = False
+    torch.autograd.set_detect_anomaly(False)
+    seed(0)
+
+
+def seed(value: int) -> None:
+    """Seed the three generators."""
+    random.seed(value)
+    numpy.random.seed(value)
+    torch.manual_seed(value)
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group that a test left."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,19 @@
+"""The reasons for which a test may be skipped, all in one place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+NO_CUDA = "needs a CUDA device"
+
+
+def skip_reason(item: pytest.Item) -> str | None:
+    """Return why `item` cannot run on this machine, or None where it can."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        return NO_CUDA
+    return None
+
+
+requires_cuda = pytest.mark.gpu
+"""Marks a test that needs a CUDA device: `@requires_cuda`. It is skipped only where none is."""

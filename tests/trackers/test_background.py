@@ -1,0 +1,305 @@
+import concurrent.futures
+import logging
+import threading
+import weakref
+
+import pytest
+import torch
+
+from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, read_metrics
+
+
+class Recorder(GeneralTracker):
+    """Remembers its calls and the threads that made them."""
+
+    name = "recorder"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self):
+        self.calls = []
+        self.threads = set()
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def _note(self, *call):
+        self.calls.append(call)
+        self.threads.add(threading.current_thread())
+
+    def start(self):
+        self._note("start")
+
+    def store_init_configuration(self, values):
+        self._note("configuration", values)
+
+    def log(self, values, step, **kwargs):
+        self._note("log", values, step, kwargs)
+
+    def log_images(self, values, step, **kwargs):
+        self._note("images", values, step, kwargs)
+
+    def log_table(self, table_name, *args, **kwargs):
+        self._note("table", table_name, args, kwargs)
+
+    def finish(self):
+        self._note("finish")
+
+    @property
+    def steps(self):
+        return [call[2] for call in self.calls if call[0] == "log"]
+
+
+class Blocking(Recorder):
+    """Its first `log` announces itself and waits until it is released."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.release = threading.Event(), threading.Event()
+
+    def log(self, values, step, **kwargs):
+        self.entered.set()
+        self.release.wait()
+        super().log(values, step, **kwargs)
+
+
+class Failing(Recorder):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def log(self, values, step, **kwargs):
+        super().log(values, step, **kwargs)
+        raise self.error
+
+
+@pytest.fixture
+def blocked():
+    """A background tracker whose thread waits in the `log` of step 0."""
+    tracker = Blocking()
+    background = BackgroundTracker(tracker, capacity=3)
+    background.start()
+    background.log({}, 0)
+    tracker.entered.wait()
+    yield background
+    tracker.release.set()
+    background.finish()
+    background._thread.join()
+
+
+def warnings_of(caplog):
+    return [record for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_every_call_runs_in_order_on_one_other_thread_that_ends(caplog):
+    recorder = Recorder()
+    background = BackgroundTracker(recorder)
+    background.start()
+    background.store_init_configuration({"lr": 1})
+    for step in range(100):
+        background.log({"x": step}, step, key="value")
+    background.log_images({"image": 1}, 100, dataformats="HW")
+    background.log_table("table", columns=["a"], data=[[1]])
+    background.finish()
+    assert recorder.calls == [
+        ("start",),
+        ("configuration", {"lr": 1}),
+        *(("log", {"x": step}, step, {"key": "value"}) for step in range(100)),
+        ("images", {"image": 1}, 100, {"dataformats": "HW"}),
+        ("table", "table", (), {"columns": ["a"], "data": [[1]]}),
+        ("finish",),
+    ]
+    (thread,) = recorder.threads
+    assert thread is not threading.current_thread()
+    assert thread.daemon
+    assert not thread.is_alive()
+    assert (background.failures, background.dropped) == (0, 0)
+    assert not warnings_of(caplog)
+
+
+def test_it_takes_the_attributes_of_the_tracker_and_gives_its_object():
+    recorder = Recorder()
+    background = BackgroundTracker(recorder)
+    assert background.name == "recorder"
+    assert background.requires_logging_directory is False
+    assert background.main_process_only is False
+    background.start()
+    assert background.tracker is recorder.calls
+    assert ("start",) in recorder.calls  # it has waited for the start
+    background.finish()
+
+
+def test_values_are_those_of_the_time_of_the_call(blocked):
+    values = {"x": 1}
+    blocked.log(values, 1)
+    values["x"] = 2
+    blocked.wrapped.release.set()
+    blocked.finish()
+    assert blocked.wrapped.calls[-2] == ("log", {"x": 1}, 1, {})
+
+
+def test_log_returns_while_the_tracker_blocks(blocked):
+    blocked.log({}, 1)
+    assert blocked.wrapped.steps == []
+    blocked.wrapped.release.set()
+    blocked.finish()
+    assert blocked.wrapped.steps == [0, 1]
+
+
+def test_a_full_queue_drops_the_oldest_records_and_nothing_else(blocked, caplog):
+    blocked.store_init_configuration({"lr": 1})
+    for step in range(1, 7):
+        blocked.log({}, step)
+    assert blocked.dropped == 4
+    blocked.wrapped.release.set()
+    blocked.finish()
+    assert blocked.wrapped.steps == [0, 5, 6]
+    assert ("configuration", {"lr": 1}) in blocked.wrapped.calls
+    (warning,) = warnings_of(caplog)
+    assert "lost 4 records and failed in 0 calls." in warning.getMessage()
+
+
+@pytest.mark.parametrize("error", [OSError("no network"), SystemExit(1)])
+def test_failures_are_reported_once_and_counted(caplog, error):
+    background = BackgroundTracker(Failing(error))
+    background.start()
+    for step in range(5):
+        background.log({}, step)
+    background.finish()
+    assert background.failures == 5
+    assert background.dropped == 0
+    assert background.wrapped.steps == list(range(5))
+    assert background.wrapped.calls[-1] == ("finish",)
+    first, last = warnings_of(caplog)
+    assert first.name == "trackers"
+    assert f"'recorder' failed in `log`: {error!r}" in first.getMessage()
+    assert first.exc_info[1] is error
+    assert "lost 0 records and failed in 5 calls." in last.getMessage()
+
+
+def test_a_start_that_raises_is_reported_and_raised_only_to_who_asks_for_the_object(caplog):
+    class NoServer(Recorder):
+        def start(self):
+            raise ConnectionError("no server")
+
+    background = BackgroundTracker(NoServer())
+    background.start()
+    with pytest.raises(ConnectionError, match="no server"):
+        background.tracker
+    background.finish()
+    assert "failed in `start`" in caplog.text
+
+
+def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
+    blocking = Blocking()
+    background = BackgroundTracker(blocking, finish_timeout=0.01)
+    background.start()
+    background.log({}, 0)
+    blocking.entered.wait()
+    background.log({}, 1)
+    background.log({}, 2)
+    future = background.submit(lambda tracker: tracker.steps)
+    background.finish()
+    (warning,) = warnings_of(caplog)
+    assert "lost 2 records" in warning.getMessage()
+    assert "left behind in `log` after 0.01 seconds" in warning.getMessage()
+    assert background.dropped == 2
+    with pytest.raises(TimeoutError, match="did not come to this"):
+        future.result()
+    # Where the tracker goes on at last, its run is closed and the thread ends.
+    blocking.release.set()
+    background._thread.join()
+    assert blocking.steps == [0]
+    assert blocking.calls[-1] == ("finish",)
+
+
+def test_the_object_of_a_start_that_hangs_is_a_timeout():
+    class Hanging(Recorder):
+        release = threading.Event()
+
+        def start(self):
+            self.release.wait()
+
+    background = BackgroundTracker(Hanging(), finish_timeout=0.01)
+    background.start()
+    with pytest.raises(concurrent.futures.TimeoutError):
+        background.tracker
+    Hanging.release.set()
+    background.finish()
+    background._thread.join()
+
+
+def test_calls_behind_finish_are_counted_and_raise_nothing():
+    background = BackgroundTracker(Recorder())
+    background.start()
+    background.finish()
+    background.log({}, 1)
+    background.finish()
+    assert background.dropped == 1
+    with pytest.raises(RuntimeError, match="is finished"):
+        background.submit(lambda tracker: None).result()
+    with pytest.raises(RuntimeError, match="started once"):
+        background.start()
+    assert background.wrapped.calls == [("start",), ("finish",)]
+
+
+def test_records_before_start_wait_for_it():
+    background = BackgroundTracker(Recorder())
+    background.log({}, 1)
+    background.start()
+    background.finish()
+    assert [call[0] for call in background.wrapped.calls] == ["start", "log", "finish"]
+
+
+def test_finish_without_start_reports_what_is_lost(caplog):
+    background = BackgroundTracker(Recorder())
+    background.log({}, 1)
+    background.finish()
+    assert background.dropped == 1
+    assert "lost 1 records" in caplog.text
+    assert background.wrapped.calls == []
+
+
+def test_submit_runs_behind_all_that_was_logged_before(tmp_path):
+    background = BackgroundTracker(JsonlTracker(tmp_path / "metrics.jsonl"))
+    background.start()
+    background.log({"x": 1}, 1)
+    synced = background.submit(lambda record: record.sync())
+    background.log({"x": 2}, 2)
+    background.finish()
+    background.wrapped.truncate(synced.result())
+    assert [record["step"] for record in read_metrics(background.wrapped.path)] == [1]
+
+
+def test_submit_gives_back_the_error_and_cannot_be_cancelled(blocked):
+    def fail(tracker):
+        raise OSError("disk")
+
+    future = blocked.submit(fail)
+    assert not future.cancel()
+    blocked.wrapped.release.set()
+    with pytest.raises(OSError, match="disk"):
+        future.result()
+
+
+def test_an_idle_thread_keeps_no_tensor_alive():
+    class Forgetful(Recorder):
+        def log(self, values, step, **kwargs):
+            pass
+
+    background = BackgroundTracker(Forgetful())
+    background.start()
+    tensor = torch.zeros(1)
+    gone = threading.Event()
+    weakref.finalize(tensor, gone.set)
+    background.log({"x": tensor}, 1)
+    del tensor
+    assert gone.wait(20)  # only a failure waits that long
+    background.finish()
+
+
+@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"finish_timeout": 0}])
+def test_wrong_arguments(wrong):
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=0"):
+        BackgroundTracker(Recorder(), **wrong)

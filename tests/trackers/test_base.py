@@ -1,0 +1,241 @@
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import trackers
+from trackers import base
+from trackers.base import python_number
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    return base._REGISTRY
+
+
+class Memory(trackers.GeneralTracker):
+    name = "memory"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, run_name="unnamed", *, color=None):
+        self.run_name = run_name
+        self.color = color
+
+
+class Files(trackers.GeneralTracker):
+    name = "files"
+    requires_logging_directory = True
+    tracker = None
+
+    def __init__(self, run_name, logging_dir):
+        self.place = (run_name, logging_dir)
+
+
+class NeedsPackage(Memory):
+    name = "needy"
+    requires_package = "a_package_that_nobody_has"
+
+
+def resolve(log_with, **kwargs):
+    return trackers.resolve_trackers(log_with, **{"project_name": "project", **kwargs})
+
+
+def test_everything_exported_exists_and_is_sorted():
+    assert trackers.__all__ == sorted(trackers.__all__)
+    assert all(hasattr(trackers, name) for name in trackers.__all__)
+
+
+def test_importing_and_resolving_imports_no_sdk():
+    program = (
+        "import sys, trackers; trackers.resolve_trackers('all', project_name='p', logging_dir='d');"
+        "print([name for name in ('torch', 'tensorboard') if name in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("missing", ["name", "requires_logging_directory", "tracker"])
+def test_missing_attribute_is_named_with_its_definition(missing):
+    defined = {"name": "x", "requires_logging_directory": False, "tracker": None}
+    del defined[missing]
+    cls = type("Incomplete", (trackers.GeneralTracker,), defined)
+    with pytest.raises(NotImplementedError) as caught:
+        cls()
+    assert f"{missing} = " in str(caught.value)
+    assert not any(f"{name} = " in str(caught.value) for name in defined)
+    with pytest.raises(NotImplementedError, match="Incomplete"):
+        trackers.register_tracker(cls)
+
+
+def test_constructor_does_not_run_when_an_attribute_is_missing():
+    class Incomplete(trackers.GeneralTracker):
+        def __init__(self):
+            pytest.fail("the constructor ran")
+
+    with pytest.raises(NotImplementedError):
+        Incomplete()
+
+
+def test_a_subclass_may_inherit_the_required_attributes():
+    class Child(Memory):
+        pass
+
+    assert Child("r").name == "memory"
+
+
+def test_base_methods():
+    tracker = Memory()
+    tracker.start()
+    tracker.store_init_configuration({})
+    tracker.finish()
+    for record in (tracker.log, tracker.log_images, tracker.log_table):
+        with pytest.raises(NotImplementedError, match="'memory'"):
+            record({}, 0)
+
+
+def test_null_tracker_takes_everything():
+    tracker = trackers.NullTracker()
+    tracker.start()
+    tracker.store_init_configuration({"a": 1})
+    tracker.log({"a": 1}, 1, key="value")
+    tracker.log_images({"a": 1}, 1)
+    tracker.log_table("a", columns=[], data=[], step=1)
+    tracker.finish()
+    assert tracker.tracker is None
+
+
+def test_nothing_resolves_to_nothing():
+    assert resolve(None) == resolve([]) == []
+
+
+def test_name_class_and_instance(registry):
+    assert trackers.register_tracker(Memory) is Memory
+    instance = Memory("mine")
+    by_name, by_class = resolve("memory")[0], resolve(Memory)[0]
+    assert type(by_name) is type(by_class) is Memory
+    assert resolve(instance) == [instance]
+
+
+def test_constructor_arguments(tmp_path):
+    memory, files = resolve(
+        [Memory, Files],
+        run_name="run",
+        logging_dir=tmp_path,
+        init_kwargs={"memory": {"color": "red"}, "not in use": {"x": 1}},
+    )
+    assert (memory.run_name, memory.color) == ("run", "red")
+    assert files.place == ("run", tmp_path)
+    assert resolve(Memory)[0].run_name == "project"
+
+
+def test_duplicates_are_dropped_in_order():
+    trackers.register_tracker(Memory)
+    first, second = Memory(), Memory()
+    assert [type(one) for one in resolve(["memory", Memory, NeedsNothing])] == [
+        Memory,
+        NeedsNothing,
+    ]
+    assert resolve(["memory", first, second, first]) == [first, second]
+
+
+class NeedsNothing(Memory):
+    name = "nothing"
+
+
+def test_trackers_that_cannot_be_hashed():
+    @dataclasses.dataclass
+    class Record(trackers.GeneralTracker):
+        name = "record"
+        requires_logging_directory = False
+        tracker = None
+
+    instance = Record()
+    assert resolve([instance, instance, Record]) == [instance]
+
+
+def test_all_is_every_installed_one(registry, tmp_path):
+    registry.clear()
+    for cls in (NeedsPackage, Memory, Files):
+        trackers.register_tracker(cls)
+    assert trackers.available_trackers() == ["files", "memory"]
+    instance = Memory()
+    found = resolve(["all", instance], logging_dir=tmp_path)
+    assert [type(one) for one in found] == [Files, Memory]
+    assert found[1] is instance
+
+
+def test_unknown_name_gives_choices_and_nearest():
+    with pytest.raises(ValueError, match=r"'tensorbord'.*'all', 'tensorboard'.*mean 'tensorboard'"):
+        resolve("tensorbord")
+    with pytest.raises(ValueError, match="'wandb' is not a known tracker"):
+        resolve("wandb")
+
+
+@pytest.mark.parametrize("wrong", [3, int, [None], [["memory"]]])
+def test_wrong_type(wrong):
+    with pytest.raises(TypeError, match="log_with takes"):
+        resolve(wrong)
+
+
+def test_missing_directory():
+    with pytest.raises(ValueError, match=r"'files' writes files.*project_dir"):
+        resolve(Files)
+
+
+def test_missing_package_of_a_built_in_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert "tensorboard" not in trackers.available_trackers()
+    for log_with in ("tensorboard", trackers.TensorBoardTracker):
+        with pytest.raises(ImportError, match=r"pip install 'cadence-trainer\[tensorboard\]'"):
+            resolve(log_with, logging_dir=tmp_path)
+    with pytest.raises(ImportError, match="cadence-trainer"):
+        trackers.TensorBoardTracker("run", tmp_path)
+
+
+def test_missing_package_of_a_users_tracker_names_the_package():
+    with pytest.raises(ImportError, match="pip install a_package_that_nobody_has"):
+        trackers.select_trackers(NeedsPackage)
+
+
+def test_select_makes_no_tracker(tmp_path):
+    instance = Memory()
+    chosen = trackers.select_trackers([Files, instance], logging_dir=tmp_path)
+    assert chosen == [Files, instance]
+
+
+def test_register_rejects_a_name_that_is_taken():
+    trackers.register_tracker(Memory)
+    trackers.register_tracker(Memory)
+    other = type("Other", (Memory,), {})
+    with pytest.raises(ValueError, match=r"'memory'.*Other is taken by .*Memory"):
+        trackers.register_tracker(other)
+
+
+def test_registering_a_redefined_class_replaces_it():
+    again = type(Memory.__name__, Memory.__bases__, dict(Memory.__dict__))
+    trackers.register_tracker(Memory)
+    trackers.register_tracker(again)
+    assert type(resolve("memory")[0]) is again
+
+
+def test_register_rejects_what_is_no_tracker():
+    with pytest.raises(TypeError, match="subclass of GeneralTracker"):
+        trackers.register_tracker(Memory())
+    with pytest.raises(ValueError, match="stands for every tracker"):
+        trackers.register_tracker(type("Every", (Memory,), {"name": "all"}))
+
+
+def test_python_number():
+    for one in (torch.tensor([[2.5]]), np.float32(2.5), np.array(2.5)):
+        assert type(python_number(one)) is float
+        assert python_number(one) == 2.5
+    pair = torch.zeros(2)
+    assert python_number(pair) is pair
+    assert python_number("text") == "text"

@@ -1,0 +1,138 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from trackers import TensorBoardTracker, resolve_trackers
+
+
+@pytest.fixture
+def tracker(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    yield tracker
+    tracker.finish()
+
+
+def read(tracker):
+    events = EventAccumulator(str(tracker.log_dir))
+    events.Reload()
+    return events
+
+
+def scalars(events, name):
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def text(events, name):
+    (event,) = events.Tensors(f"{name}/text_summary")
+    return event.tensor_proto.string_val[0].decode()
+
+
+def test_scalars_of_every_kind_can_be_read_before_the_end(tracker):
+    tracker.log({"loss": 0.5, "int": 3, "flag": True}, 1)
+    tracker.log({"loss": torch.tensor([0.25]), "int": np.int64(4), "note": "a text"}, 2)
+    tracker.log({"parts": {"a": 1.5, "b": {"c": 2}}}, 3)
+    events = read(tracker)
+    assert scalars(events, "loss") == [(1, 0.5), (2, 0.25)]
+    assert scalars(events, "int") == [(1, 3), (2, 4)]
+    assert scalars(events, "flag") == [(1, 1)]
+    assert scalars(events, "parts/a") == [(3, 1.5)]
+    assert scalars(events, "parts/b/c") == [(3, 2)]
+    assert text(events, "note") == "a text"
+
+
+def test_keyword_arguments_reach_the_writer(tracker):
+    tracker.log({"loss": 1.0}, 1, walltime=123.0)
+    assert read(tracker).Scalars("loss")[0].wall_time == 123.0
+
+
+def test_a_value_of_another_kind_is_named_and_the_others_are_recorded(tracker):
+    with pytest.raises(TypeError, match=r"bad \(Tensor\), in/worse \(NoneType\)"):
+        tracker.log({"bad": torch.zeros(2), "in": {"worse": None}, "loss": 1.0}, 1)
+    assert scalars(read(tracker), "loss") == [(1, 1.0)]
+
+
+def test_configuration(tracker):
+    values = {
+        "lr": 0.1,
+        "bias": False,
+        "model": {"layers": 2, "shape": (3, 4), "path": Path("x")},
+        "none": None,
+        "dtype": torch.float32,
+        "numpy": np.float64(2.0),
+    }
+    tracker.store_init_configuration(values)
+    events = read(tracker)
+    written = text(events, "configuration").removeprefix("```yaml\n").removesuffix("```")
+    assert yaml.safe_load(written) == {
+        "lr": 0.1,
+        "bias": False,
+        "model": {"layers": 2, "shape": [3, 4], "path": "x"},
+        "none": None,
+        "dtype": "torch.float32",
+        "numpy": 2.0,
+    }
+    metadata = events.SummaryMetadata("_hparams_/session_start_info")
+    stored = plugin_data_pb2.HParamsPluginData.FromString(metadata.plugin_data.content)
+    hparams = stored.session_start_info.hparams
+    assert hparams["lr"].number_value == 0.1
+    assert hparams["model.layers"].number_value == 2
+    assert hparams["model.shape"].string_value == "[3, 4]"
+    assert hparams["none"].string_value == "None"
+    # no folder beside the event file for TensorBoard to take for another run
+    assert not [path for path in tracker.log_dir.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_images(tracker, kind):
+    tracker.log_images(
+        {
+            "gray": kind(np.zeros((4, 5), dtype=np.uint8)),
+            "one": kind(np.zeros((3, 4, 6), dtype=np.uint8)),
+            "batch": kind(np.zeros((2, 3, 4, 7), dtype=np.uint8)),
+        },
+        5,
+    )
+    tracker.log_images({"last": kind(np.zeros((4, 8, 3), np.uint8))}, 6, dataformats="HWC")
+    events = read(tracker)
+    for name, step, width in [("gray", 5, 5), ("one", 5, 6), ("batch", 5, 14), ("last", 6, 8)]:
+        (event,) = events.Images(name)
+        assert (event.step, event.width, event.height) == (step, width, 4)
+
+
+def test_resuming_hides_the_steps_that_are_logged_again(tmp_path):
+    for purge_step, steps in [(None, range(5)), (3, range(3, 6))]:
+        tracker = TensorBoardTracker("run", tmp_path, purge_step=purge_step)
+        tracker.start()
+        for step in steps:
+            tracker.log({"loss": step + (10 if purge_step else 0)}, step)
+        tracker.finish()
+    assert scalars(read(tracker), "loss") == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
+
+
+def test_resolved_by_name_with_options_and_without_a_file_before_start(tmp_path):
+    (tracker,) = resolve_trackers(
+        "tensorboard",
+        project_name="project",
+        logging_dir=tmp_path,
+        init_kwargs={"tensorboard": {"filename_suffix": ".mine"}},
+    )
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(RuntimeError, match="call `start` first"):
+        tracker.tracker
+    tracker.start()
+    tracker.finish()
+    (file,) = (tmp_path / "project").iterdir()
+    assert file.name.endswith(".mine")
+
+
+def test_finish_twice_and_log_behind_it(tracker):
+    tracker.finish()
+    tracker.finish()
+    with pytest.raises(RuntimeError, match="not open"):
+        tracker.log({"loss": 1.0}, 1)

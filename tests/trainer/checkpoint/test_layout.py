@@ -1,0 +1,319 @@
+"""Names, the commit and its crashes, damage, removal and sweeping."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoint import layout
+from trainer.errors import CheckpointError
+
+
+def make(root: Path, step: int = 100, content: str = "weights", **fields: object) -> Path:
+    target = root / layout.checkpoint_name(step)
+    staging = layout.open_staging(target)
+    (staging / "model.bin").write_text(content)
+    (staging / "shards").mkdir()
+    (staging / "shards" / "0.bin").write_text(content * 2)
+    return layout.commit(staging, target, {"step": step, **fields})
+
+
+def content(path: Path) -> str:
+    layout.verify(path)
+    return (path / "model.bin").read_text()
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
+
+
+def test_names_sort_by_step_and_read_back():
+    steps = [0, 100, 99_999_999, 100_000_000]
+    assert layout.checkpoint_name(100) == "step-00000100"
+    assert [layout.step_of(layout.checkpoint_name(step)) for step in steps] == steps
+    for foreign in ("step-1", "step-000000100", "step-00000100.bak", "last", "step-"):
+        assert layout.step_of(foreign) is None
+    with pytest.raises(ValueError, match="step is -1"):
+        layout.checkpoint_name(-1)
+
+
+def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
+    path = make(tmp_path, metrics={"loss": 0.1}, world_size=2)
+    manifest = layout.read_manifest(path)
+    assert manifest == {
+        "format_version": layout.FORMAT_VERSION,
+        "step": 100,
+        "metrics": {"loss": 0.1},
+        "world_size": 2,
+        "files": {
+            name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in {"model.bin": b"weights", "shards/0.bin": b"weightsweights"}.items()
+        },
+    }
+    assert layout.verify(path) == manifest
+    assert names(tmp_path) == ["step-00000100"]
+
+
+def test_a_metric_that_is_not_a_number_does_not_stop_a_save(tmp_path):
+    path = make(tmp_path, metrics={"loss": float("nan"), 3: (float("inf"), None)})
+    metrics = layout.verify(path)["metrics"]
+    assert metrics["loss"] != metrics["loss"]
+    assert metrics["3"] == [float("inf"), None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"), [({"files": 1}, ValueError), ({"module": object()}, TypeError)]
+)
+def test_a_manifest_that_cannot_be_written_commits_nothing(tmp_path, fields, error):
+    with pytest.raises(error):
+        make(tmp_path, **fields)
+    assert layout.committed(tmp_path) == []
+
+
+def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, monkeypatch):
+    events = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (events.append(os.fstat(fd).st_ino), fsync(fd)))
+    monkeypatch.setattr(os, "rename", lambda *a: (events.append("rename"), rename(*a)))
+    path = make(tmp_path)
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    everything = [path, *path.rglob("*")]
+    assert {entry.stat().st_ino for entry in everything} <= set(before)
+    manifest = before.index((path / layout.MANIFEST).stat().st_ino)
+    files = [file for file in everything if file.is_file() and file.name != layout.MANIFEST]
+    assert all(before.index(file.stat().st_ino) < manifest for file in files)
+    assert after == [tmp_path.stat().st_ino]
+
+
+def test_a_second_save_replaces_the_first(tmp_path):
+    make(tmp_path, content="old")
+    path = make(tmp_path, content="new")
+    assert content(path) == "new"
+    assert names(tmp_path) == ["step-00000100"]
+
+
+def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch):
+    path = make(tmp_path, content="old")
+    rename = os.rename
+
+    def refuse_staging(source, target):
+        if source == layout.staging_path(path):
+            raise OSError("disk on fire")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_staging)
+    with pytest.raises(OSError, match="disk on fire"):
+        make(tmp_path, content="new")
+    assert content(path) == "old"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "newer"])
+def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
+    target = tmp_path / "step-00000100"
+    if kind == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        (target / "mine").write_text("mine")
+    if kind == "newer":
+        newer = {"format_version": layout.FORMAT_VERSION + 1, "files": {}}
+        (target / layout.MANIFEST).write_text(json.dumps(newer))
+    with pytest.raises(CheckpointError, match=r"step-00000100 exists and .* not replaced"):
+        make(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-00000100 .* not deleted"):
+        layout.remove(target)
+    assert (target if kind == "file" else target / "mine").read_text() == "mine"
+    assert names(tmp_path) == ["step-00000100"]
+
+
+def truncate(path: Path) -> None:
+    (path / "model.bin").write_text("weig")
+
+
+def flip_a_bit(path: Path) -> None:
+    file = path / "shards" / "0.bin"
+    data = bytearray(file.read_bytes())
+    data[3] ^= 1
+    file.write_bytes(data)
+
+
+def alter_the_manifest(path: Path) -> None:
+    file = path / layout.MANIFEST
+    file.write_text(file.read_text().replace('"step": 100', '"step": 101'))
+
+
+def from_the_future(path: Path) -> None:
+    file = path / layout.MANIFEST
+    file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 2'))
+
+
+def tear_the_manifest(path: Path) -> None:
+    file = path / layout.MANIFEST
+    file.write_text(file.read_text()[:-20])
+
+
+def strip_the_manifest(path: Path) -> None:
+    (path / layout.MANIFEST).write_text("{}")
+
+
+DAMAGE = {
+    "truncated": (truncate, r"model\.bin is damaged: it has 4 bytes, the manifest says 7"),
+    "flipped bit": (flip_a_bit, r"0\.bin is damaged: its SHA-256"),
+    "missing file": (lambda path: (path / "model.bin").unlink(), r"model\.bin is missing"),
+    "missing manifest": (lambda p: (p / layout.MANIFEST).unlink(), r"manifest\.json is missing"),
+    "torn manifest": (tear_the_manifest, r"manifest\.json is damaged"),
+    "altered manifest": (alter_the_manifest, r"manifest\.json is damaged: its hash differs"),
+    "empty manifest": (strip_the_manifest, r"manifest\.json lacks one of the fields"),
+    "future version": (from_the_future, r"manifest\.json has format version 2; .* reads 1 to 1"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_found_and_named(tmp_path, kind):
+    path = make(tmp_path)
+    damage, message = DAMAGE[kind]
+    damage(path)
+    with pytest.raises(CheckpointError, match=message):
+        layout.verify(path)
+
+
+def test_a_damaged_checkpoint_can_be_saved_again(tmp_path):
+    for damage in (tear_the_manifest, truncate):
+        damage(make(tmp_path, content="old"))
+        assert content(make(tmp_path, content="new")) == "new"
+
+
+def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
+    assert layout.committed(tmp_path / "nowhere") == []
+    expected = [make(tmp_path, step) for step in (20, 3, 100_000_000)]
+    layout.open_staging(tmp_path / "step-00000200")
+    (tmp_path / "step-00000300").mkdir()
+    (tmp_path / "step-00000400").write_text("a file")
+    (tmp_path / "logs").mkdir()
+    make(tmp_path).rename(tmp_path / "best")
+    assert layout.committed(tmp_path) == [expected[1], expected[0], expected[2]]
+
+
+def test_a_removed_checkpoint_is_gone_for_readers_before_its_files_are(tmp_path, monkeypatch):
+    keep, path = make(tmp_path, 1), make(tmp_path, 2)
+    seen = []
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda p: (seen.append(layout.committed(tmp_path)), rmtree(p))
+    )
+    layout.remove(path)
+    assert seen == [[keep]]
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_files_that_cannot_be_deleted_are_named_and_swept_later(tmp_path, monkeypatch, caplog):
+    path = make(tmp_path)
+
+    def refuse(folder):
+        raise PermissionError(f"stale handle {folder.name}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        with pytest.raises(CheckpointError, match=r"Deleting .* stale handle .* lies in .*trash"):
+            layout.remove(path)
+        assert layout.committed(tmp_path) == []
+        leftovers = layout.sweep(tmp_path)
+        assert "could not be deleted: stale handle" in caplog.text
+    assert layout.sweep(tmp_path) == leftovers
+    assert names(tmp_path) == []
+
+
+def test_sweep_touches_only_what_killed_saves_left(tmp_path):
+    assert layout.sweep(tmp_path / "nowhere") == []
+    kept = make(tmp_path)
+    foreign = [".staging-mine", ".trash", "step-00000300", "cadence-staging-x", "tmp-checkpoint"]
+    for name in foreign:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    (tmp_path / ".cadence-staging-file").write_text("a file")
+    before = names(tmp_path)
+    staging = layout.open_staging(tmp_path / "step-00000200")
+    (staging / "half").write_text("written")
+    assert layout.sweep(tmp_path) == [staging]
+    assert names(tmp_path) == before
+    assert content(kept) == "weights"
+
+
+def test_a_checkpoint_set_aside_is_not_swept_while_something_else_has_its_name(tmp_path):
+    path = make(tmp_path)
+    aside = path.rename(tmp_path / f".cadence-replaced-{path.name}")
+    path.mkdir()
+    layout.sweep(tmp_path)
+    assert content(aside) == "weights"
+
+
+# One process: every attempt is a fork of it that ends at its n-th call that changes names on the
+# disk or waits for it, so all that a killed save can leave behind is there to look at.
+KILL = """
+import itertools, os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_layout import make, layout
+
+def arm(n):
+    calls = itertools.count(1)
+    for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir"):
+        def dying(*args, _real=getattr(os, name), **kwargs):
+            if next(calls) == n:
+                os._exit(9)
+            return _real(*args, **kwargs)
+        setattr(os, name, dying)
+
+action, folder = sys.argv[2], Path(sys.argv[3])
+for n in itertools.count(1):
+    root = folder / f"{n:03}"
+    root.mkdir()
+    if action != "create":
+        make(root, content="old")
+    if (child := os.fork()) == 0:
+        arm(n)
+        layout.remove(root / "step-00000100") if action == "remove" else make(root, content="new")
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 0:
+        break
+    assert code == 9, code
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is needed")
+@pytest.mark.parametrize(
+    ("action", "before", "after"),
+    [("replace", ["old"], ["new"]), ("create", [], ["new"]), ("remove", ["old"], [])],
+)
+def test_a_kill_at_any_call_leaves_the_old_or_the_new_whole(tmp_path, action, before, after):
+    command = [sys.executable, "-c", KILL, str(Path(__file__).parent), action, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    roots = sorted(tmp_path.iterdir())
+    seen = [[content(path) for path in layout.committed(root)] for root in roots]
+    changed = seen.index(after)
+    assert changed > 0
+    assert seen == [before] * changed + [after] * (len(seen) - changed)
+    for root, contents in zip(roots, seen, strict=True):
+        again = tmp_path / f"{root.name}-again"
+        shutil.copytree(root, again)
+        assert content(make(again, content="next")) == "next"  # the next save needs no sweep
+        layout.sweep(root)
+        assert names(root) == ["step-00000100"] * len(contents)
+        assert [content(path) for path in layout.committed(root)] == contents
+
+
+def test_a_checkpoint_under_any_name_is_located_when_it_was_set_aside(tmp_path):
+    path = make(tmp_path).rename(tmp_path / "best")
+    assert layout.locate(path) == path
+    aside = path.rename(tmp_path / ".cadence-replaced-best")
+    assert layout.locate(path) == aside
+    layout.sweep(tmp_path)
+    assert content(layout.locate(path)) == "weights"

@@ -1,0 +1,193 @@
+"""Saving and choosing together, on one process and on two."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from trainer.checkpoint import (
+    committed,
+    newest_sound,
+    rank_stem,
+    read_manifest,
+    remove,
+    save,
+    verify,
+)
+from trainer.checkpoint import layout as layout_module
+from trainer.errors import CheckpointError
+from trainer.state import PartialState
+
+ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
+
+
+def save_step(
+    step: int, state: object = ALONE, content: str = "x", fail: object = (), bad: object = None
+) -> Path:
+    """Save checkpoint `step`; the ranks in `fail` raise while they write."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def write_rank(folder):
+        if rank in fail:
+            raise OSError(f"no space for {rank}")
+        (folder / f"{rank_stem(rank)}.json").write_text(content)
+
+    return save(
+        Path("checkpoints") / f"step-{step:08d}",
+        write_shared=lambda folder: (folder / "model.bin").write_text(content),
+        write_rank=write_rank,
+        manifest={"step": step, "bad": bad},
+        state=state,
+    )
+
+
+def entries() -> list[str]:
+    return sorted(os.listdir("checkpoints"))
+
+
+def test_one_process_saves_without_a_group():
+    path = save_step(3)
+    assert verify(path)["step"] == 3
+    assert set(read_manifest(path)["files"]) == {"model.bin", "rank-00000.json"}
+    assert entries() == ["step-00000003"]
+
+
+def test_a_failed_save_leaves_what_was_there():
+    path = save_step(3, content="old")
+    with pytest.raises(CheckpointError, match=r"Saving .*step-00000003 failed on rank 0: OSError"):
+        save_step(3, content="new", fail=[0])
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        save_step(3, content="new", bad=object())
+    verify(path)
+    assert (path / "model.bin").read_text() == "old"
+    assert entries() == ["step-00000003"]
+
+
+def test_the_cause_is_kept_where_it_happened():
+    with pytest.raises(CheckpointError) as caught:
+        save_step(3, fail=[0])
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_nothing_is_written_when_the_name_is_taken_by_something_else():
+    Path("checkpoints/step-00000003").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="not replaced"):
+        save_step(3)
+    assert entries() == ["step-00000003"]
+
+
+def test_the_newest_sound_one_is_taken_and_the_damaged_one_named(caplog):
+    root = Path("checkpoints")
+    assert newest_sound(root, ALONE) is None
+    for step in (1, 2, 10):
+        save_step(step)
+    assert newest_sound(root, ALONE) == root / "step-00000010"
+    assert caplog.text == ""
+    (root / "step-00000010" / "model.bin").write_text("y")
+    assert newest_sound(root, ALONE) == root / "step-00000002"
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "step-00000010/model.bin is damaged" in record.getMessage()
+
+
+def test_a_folder_of_damaged_checkpoints_is_not_an_empty_one():
+    for step in (1, 2):
+        (save_step(step) / "model.bin").unlink()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* Move them away"):
+        newest_sound(Path("checkpoints"), ALONE)
+
+
+def outcome(function):
+    """What a rank saw: its result, or its error."""
+    try:
+        return str(function())
+    except CheckpointError as error:
+        return f"CheckpointError: {error}"
+
+
+def test_two_ranks_save_one_checkpoint_and_see_it_committed(ranks2):
+    def body():
+        state = PartialState()
+        path = save_step(5, state)
+        return str(path), sorted(verify(path)["files"])  # on each rank, at once
+
+    files = ["model.bin", "rank-00000.json", "rank-00001.json"]
+    assert ranks2(body) == [(str(Path("checkpoints/step-00000005")), files)] * 2
+    assert entries() == ["step-00000005"]
+
+
+@pytest.mark.parametrize("fail", [[0], [1], [0, 1]])
+def test_a_rank_that_fails_fails_the_save_on_all_alike(ranks2, fail):
+    def body():
+        state = PartialState()
+        first = outcome(lambda: save_step(5, state, content="old"))
+        second = outcome(lambda: save_step(5, state, content="new", fail=fail))
+        state.wait_for_everyone()
+        left = entries(), Path("checkpoints/step-00000005/model.bin").read_text()
+        state.wait_for_everyone()
+        third = outcome(lambda: save_step(5, state, content="newer"))  # still in step
+        return first, second, left, third
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    first, second, left, third = seen[0]
+    assert first == third == str(Path("checkpoints/step-00000005"))
+    assert second.startswith("CheckpointError: Saving ")
+    for rank in (0, 1):
+        assert (f"on rank {rank}: OSError('no space for {rank}')" in second) == (rank in fail)
+    assert left == (["step-00000005"], "old")
+    assert Path("checkpoints/step-00000005/model.bin").read_text() == "newer"
+
+
+def test_a_commit_that_fails_on_rank_0_fails_on_all(ranks2):
+    def body():
+        state = PartialState()
+        return outcome(lambda: save_step(5, state, bad=object()))
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    assert "failed on rank 0: TypeError" in seen[0]
+    assert committed(Path("checkpoints")) == []
+
+
+def test_ranks_take_the_choice_of_rank_0(ranks2):
+    for step in (1, 2):
+        save_step(step)
+    (Path("checkpoints/step-00000002") / "model.bin").write_text("damaged")
+
+    def body():
+        state = PartialState()
+        root = Path("checkpoints")
+        if not state.is_main_process:
+            root = Path("elsewhere")  # what a rank sees itself does not count
+        return outcome(lambda: newest_sound(root, state))
+
+    assert ranks2(body) == [str(Path("checkpoints/step-00000001"))] * 2
+
+
+def test_a_choice_that_fails_fails_on_all(ranks2):
+    (save_step(1) / "model.bin").unlink()
+    seen = ranks2(lambda: outcome(lambda: newest_sound(Path("checkpoints"), PartialState())))
+    assert seen[0] == seen[1]
+    assert "none of the 1 checkpoints" in seen[0]
+
+
+def test_a_removed_checkpoint_is_not_chosen():
+    save_step(1)
+    remove(save_step(2))
+    assert newest_sound(Path("checkpoints"), ALONE) == Path("checkpoints/step-00000001")
+
+
+def test_a_save_that_cannot_clear_its_staging_still_reports_the_failure(monkeypatch, caplog):
+    def refuse(folder):
+        raise PermissionError("stale handle")
+
+    monkeypatch.setattr(layout_module.shutil, "rmtree", refuse)
+    with pytest.raises(CheckpointError, match="no space for 0"):
+        save_step(3, fail=[0])
+    assert "stale handle" in caplog.text

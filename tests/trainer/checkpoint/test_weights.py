@@ -1,0 +1,147 @@
+"""Weights under the module's own names, tied ones included, for us and for other tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model, save_model
+from torch import nn
+
+from trainer.checkpoint import load_into, load_weights, save_weights
+from trainer.errors import CheckpointError
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class Untied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+        self.low = nn.Parameter(torch.randn(2, 3).bfloat16())
+        self.register_buffer("count", torch.tensor(3))
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return list(ours) == list(theirs) and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_plain_pytorch_loads_the_file():
+    module, by_hand, by_us = Untied(), Untied(), Untied()
+    file = save_weights(module.state_dict(), Path.cwd())
+    assert file == Path.cwd() / "model.safetensors"
+    by_hand.load_state_dict(load_file(file))
+    by_us.load_state_dict(load_weights(Path.cwd()))
+    assert same(by_hand, module)
+    assert same(by_us, module)
+    assert not same(Untied(), module)
+    assert {name: t.dtype for name, t in load_weights(file).items()} == {
+        name: t.dtype for name, t in module.state_dict().items()
+    }
+
+
+def test_tied_weights_are_stored_once_and_loaded_under_every_name():
+    module, again, theirs = Tied(), Tied(), Tied()
+    file = save_weights(module.state_dict(), "tied.safetensors")
+    assert "head.weight" not in load_file(file)
+    weights = load_weights(file)
+    assert set(weights) == set(module.state_dict())
+    assert weights["head.weight"] is weights["embed.weight"]
+    load_into(again, weights, where=file)
+    assert same(again, module)
+    load_model(theirs, file)  # the library's own loader agrees
+    assert same(theirs, module)
+
+
+def test_a_file_of_the_librarys_own_saver_is_read_with_its_ties():
+    module, again = Tied(), Tied()
+    save_model(module, "theirs.safetensors")
+    load_into(again, load_weights("theirs.safetensors"), where="theirs.safetensors")
+    assert same(again, module)
+
+
+def test_other_views_of_one_memory_are_stored_apart():
+    base = torch.arange(12.0).reshape(3, 4)
+    views = {
+        "all": base,
+        "rows": base[1:],
+        "start": base[:1],
+        "columns": base[:, 1:3],
+        "transposed": base.t(),
+        "bits": base.view(torch.int32),
+        "none": base[:0],
+        "nothing": base[:0],
+    }
+    loaded = load_weights(save_weights(views, Path.cwd()))
+    assert set(loaded) == set(views)
+    assert all(torch.equal(loaded[name], view) for name, view in views.items())
+    loaded["all"].zero_()
+    assert torch.equal(loaded["rows"], base[1:])
+
+
+def test_a_lazy_conjugate_is_not_taken_for_a_tie():
+    base = torch.tensor([1 + 2j])
+    loaded = load_weights(save_weights({"a": base, "b": base.conj()}, Path.cwd()))
+    assert loaded["b"].tolist() == [1 - 2j]
+
+
+def test_names_that_the_metadata_uses_are_weights_like_others():
+    weight = torch.ones(2)
+    loaded = load_weights(save_weights({"pt": weight, "format": weight}, Path.cwd()))
+    assert set(loaded) == {"pt", "format"}
+    assert set(load_weights(save_weights({"pt": weight}, Path.cwd()))) == {"pt"}
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self):
+        return {"calls": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_extra_state_that_is_no_tensor_is_refused_by_name():
+    with pytest.raises(
+        TypeError, match=r"'0\._extra_state' is a dict.*get_extra_state return a ten"
+    ):
+        save_weights(nn.Sequential(WithExtra(1, 1)).state_dict(), Path.cwd())
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_module_without_data_is_refused_by_name():
+    with torch.device("meta"):
+        module = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"The weight 'weight' cannot be saved.*meta"):
+        save_weights(module.state_dict(), Path.cwd())
+
+
+def test_a_module_that_does_not_fit_is_told_every_name_and_the_file():
+    file = save_weights(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).state_dict(), Path.cwd())
+    other = nn.ModuleDict({"0": nn.Linear(4, 3), "extra": nn.Linear(1, 1)})
+    with pytest.raises(CheckpointError) as caught:
+        load_into(other, load_weights(file), where=file)
+    text = str(caught.value)
+    for part in (str(file), "extra.weight", "extra.bias", "1.weight", "1.bias", "0.weight"):
+        assert part in text
+    assert "[3, 2]" in text
+    assert "[3, 4]" in text
+
+
+@pytest.mark.parametrize("size", [None, 0, 50, -1])
+def test_a_missing_or_torn_file_is_named(size):
+    file = save_weights(nn.Linear(20, 20).state_dict(), Path.cwd())
+    data = file.read_bytes()
+    file.unlink()
+    if size is not None:
+        file.write_bytes(data[:size])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load_weights(Path.cwd())

@@ -1,0 +1,26 @@
+"""Experiment trackers: where a run's metrics go. Importing this imports no tracker's SDK."""
+
+from trackers.background import BackgroundTracker
+from trackers.base import (
+    GeneralTracker,
+    NullTracker,
+    available_trackers,
+    register_tracker,
+    resolve_trackers,
+    select_trackers,
+)
+from trackers.jsonl import JsonlTracker, read_metrics
+from trackers.tensorboard import TensorBoardTracker
+
+__all__ = [
+    "BackgroundTracker",
+    "GeneralTracker",
+    "JsonlTracker",
+    "NullTracker",
+    "TensorBoardTracker",
+    "available_trackers",
+    "read_metrics",
+    "register_tracker",
+    "resolve_trackers",
+    "select_trackers",
+]

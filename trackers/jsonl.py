@@ -1,0 +1,196 @@
+"""The local record: one JSON object a line, appended, readable whatever happened to the writer."""
+
+import io
+import json
+import logging
+import math
+import os
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from time import time
+from typing import Any
+
+from trackers.base import GeneralTracker, python_number
+
+_logger = logging.getLogger("trackers")
+
+# JSON has no such numbers: they are written as these texts, which `float` takes back.
+_NON_FINITE = {"NaN", "Infinity", "-Infinity"}
+_RESERVED = {"step", "epoch", "time"}
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read the records that `JsonlTracker` wrote.
+
+    A last line without its line break was torn by a crash and is left out. The texts "NaN",
+    "Infinity" and "-Infinity" become floats.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The records, in the order written.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a whole line is not JSON; the message gives its number.
+    """
+    with open(path, "rb") as lines:
+        return [
+            _parse(line, f"{path}, line {number}")
+            for number, line in enumerate(lines, start=1)
+            if line.endswith(b"\n")
+        ]
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = _from_json(json.loads(line))
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error}): {line!r}") from error
+    return record
+
+
+def _to_json(value: Any) -> Any:
+    value = python_number(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_to_json(item) for item in value]
+    # Arrays and tensors become lists. What JSON has no form for is recorded as its text: a record
+    # of the other metrics is worth more than none.
+    return _to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    return float(value) if isinstance(value, str) and value in _NON_FINITE else value
+
+
+class JsonlTracker(GeneralTracker):
+    """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object a line.
+
+    Every line is valid JSON: non-finite numbers are the texts "NaN", "Infinity" and "-Infinity",
+    tensors and arrays of one element are numbers, longer ones lists, and other objects their `str`.
+    Each record is one write to the operating system, so a crash can tear the last line alone, and
+    `start` cuts a torn one off.
+
+    Args:
+        path: the file; it and its directory are made by `start` if they do not exist.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = False  # it takes the path of its file instead
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: io.FileIO | None = None
+
+    @property
+    def tracker(self) -> Path:
+        """The path of the file."""
+        return self.path
+
+    @property
+    def offset(self) -> int:
+        """The size of the file in bytes: where the next record begins."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def start(self) -> None:
+        """Open the file for appending, after cutting off a last line that a crash tore."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = io.FileIO(self.path, "a+")
+        size = self.offset
+        if size == 0:  # nothing cannot be mapped
+            return
+        with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
+            whole = content.rfind(b"\n") + 1
+        if whole < size:
+            self._file.truncate(whole)
+            _logger.warning(
+                "%s ended in a torn record of %d bytes, which was cut off.", self.path, size - whole
+            )
+
+    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+        """Append one record.
+
+        Args:
+            values: names and values.
+            step: the number of optimizer updates so far.
+            **kwargs: further fields of the record: `epoch` (None by default), `time` (in seconds
+                since 1970; the present by default), and any other.
+
+        Raises:
+            ValueError: a name in `values` is that of another field.
+            RuntimeError: the tracker is not started, or finished.
+            OSError: the record could not be written. The file is left without it.
+        """
+        fields = {"step": step, "epoch": None, "time": time(), **kwargs}
+        if clash := values.keys() & fields.keys():
+            raise ValueError(
+                f"The metrics {sorted(clash)} have the names of fields of the record "
+                f"({sorted(_RESERVED | fields.keys())}). Log them under other names."
+            )
+        line = json.dumps(_to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
+        file = self._opened()
+        written = file.write(line)
+        if written != len(line):
+            # A full disk: leave no half of a line for the next record to be glued to.
+            file.truncate(self.offset - (written or 0))
+            raise OSError(f"{self.path}: {written} of {len(line)} bytes could be written.")
+
+    def sync(self) -> int:
+        """Wait until every record is on the disk itself.
+
+        Returns:
+            The offset behind the last record, in bytes.
+
+        Raises:
+            RuntimeError: the tracker is not started, or finished.
+            OSError: the disk refused.
+        """
+        os.fsync(self._opened().fileno())
+        return self.offset
+
+    def truncate(self, offset: int) -> None:
+        """Cut off the records behind an offset, as a run does that resumes from before them.
+
+        Args:
+            offset: in bytes, as `offset` or `sync` gave it.
+
+        Raises:
+            ValueError: the file is shorter than that, or no record ends there.
+        """
+        size = self.offset
+        if offset == size == 0:  # there may be no file
+            return
+        if not 0 <= offset <= size or not self._is_boundary(offset):
+            raise ValueError(
+                f"{self.path} of {size} bytes has no record that ends at byte {offset}. It is not "
+                f"the file that the offset was taken from: put that back or move this one away."
+            )
+        os.truncate(self.path, offset)
+
+    def finish(self) -> None:
+        """Put the records on the disk and close the file."""
+        if self._file is not None:
+            self.sync()
+            self._file.close()
+            self._file = None
+
+    def _is_boundary(self, offset: int) -> bool:
+        with open(self.path, "rb") as content:
+            content.seek(max(offset - 1, 0))
+            return offset == 0 or content.read(1) == b"\n"
+
+    def _opened(self) -> io.FileIO:
+        if self._file is None:
+            raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
+        return self._file

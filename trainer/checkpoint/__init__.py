@@ -1,0 +1,54 @@
+"""Checkpoints: folders of tensors and JSON that exist whole or not at all.
+
+The format, version 1::
+
+    checkpoints/step-00000100/
+        manifest.json           format version, the caller's fields, every file's size and SHA-256
+        model.safetensors       weights under the module's own names
+        optimizer.json          the tree of a state dict; its tensors are named in it …
+        optimizer.safetensors   … and lie here
+        rank-00000.json         what belongs to one rank, for example random states
+
+A folder is a checkpoint exactly if it has a manifest, and it gets its name, by one rename, only
+when every file is on the disk and every rank has said so. Reading never runs code from a file.
+
+``layout`` has the names, the commit and the removal, ``tensors`` the trees, ``weights`` the
+weights, and ``save`` what the ranks do together.
+"""
+
+from trainer.checkpoint.layout import (
+    FORMAT_VERSION,
+    checkpoint_name,
+    committed,
+    locate,
+    rank_stem,
+    read_manifest,
+    remove,
+    step_of,
+    sweep,
+    verify,
+)
+from trainer.checkpoint.save import newest_sound, save
+from trainer.checkpoint.tensors import load_tree, save_tree
+from trainer.checkpoint.weights import WEIGHTS_NAME, load_into, load_weights, save_weights
+
+__all__ = [
+    "FORMAT_VERSION",
+    "WEIGHTS_NAME",
+    "checkpoint_name",
+    "committed",
+    "load_into",
+    "load_tree",
+    "load_weights",
+    "locate",
+    "newest_sound",
+    "rank_stem",
+    "read_manifest",
+    "remove",
+    "save",
+    "save_tree",
+    "save_weights",
+    "step_of",
+    "sweep",
+    "verify",
+]

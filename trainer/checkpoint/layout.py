@@ -1,0 +1,352 @@
+"""Names on disk and the commit protocol: a checkpoint is a folder that one rename made visible.
+
+A save fills a staging folder beside its target. :func:`commit` syncs every file, writes the
+manifest last and renames the folder to the target's name, so that no reader meets a partial one::
+
+    root/step-00000100/                     a committed checkpoint: it has a manifest
+    root/.cadence-staging-step-00000200/    a save that runs, or was killed
+    root/.cadence-replaced-step-00000100/   what a save over an existing checkpoint replaces
+    root/.cadence-trash-step-00000050/      a removal that runs, or was killed
+
+Folders under the last three names are ours alone; :func:`sweep` clears them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+_STAGING = ".cadence-staging-"
+_REPLACED = ".cadence-replaced-"
+_TRASH = ".cadence-trash-"
+_STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
+_OWN_FIELDS = ("format_version", "files", "sha256")
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder's name of the checkpoint taken after ``step`` updates.
+
+    Raises:
+        ValueError: If ``step`` is negative.
+    """
+    if step < 0:
+        raise ValueError(f"step is {step}; it counts updates, so it must be 0 or more.")
+    return f"step-{step:08d}"
+
+
+def step_of(path: str | os.PathLike[str]) -> int | None:
+    """The step in the name of a checkpoint's folder, or None where it is not named by us."""
+    match = _STEP_NAME.fullmatch(Path(path).name.removeprefix(_REPLACED))
+    return int(match[1]) if match else None
+
+
+def rank_stem(rank: int) -> str:
+    """The stem of the files that hold what belongs to one rank: ``rank-00000``."""
+    return f"rank-{rank:05d}"
+
+
+def staging_path(target: Path) -> Path:
+    """Where a save of ``target`` is prepared: beside it, under a name that no reader takes."""
+    return target.with_name(_STAGING + target.name)
+
+
+def open_staging(target: Path) -> Path:
+    """Make the empty staging folder of ``target``, clearing what a killed save left in it.
+
+    Raises:
+        CheckpointError: If ``target`` exists and is not a checkpoint: told before anything is
+            written, not after.
+        OSError: If the folder cannot be made.
+    """
+    _refuse_foreign(target)
+    staging = staging_path(target)
+    if staging.exists():
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
+    """Size in bytes and SHA-256 of every file in a folder, by name relative to it."""
+    names = sorted(file.relative_to(staging).as_posix() for file in _files(staging))
+    return {
+        name: {"size": (staging / name).stat().st_size, "sha256": _digest(staging / name)}
+        for name in names
+        if name != MANIFEST
+    }
+
+
+def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
+    """Make a staged checkpoint visible under its name, durably and at once.
+
+    A crash at any instant leaves the old checkpoint, the new one, or the old one set aside under a
+    name that :func:`locate` and :func:`committed` know.
+
+    Args:
+        staging: The folder from :func:`open_staging`, complete but for its manifest.
+        target: The checkpoint's final path. A committed checkpoint there is replaced.
+        manifest: The caller's fields: values that JSON can hold.
+
+    Returns:
+        ``target``.
+
+    Raises:
+        CheckpointError: If ``target`` is something else than a checkpoint of ours.
+        TypeError: If JSON cannot hold a field of ``manifest``.
+        ValueError: If a field has a name that the format keeps for itself.
+        OSError: If the disk refuses; ``target`` is then as it was.
+    """
+    _refuse_foreign(target)
+    for file in _files(staging):
+        _sync(file)
+    _write_manifest(staging, manifest)
+    for folder, _, _ in os.walk(staging, topdown=False):
+        _sync(Path(folder))
+    aside = _aside(target)
+    if target.exists():
+        _replace(staging, target, aside)
+    else:
+        os.rename(staging, target)
+    _sync(target.parent)
+    if aside.exists():
+        discard(aside)
+    return target
+
+
+def locate(path: Path) -> Path:
+    """``path``, or where a save that was killed while replacing it had set it aside."""
+    aside = _aside(path)
+    return aside if aside.is_dir() and not path.exists() else path
+
+
+def committed(root: Path) -> list[Path]:
+    """The committed checkpoints named by step in a folder, oldest first; they may be damaged.
+
+    Staging folders, folders without a manifest and everything that is not ours are left out.
+    """
+    if not root.is_dir():
+        return []
+    named = (entry for entry in root.iterdir() if step_of(entry) is not None)
+    found = {locate(root / entry.name.removeprefix(_REPLACED)) for entry in named}
+    return sorted(
+        (path for path in found if (path / MANIFEST).is_file()),
+        key=lambda path: step_of(path) or 0,
+    )
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a committed checkpoint.
+
+    Raises:
+        CheckpointError: If it is missing, torn, altered, or of a newer format. The text names the
+            file.
+    """
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} is missing: {path} is not a checkpoint, or its save never finished."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}. Use another checkpoint.") from error
+    if not isinstance(manifest, dict) or not all(field in manifest for field in _OWN_FIELDS):
+        raise CheckpointError(
+            f"{file} lacks one of the fields {', '.join(_OWN_FIELDS)}: it is damaged or not ours."
+        )
+    version = manifest["format_version"]
+    if version not in range(1, FORMAT_VERSION + 1):
+        raise CheckpointError(
+            f"{file} has format version {version}; this release reads 1 to {FORMAT_VERSION}. "
+            "Load it with the release that wrote it, or a later one."
+        )
+    digest = manifest.pop("sha256")
+    if digest != _manifest_digest(manifest):
+        raise CheckpointError(f"{file} is damaged: its hash differs. Use another checkpoint.")
+    return manifest
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against the manifest; this reads all of it.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: Naming the file and what is wrong with it.
+    """
+    manifest = read_manifest(path)
+    for name, expected in manifest["files"].items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            intact = size == expected["size"] and _digest(file) == expected["sha256"]
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file} is missing from the checkpoint.") from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
+        if size != expected["size"]:
+            raise CheckpointError(
+                f"{file} is damaged: it has {size} bytes, the manifest says {expected['size']}."
+            )
+        if not intact:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's.")
+    return manifest
+
+
+def is_ours(path: Path) -> bool:
+    """Whether we may replace or delete a folder: it has a manifest that this release can read.
+
+    A manifest that is no longer JSON counts where the folder is named by step: a damaged checkpoint
+    must not stop the run from saving that step again.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except ValueError:
+        return step_of(path) is not None
+    return (
+        isinstance(manifest, dict)
+        and manifest.get("format_version") in range(1, FORMAT_VERSION + 1)
+        and "files" in manifest
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint: for readers it is gone at once.
+
+    Raises:
+        CheckpointError: If ``path`` is not a checkpoint of ours, or if its files could not be
+            deleted; in that case it is no checkpoint any more, and the text says where the rest is.
+    """
+    if not is_ours(path):
+        raise CheckpointError(
+            f"{path} has no manifest of this format, so it is not deleted. Delete it by hand if it "
+            "is not needed."
+        )
+    trash = path.with_name(_TRASH + path.name)
+    try:
+        if trash.exists():
+            shutil.rmtree(trash)
+        os.rename(path, trash)
+        _sync(path.parent)
+        shutil.rmtree(trash)
+    except OSError as error:
+        rest = trash if trash.exists() else path
+        raise CheckpointError(
+            f"Deleting {path} failed: {error}. What is left lies in {rest}; delete it by hand."
+        ) from error
+
+
+def sweep(root: Path) -> list[Path]:
+    """Clear what killed saves and removals left in a folder; nothing else is touched.
+
+    Call it on one rank, while no save runs in ``root`` and before a checkpoint is chosen: one that
+    a killed save had set aside gets its name back. What cannot be deleted is told in a warning of
+    the log.
+
+    Returns:
+        The leftovers found.
+    """
+    if not root.is_dir():
+        return []
+    ours = (_STAGING, _REPLACED, _TRASH)
+    leftovers = [
+        entry for entry in sorted(root.iterdir()) if entry.name.startswith(ours) and entry.is_dir()
+    ]
+    for entry in leftovers:
+        target = root / entry.name.removeprefix(_REPLACED)
+        if not target.exists():
+            os.rename(entry, target)
+            _sync(root)
+        elif target == entry or is_ours(target):
+            discard(entry)
+    return leftovers
+
+
+def discard(path: Path) -> None:
+    """Delete a folder of ours that no reader sees; failing is told in a warning of the log."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        if path.exists():
+            logger.warning("%s is not needed any more but could not be deleted: %s", path, error)
+
+
+def _refuse_foreign(target: Path) -> None:
+    if os.path.lexists(target) and not is_ours(target):
+        raise CheckpointError(
+            f"{target} exists and has no manifest of this format, so it is not replaced. Save "
+            "under another name, or move it away."
+        )
+
+
+def _replace(staging: Path, target: Path, aside: Path) -> None:
+    """Put ``staging`` in the place of ``target``: no single rename replaces a folder with files."""
+    if aside.exists():
+        shutil.rmtree(aside)
+    os.rename(target, aside)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        os.rename(aside, target)
+        raise
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(_REPLACED + path.name)
+
+
+def _write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
+    taken = [field for field in _OWN_FIELDS if field in fields]
+    if taken:
+        raise ValueError(f"The manifest's fields {taken} are the format's own; use other names.")
+    own = {"format_version": FORMAT_VERSION, **fields, "files": describe_files(staging)}
+    manifest = json.loads(json.dumps(own))  # as a reader will see it: string keys, lists
+    text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
+    with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
+        stream.write(text + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder; its file system orders renames by itself
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,355 @@
+"""Trees of state as JSON, with their tensors in a safetensors file beside it. Nothing is pickled.
+
+What JSON has is written as it is. Everything else is an object with the key ``$`` naming its type::
+
+    {"$": "tensor", "name": "state.0.exp_avg"}          # the bytes are in <stem>.safetensors
+    {"$": "dict", "items": [[0, …], [1, …]]}            # keys that are not strings keep their type
+
+A tree comes back equal bit for bit, with the same types, except that
+
+* tensors are plain, on the CPU and own their memory: what shared memory is equal, not shared;
+* numpy arrays are C-contiguous;
+* a named tuple has the name and the fields it had, but its class is made anew.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError
+
+# What safetensors stores; quantized types and wider complex numbers have no name there.
+DTYPES = frozenset(
+    {
+        torch.bool,
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+    }
+)
+
+_NUMPY_KINDS = "biufcmMSU"  # numbers, dates and text of fixed length: what their bytes say in full
+_FACTORIES: dict[str, type | None] = {
+    "None": None,
+    **{factory.__name__: factory for factory in (bool, int, float, str, list, dict, set, tuple)},
+}
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def save_tree(tree: object, directory: Path, stem: str) -> None:
+    """Write a tree as ``<stem>.json`` and, where it holds tensors, ``<stem>.safetensors``.
+
+    Args:
+        tree: Nested dicts, lists, tuples, sets and their kin in :mod:`collections` with tensors,
+            numpy arrays, numbers, strings, bytes, dtypes, devices and sizes as leaves.
+        directory: An existing folder.
+        stem: The files' name before the dot.
+
+    Raises:
+        TypeError: If the tree holds anything else; the text says where and what to save instead.
+    """
+    tensors: _Tensors = {}
+    encoded = _encode(tree, _Place(stem, ()), tensors)
+    file = f"{stem}.safetensors" if tensors else None
+    document = json.dumps({"tensors": file, "tree": encoded}, allow_nan=False)
+    (directory / f"{stem}.json").write_text(document, encoding="utf-8")
+    if file is not None:
+        write_tensors(tensors, directory / file)
+
+
+def load_tree(directory: Path, stem: str) -> Any:
+    """The tree that :func:`save_tree` wrote, its tensors on the CPU.
+
+    Raises:
+        CheckpointError: If a file is missing or cannot be read; the text names it.
+    """
+    file = directory / f"{stem}.json"
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        tensors, tree = document["tensors"], document["tree"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error!r}.") from error
+    stored = read_tensors(directory / tensors)[0] if tensors else {}
+    try:
+        return _decode(tree, stored)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} does not fit its tensors or this release: {error!r}."
+        ) from error
+
+
+def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
+    """A tensor as safetensors takes it: plain, on the CPU and contiguous, copied only if need be.
+
+    Args:
+        tensor: The tensor.
+        where: What to call it in an error.
+
+    Raises:
+        TypeError: If it is of a subclass, has no data, is sparse, or has another dtype.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        fix = "save what its full_tensor() or dequantize() returns"
+    elif tensor.layout != torch.strided:
+        fix = "save its to_dense()"
+    elif tensor.device.type == "meta":
+        fix = "give it data with to_empty() or by loading weights"
+    elif tensor.dtype not in DTYPES:
+        fix = "convert it, complex numbers with torch.view_as_real"
+    else:
+        return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    raise TypeError(
+        f"{where} cannot be saved: it is a {type(tensor).__name__} of dtype {tensor.dtype}, layout "
+        f"{tensor.layout} on {tensor.device}. Plain dense tensors are; {fix}."
+    )
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write portable tensors to one safetensors file; those that share memory are written apart."""
+    from safetensors.torch import save_file
+
+    separate: _Tensors = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        separate[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    save_file(separate, file, metadata)
+
+
+def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, on the CPU, and its metadata.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged; the text names it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            # Copies: the tensors of safe_open are the mapped file, which outlives a checkpoint's
+            # removal on a local disk and kills the process on a network disk.
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            return tensors, dict(opened.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+
+
+class _Place:
+    """Where in a tree a value is: as a reader writes it in Python, and as its tensor is named."""
+
+    def __init__(self, stem: str, keys: tuple[object, ...]) -> None:
+        self.stem, self.keys = stem, keys
+
+    def __str__(self) -> str:
+        return self.stem + "".join(f"[{key!r}]" for key in self.keys)
+
+    def __truediv__(self, key: object) -> _Place:
+        return _Place(self.stem, (*self.keys, key))
+
+    def name(self) -> str:
+        return ".".join(map(str, self.keys)) or "value"
+
+
+def _encode(value: Any, place: _Place, tensors: _Tensors) -> Any:
+    kind = type(value)
+    if kind in _LEAVES:
+        return _LEAVES[kind](value)
+    return _CONTAINERS.get(kind, _encode_other)(value, place, tensors)
+
+
+def _encode_float(value: float) -> Any:
+    if isfinite(value):
+        return value  # json writes the shortest text that reads back as the same number
+    return {"$": "float", "bits": struct.pack("<d", value).hex()}
+
+
+def _encode_list(value: Iterable[Any], place: _Place, tensors: _Tensors) -> list[Any]:
+    return [_encode(item, place / index, tensors) for index, item in enumerate(value)]
+
+
+def _encode_items(value: Mapping[Any, Any], place: _Place, tensors: _Tensors) -> list[Any]:
+    return [
+        [_encode(key, place / key, tensors), _encode(item, place / key, tensors)]
+        for key, item in value.items()
+    ]
+
+
+def _encode_mapping(value: Mapping[Any, Any], place: _Place, tensors: _Tensors) -> Any:
+    return {"$": type(value).__name__, "items": _encode_items(value, place, tensors)}
+
+
+def _encode_dict(value: dict[Any, Any], place: _Place, tensors: _Tensors) -> Any:
+    if all(type(key) is str for key in value) and "$" not in value:
+        return {key: _encode(item, place / key, tensors) for key, item in value.items()}
+    return _encode_mapping(value, place, tensors)
+
+
+def _encode_defaultdict(value: defaultdict[Any, Any], place: _Place, tensors: _Tensors) -> Any:
+    names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
+    if not names:
+        raise TypeError(
+            f"{place} is a defaultdict of {value.default_factory!r}, which cannot be saved; the "
+            f"factories that can are {', '.join(_FACTORIES)}. Save dict(…) of it."
+        )
+    return {**_encode_mapping(value, place, tensors), "factory": names[0]}
+
+
+def _encode_tuple(value: tuple[Any, ...], place: _Place, tensors: _Tensors) -> Any:
+    return {"$": "tuple", "items": _encode_list(value, place, tensors)}
+
+
+def _encode_set(value: Iterable[Any], place: _Place, tensors: _Tensors) -> Any:
+    items = [_encode(item, place, tensors) for item in value]
+    # A set has no order, yet the file of the same set is always the same.
+    return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
+
+
+def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any:
+    name = place.name()
+    if name in tensors or name == "__metadata__":  # keys 0 and "0", or safetensors' own name
+        name = f"{name}#{len(tensors)}"
+    tensors[name] = stored = portable(value, place)
+    # Another dense order of the dimensions (channels_last) is kept: sums round by their order.
+    strides = torch.empty_like(value, device="meta").stride()
+    if strides == stored.stride():
+        return {"$": "tensor", "name": name}
+    return {"$": "tensor", "name": name, "strides": list(strides)}
+
+
+def _encode_other(value: Any, place: _Place, tensors: _Tensors) -> Any:
+    import numpy as np
+
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, place, tensors)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        document = {"$": "namedtuple", "name": type(value).__name__, "fields": value._fields}
+        return {**document, "items": _encode_list(value, place, tensors)}
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+        return {"$": "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+    if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
+        # As bytes, since numpy has more types than safetensors.
+        flat = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
+        document = {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape}
+        return {**document, "data": _encode_tensor(flat, place, tensors)}
+    raise TypeError(_refusal(value, place))
+
+
+def _refusal(value: object, place: _Place) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, Enum):
+        fix = "Save its value or its name, and look the member up on loading"
+    elif hasattr(value, "state_dict"):
+        fix = "Save its state_dict()"
+    elif isinstance(value, (str, int, float, list, dict)):
+        base = next(t for t in (str, int, float, list, dict) if isinstance(value, t))
+        fix = f"Save {base.__name__}(…) of it"
+    else:
+        fix = "Save plain values from which it can be made again, or leave it out of the state"
+    return (
+        f"{place} is a {kind}, which cannot be saved: checkpoints hold tensors, numpy arrays, "
+        f"numbers, strings, bytes, dtypes and containers of them. {fix}."
+    )
+
+
+_LEAVES: dict[type, Callable[[Any], Any]] = {
+    **dict.fromkeys((type(None), bool, int, str), lambda value: value),
+    float: _encode_float,
+    bytes: lambda value: {"$": "bytes", "base64": base64.b64encode(value).decode()},
+    torch.dtype: lambda value: {"$": "dtype", "name": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"$": "device", "name": str(value)},
+    torch.Size: lambda value: {"$": "Size", "items": list(value)},
+}
+
+_CONTAINERS: dict[type, Callable[[Any, _Place, _Tensors], Any]] = {
+    dict: _encode_dict,
+    OrderedDict: _encode_mapping,
+    Counter: _encode_mapping,
+    defaultdict: _encode_defaultdict,
+    list: _encode_list,
+    tuple: _encode_tuple,
+    set: _encode_set,
+    frozenset: _encode_set,
+    torch.Tensor: _encode_tensor,
+}
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: _decode(item, tensors) for key, item in value.items()}
+    fields = dict(value)
+    decoder = _DECODERS[fields.pop("$")]
+    if "items" in fields:
+        fields["items"] = _decode(fields["items"], tensors)
+    return decoder(tensors, **fields)
+
+
+def _decode_tensor(
+    tensors: Mapping[str, torch.Tensor], name: str, strides: list[int] | None = None
+) -> torch.Tensor:
+    stored = tensors[name]
+    if strides is None:
+        return stored
+    return torch.empty_strided(stored.shape, strides, dtype=stored.dtype).copy_(stored)
+
+
+def _decode_ndarray(
+    tensors: Mapping[str, torch.Tensor], dtype: str, shape: list[int], data: Any
+) -> Any:
+    return _decode(data, tensors).numpy().view(dtype).reshape(shape)
+
+
+def _decode_scalar(_: object, dtype: str, **fields: str) -> Any:
+    import numpy as np
+
+    return np.frombuffer(bytes.fromhex(fields["hex"]), dtype)[0]
+
+
+def _decode_dtype(_: object, name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {name!r}")
+    return dtype
+
+
+def _decode_namedtuple(_: object, name: str, fields: list[str], items: list[Any]) -> Any:
+    return namedtuple(name, fields)(*items)
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "float": lambda _, bits: struct.unpack("<d", bytes.fromhex(bits))[0],
+    "bytes": lambda _, **fields: base64.b64decode(fields["base64"], validate=True),
+    "tuple": lambda _, items: tuple(items),
+    "dict": lambda _, items: dict(items),
+    "OrderedDict": lambda _, items: OrderedDict(items),
+    "Counter": lambda _, items: Counter(dict(items)),
+    "defaultdict": lambda _, factory, items: defaultdict(_FACTORIES[factory], items),
+    "set": lambda _, items: set(items),
+    "frozenset": lambda _, items: frozenset(items),
+    "namedtuple": _decode_namedtuple,
+    "tensor": _decode_tensor,
+    "ndarray": _decode_ndarray,
+    "scalar": _decode_scalar,
+    "dtype": _decode_dtype,
+    "device": lambda _, name: torch.device(name),
+    "Size": lambda _, items: torch.Size(items),
+}

@@ -1,0 +1,309 @@
+"""Reading an epoch: its rounds, one batch ahead; the loader that `prepare` returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer.data.sampling import ShardedSampler, Share
+from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
+from trainer.rng import mix, seeded_iteration
+from trainer.state import GradientState
+from trainer.tree import find_batch_size, to_device
+
+logger = logging.getLogger(__name__)
+Transfer = Callable[[Any], Any]
+
+
+@dataclass(slots=True)
+class Round:
+    """One round of an epoch as this process sees it.
+
+    Attributes:
+        present: This process has a batch in it.
+        batch: That batch, on the device; None otherwise.
+        samples: Samples in that batch.
+        round_samples: Samples in the round over all processes; None if only a reduction can tell.
+        complete: Every process has a batch in it.
+        real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
+        last: The epoch has no further round.
+    """
+
+    present: bool
+    batch: Any
+    samples: int
+    round_samples: int | None
+    real_samples: int | None
+    complete: bool
+    last: bool = False
+
+
+class Feed:
+    """A loader's epochs, dealt out in rounds and read one batch ahead.
+
+    A map-style loader is rebuilt around a `ShardedSampler`. A stream (an ``IterableDataset``'s
+    loader, or any iterable of batches) is read whole by every process, each keeping its own
+    batches: exact for every length, at the cost of reading *N* times.
+
+    Args:
+        source: A ``DataLoader`` or an iterable of batches.
+        rank: This process.
+        world_size: How many there are.
+        seed: The run's seed; the order is a function of it and the epoch.
+        shuffle: See `ShardedSampler`.
+        even: See `ShardedSampler`.
+
+    Raises:
+        TypeError: The source cannot be iterated.
+        ValueError: Its sampler shares the data out already.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        even: bool = False,
+    ) -> None:
+        if not isinstance(source, Iterable):
+            raise TypeError(
+                f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
+                "or another iterable of batches."
+            )
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.epoch = 0
+        self.start_round = 0
+        self.sampler: ShardedSampler | None = None
+        self.loader: Any = source
+        self._limit: int | None = None
+        self._generator = torch.Generator()
+        if isinstance(source, DataLoader):
+            streams = isinstance(source.dataset, IterableDataset)
+            if not streams:
+                self.sampler = ShardedSampler(
+                    source.sampler if source.batch_sampler is None else source.batch_sampler,
+                    rank=rank,
+                    world_size=world_size,
+                    seed=seed,
+                    shuffle=shuffle,
+                    even=even,
+                )
+            self.loader = DataLoader(**loader_kwargs(source, self.sampler, self._generator))
+
+    @property
+    def limit(self) -> int | None:
+        """Batches over all processes after which the epoch ends; None for all of them."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._limit = limit
+        if self.sampler is not None:
+            self.sampler.limit = limit
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in the epoch over all processes; None if only reading can tell."""
+        if self.sampler is not None:
+            return self.sampler.num_batches
+        try:
+            total = len(self.loader)
+        except TypeError:
+            return self._limit
+        return total if self._limit is None else min(total, self._limit)
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds in the epoch; None if only reading can tell."""
+        total = self.num_batches
+        return None if total is None else -(-total // self.world_size)
+
+    @property
+    def num_own_batches(self) -> int | None:
+        """Batches in the epoch that this process gets; None if only reading can tell."""
+        total = self.num_batches
+        if total is None:
+            return None
+        return total // self.world_size + (self.rank < total % self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that is read next."""
+        self.epoch = epoch
+        self._generator.manual_seed(mix(self.seed, epoch, 1))
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
+        dataset = getattr(self.loader, "dataset", None)
+        if dataset is not None and hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+
+    def rounds(self, transfer: Transfer | None = None) -> Iterator[Round]:
+        """The epoch's rounds, each known to be the last one or not when it is handed over.
+
+        Args:
+            transfer: Puts a batch on the device; called one batch ahead of its use.
+        """
+        ahead: Round | None = None
+        for following in self._read(transfer):
+            if ahead is not None:
+                yield ahead
+            ahead = following
+        if ahead is not None:
+            ahead.last = True
+            yield ahead
+
+    def _read(self, transfer: Transfer | None) -> Iterator[Round]:
+        if self.sampler is None:
+            yield from self._read_stream(transfer)
+            return
+        self.sampler.start_round = self.start_round
+        shares = self.sampler.shares
+        for batch in self.loader:
+            yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
+        while shares:  # a last round in which only other processes have a batch
+            share = shares.popleft()
+            yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)
+
+    def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
+        stream = iter(seeded_iteration(self.loader, mix(self.seed, self.epoch, 2)))
+        if self._limit is not None:
+            stream = islice(stream, self._limit)
+        if self.start_round:
+            logger.warning(
+                "Resuming inside an epoch of a stream: %d batches are read again and thrown away.",
+                self.start_round * self.world_size,
+            )
+            for _ in islice(stream, self.start_round * self.world_size):
+                pass
+        while batches := list(islice(stream, self.world_size)):
+            sizes = [find_batch_size(batch) or 1 for batch in batches]
+            total, complete = sum(sizes), len(batches) == self.world_size
+            if self.rank < len(batches):
+                batch = batches[self.rank]
+                batch = batch if transfer is None else transfer(batch)
+                yield Round(True, batch, sizes[self.rank], total, total, complete)
+            else:
+                yield Round(False, None, 0, total, total, complete)
+
+
+def _own(batch: Any, share: Share, fetched: Any) -> Round:
+    samples = share.samples
+    if samples is None:  # a ready-made batch tells its size only now
+        samples = find_batch_size(fetched) or 1
+    return Round(True, batch, samples, share.round_samples, share.real_samples, share.complete)
+
+
+def loader_kwargs(
+    loader: DataLoader[Any], sampler: ShardedSampler | None, generator: torch.Generator
+) -> dict[str, Any]:
+    """The arguments of a ``DataLoader`` like this one, reading what `sampler` says.
+
+    It draws its workers' seeds from `generator`, so that reading leaves the global generators
+    alone.
+    """
+    kwargs: dict[str, Any] = {
+        "dataset": loader.dataset,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    if sampler is None:
+        return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not draws_nothing(loader.dataset, loader.collate_fn):
+        kwargs["dataset"] = SeededDataset(loader.dataset, loader.collate_fn)
+        kwargs["collate_fn"] = as_fetched
+    if loader.batch_sampler is None:
+        return kwargs | {"sampler": sampler, "batch_size": None}
+    return kwargs | {"batch_sampler": sampler}
+
+
+class DataLoaderShard(DataLoader[Any]):
+    """The loader that `Accelerator.prepare` returns: this process's part of the user's loader.
+
+    Batches come on the device, read one ahead so that ``end_of_dataloader`` is true while the
+    last one is at hand. The order of a shuffling loader changes with every pass, alike on all
+    processes.
+
+    Args:
+        source: The user's loader.
+        rank: This process.
+        world_size: How many there are.
+        seed: The same on all processes.
+        even_batches: See `DataLoaderConfiguration`.
+        device: Where batches are put; None leaves them where they are.
+        non_blocking: Copy asynchronously.
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        even_batches: bool,
+        device: torch.device | None,
+        non_blocking: bool,
+    ) -> None:
+        self.feed = Feed(
+            source,
+            rank=rank,
+            world_size=world_size,
+            seed=seed,
+            even=even_batches and world_size > 1,
+        )
+        # Being a DataLoader too serves those who ask for its attributes; reading is the feed's.
+        super().__init__(**loader_kwargs(source, self.feed.sampler, torch.Generator()))
+        self.device = device
+        self.non_blocking = non_blocking
+        self.gradient_state = GradientState()
+        self.iteration = 0
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; without a call each pass takes the next one."""
+        self.iteration = epoch
+
+    def __iter__(self) -> Any:
+        """The batches of this process."""
+        self.feed.set_epoch(self.iteration)
+        self.end_of_dataloader, self.remainder = False, -1
+        self.gradient_state._add_dataloader(self)
+        device = self.device
+        try:
+            for current in self.feed.rounds(
+                None
+                if device is None
+                else lambda batch: to_device(batch, device, non_blocking=self.non_blocking)
+            ):
+                self.end_of_dataloader = current.last
+                if current.last and current.real_samples is not None:
+                    self.remainder = current.real_samples
+                if current.present:
+                    yield current.batch
+            self.iteration += 1
+        finally:  # also when the caller's loop is left by break
+            self.gradient_state._remove_dataloader(self)
+
+    def __len__(self) -> int:
+        if self.feed.sampler is not None:
+            return len(self.feed.sampler)
+        own = self.feed.num_own_batches
+        if own is None:
+            raise TypeError("The loader reads a stream that has no length.")
+        return own

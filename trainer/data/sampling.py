@@ -1,0 +1,264 @@
+"""Which batches an epoch has, in which order, and which process gets which.
+
+An epoch is one global list of batches, a pure function of seed and epoch number. It is dealt out
+in rounds: with N processes, round *r* holds batches *rN … rN + N - 1*, and process *i* gets the
+*i*-th of them. The last round may be short. Every process walks the whole list of indices (which
+costs no reading), so each knows what the others have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from trainer.rng import mix, seeded_iteration
+
+
+class SeededSampler(Sampler[int]):
+    """The order of a ``RandomSampler``, but a pure function of seed and epoch.
+
+    Args:
+        like: Its length, replacement and number of samples are taken over.
+        seed: The run's seed.
+    """
+
+    def __init__(self, like: RandomSampler, seed: int) -> None:
+        self.source_length = len(like.data_source)
+        self.replacement = like.replacement
+        self.num_samples = like.num_samples
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        if self.replacement:
+            size = (self.num_samples,)
+            order = torch.randint(self.source_length, size, generator=generator)
+            yield from order.tolist()
+            return
+        left = self.num_samples
+        while left > 0:  # more samples than there are: whole permutations, then a part of one
+            order = torch.randperm(self.source_length, generator=generator)[:left]
+            left -= len(order)
+            yield from order.tolist()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class BatchIndices(list[int]):
+    """The indices of one batch, with the seed that it is fetched under."""
+
+    seed: int
+
+
+class SampleIndex(int):
+    """The index of a ready-made batch (a loader with ``batch_size=None``), with its seed."""
+
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this process has in one round.
+
+    Attributes:
+        present: It has a batch in it.
+        samples: Samples in that batch; None where only the batch itself can tell.
+        round_samples: Samples in the round over all processes; None likewise.
+        real_samples: Of those, the ones that are not repeated to fill the round.
+        complete: Every process has a batch in it.
+    """
+
+    present: bool
+    samples: int | None
+    round_samples: int | None
+    real_samples: int | None
+    complete: bool
+
+
+class ShardedSampler(Sampler[Any]):
+    """Deals the batches of a loader's own sampler out to the processes.
+
+    Iterating yields this process's batches; `shares` receives one `Share` a round, in the same
+    order, also for a last round in which this process has nothing.
+
+    Args:
+        batches: The loader's ``batch_sampler``, or its ``sampler`` where it has no batches.
+        rank: This process.
+        world_size: How many there are.
+        seed: The run's seed.
+        shuffle: False takes the samples in their own order whatever the sampler wants.
+        even: Fill the last round with samples of the beginning, so that every process has the
+            same number of full batches.
+    """
+
+    def __init__(
+        self,
+        batches: Sampler[Any] | Iterable[Any],
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool = True,
+        even: bool = False,
+    ) -> None:
+        self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
+        self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
+        self.drop_last = even and bool(getattr(batches, "drop_last", False))
+        self.batch_size: int | None = getattr(batches, "batch_size", None)
+        self.limit: int | None = None
+        self.epoch = 0
+        self.start_round = 0
+        self.shares: deque[Share] = deque()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose batches come next; samplers with ``set_epoch`` hear of it."""
+        self.epoch = epoch
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in the epoch over all processes; None for a sampler without length."""
+        try:
+            total = len(self._sampler)
+        except TypeError:
+            return self.limit
+        return total if self.limit is None else min(total, self.limit)
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds in the epoch; None for a sampler without length."""
+        total = self.num_batches
+        if total is None:
+            return None
+        return total // self.world_size if self.drop_last else -(-total // self.world_size)
+
+    def __len__(self) -> int:
+        total = self.num_batches
+        if total is None:
+            raise TypeError("The loader's sampler has no length.")
+        if self.even:
+            return self.num_rounds or 0
+        full, rest = divmod(total, self.world_size)
+        return full + (self.rank < rest)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.shares.clear()
+        for position, real, batches in self._rounds():
+            own = batches[self.rank] if self.rank < len(batches) else None
+            sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
+            known = [size for size in sizes if size is not None]
+            self.shares.append(
+                Share(
+                    present=own is not None,
+                    samples=sizes[self.rank] if own is not None else 0,
+                    round_samples=sum(known) if len(known) == len(sizes) else None,
+                    real_samples=real if known else None,
+                    complete=len(batches) == self.world_size,
+                )
+            )
+            if own is not None:
+                before = sum(known[: self.rank]) if known else self.rank
+                yield _tag(own, mix(self.seed, self.epoch, position + before))
+
+    def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
+        """Of each round: the samples before it in the epoch, its real samples, its batches."""
+        stream = iter(self._order())
+        position = 0
+        beginning: list[int] = []
+        for number in range(2**63):
+            batches = list(islice(stream, self.world_size))
+            if not batches:
+                return
+            real = sum(len(_indices(batch)) for batch in batches)
+            if self.even and len(beginning) < self.world_size * (self.batch_size or 1):
+                beginning += [index for batch in batches for index in _indices(batch)]
+            if self.even and len(batches) == self.world_size:
+                full = self.batch_size is None or len(_indices(batches[-1])) == self.batch_size
+                batches = batches if full else self._filled(batches, beginning)
+            elif self.even:
+                if self.drop_last:
+                    return
+                batches = self._filled(batches, beginning)
+            if number >= self.start_round:
+                yield position, real, batches
+            position += real
+
+    def _order(self) -> Iterable[Any]:
+        stream: Iterable[Any] = self._sampler
+        if not self._pure:
+            # A sampler of the user's own may draw from the global generators: the processes would
+            # disagree about the order, and a resumed run with the run that it resumes.
+            stream = seeded_iteration(self._sampler, mix(self.seed, self.epoch))
+        return stream if self.limit is None else islice(stream, self.limit)
+
+    def _filled(self, batches: list[Any], beginning: list[int]) -> list[Any]:
+        """The last round with a full batch for every process, filled from the beginning."""
+        if not isinstance(batches[0], list):
+            missing = self.world_size - len(batches)
+            return batches + [beginning[i % len(beginning)] for i in range(missing)]
+        size = self.batch_size or len(batches[0])
+        flat = [index for batch in batches for index in batch]
+        missing = self.world_size * size - len(flat)
+        flat += [beginning[i % len(beginning)] for i in range(missing)]
+        return [flat[i * size : (i + 1) * size] for i in range(self.world_size)]
+
+
+def _indices(batch: Any) -> list[int]:
+    return batch if isinstance(batch, list) else [batch]
+
+
+def _tag(batch: Any, seed: int) -> BatchIndices | SampleIndex:
+    tagged: BatchIndices | SampleIndex
+    tagged = BatchIndices(batch) if isinstance(batch, list) else SampleIndex(batch)
+    tagged.seed = seed
+    return tagged
+
+
+def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
+    """The sampler with its shuffling replaced by a seeded one, and whether it is pure now.
+
+    The user's objects are left as they are: what must change is copied.
+    """
+    inner = batches.sampler if type(batches) is BatchSampler else batches
+    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
+        raise ValueError(
+            "The loader has a DistributedSampler, which would share the data out a second time. "
+            "Remove it: prepared loaders are shared out already."
+        )
+    pure = type(inner) in (RandomSampler, SequentialSampler)
+    if type(inner) is RandomSampler:
+        if shuffle:
+            inner = SeededSampler(inner, seed)
+        else:
+            inner = SequentialSampler(range(len(inner.data_source)))
+    elif not shuffle and not pure:
+        raise ValueError(
+            f"The order of a {type(inner).__name__} cannot be switched off, as overfit_batches "
+            "needs; give the loader shuffle=False or no sampler."
+        )
+    if type(batches) is not BatchSampler:
+        return inner, pure
+    batches = copy.copy(batches)
+    batches.sampler = inner
+    return batches, pure

@@ -1,0 +1,72 @@
+"""Random augmentation as a function of a batch's place in the epoch.
+
+Every batch of a map-style dataset is fetched under generators seeded from (seed, epoch, position
+of its first sample): the number of workers, the number of processes and where a run was resumed
+make no difference to what the dataset draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+
+from trainer.data.sampling import BatchIndices, SampleIndex
+from trainer.rng import isolated_rng, seed_generators
+
+
+def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
+    """The dataset is plain tensors, so that seeding it would cost and change nothing."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset and collate_fn is default_collate
+
+
+def as_fetched(batch: Any) -> Any:
+    """The ``collate_fn`` of a loader whose `SeededDataset` has collated already."""
+    return batch
+
+
+class SeededDataset(Dataset[Any]):
+    """A map-style dataset whose batches are fetched under the seed that comes with their indices.
+
+    They are collated here too: a ``collate_fn`` may draw as well (masked language modelling
+    does). Everything else is the dataset's own.
+
+    Args:
+        dataset: The user's dataset.
+        collate_fn: The user's; the loader's own is then `as_fetched`.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any) -> None:
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # asked for while unpickling, before there is one
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, SampleIndex):
+            return self._seeded(index.seed, lambda: self.collate_fn(self.dataset[int(index)]))
+        return self.dataset[index]
+
+    def __getitems__(self, indices: BatchIndices) -> Any:
+        return self._seeded(indices.seed, lambda: self.collate_fn(self._fetch(list(indices))))
+
+    def _fetch(self, indices: list[int]) -> Any:
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [self.dataset[index] for index in indices]
+
+    def _seeded(self, seed: int, fetch: Callable[[], Any]) -> Any:
+        if get_worker_info() is not None:  # a worker's generators serve nothing else
+            seed_generators(seed)
+            return fetch()
+        with isolated_rng():
+            seed_generators(seed)
+            return fetch()

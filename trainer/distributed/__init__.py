@@ -1,0 +1,1 @@
+"""What several processes do together: collectives, turns, joint decisions."""

@@ -1,0 +1,177 @@
+"""The process's environment variables; nothing else in Cadence reads them.
+
+Who started this process decides which variables describe it: ``torchrun`` (and every launcher that
+sets its names), SLURM's ``srun``, an MPI, or nobody. `detect_launch` answers with one value type.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
+FALSE = frozenset({"0", "false", "no", "n", "off", "f", ""})
+
+# name of the launcher: (rank, world size, local rank, local world size)
+_MPI_VARIABLES = {
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mvapich": (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+DEFAULT_PORT = 29500  # torchrun's own default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Where this process stands among those that were started together."""
+
+    launcher: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that contradict each other."""
+        if not (self.world_size >= 1 and 0 <= self.rank < self.world_size):
+            raise ValueError(
+                f"{self.launcher} says rank {self.rank} of {self.world_size} processes; the rank "
+                "must be at least 0 and below the number of processes. Check the launcher's "
+                "environment variables."
+            )
+
+
+def read(name: str) -> str | None:
+    """The variable's text; None if it is not set."""
+    return os.environ.get(name)
+
+
+def read_int(name: str) -> int | None:
+    """The variable as a whole number; None if it is not set.
+
+    Raises:
+        ValueError: It is set to something else.
+    """
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {name} is {text!r}; it must be an integer."
+        ) from None
+
+
+def read_flag(name: str, default: bool = False) -> bool:
+    """The variable as a yes or no.
+
+    Raises:
+        ValueError: It is set to something that means neither.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if text.lower() in TRUE:
+        return True
+    if text.lower() in FALSE:
+        return False
+    raise ValueError(f"The environment variable {name} is {text!r}; it must be true or false.")
+
+
+def detect_launch() -> Launch:
+    """Find out who started this process: torchrun's names first, then SLURM, MPI, nobody.
+
+    torchrun's names win because every other launcher can set them too, on purpose.
+
+    Raises:
+        ValueError: The variables contradict each other, or several nodes have no address.
+    """
+    return _torchrun() or _slurm() or _mpi() or Launch(launcher="none")
+
+
+def _torchrun() -> Launch | None:
+    world_size, rank = read_int("WORLD_SIZE"), read_int("RANK")
+    if world_size is None or rank is None:
+        return None
+    local_rank = read_int("LOCAL_RANK")
+    local_world_size = read_int("LOCAL_WORLD_SIZE")
+    return Launch(
+        launcher="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if local_rank is None else local_rank,
+        local_world_size=world_size if local_world_size is None else local_world_size,
+        master_addr=read("MASTER_ADDR"),
+        master_port=read_int("MASTER_PORT"),
+    )
+
+
+def _slurm() -> Launch | None:
+    # Only a process started by srun has a step and a PROCID of its own that mean anything: the
+    # batch script itself, and an interactive shell (`salloc`, `srun --pty bash`), are one process.
+    rank, world_size = read_int("SLURM_PROCID"), read_int("SLURM_STEP_NUM_TASKS")
+    interactive = read("SLURM_JOB_NAME") in {"bash", "interactive"}
+    if rank is None or world_size is None or interactive:
+        return None
+    job = read_int("SLURM_JOB_ID") or 0
+    # The job's number gives every node of it the same port, and jobs on one node different ones.
+    port = read_int("MASTER_PORT") or 15000 + job % 10000
+    tasks_per_node = read("SLURM_STEP_TASKS_PER_NODE") or str(world_size)
+    return Launch(
+        launcher="slurm",
+        rank=rank,
+        world_size=world_size,
+        local_rank=read_int("SLURM_LOCALID") or 0,
+        local_world_size=int(re.match(r"\d*", tasks_per_node)[0] or 1),  # type: ignore[index]  # \d* matches
+        master_addr=read("MASTER_ADDR")
+        or read("SLURM_LAUNCH_NODE_IPADDR")
+        or first_node(read("SLURM_STEP_NODELIST") or "localhost"),
+        master_port=port,
+    )
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a SLURM node list: ``"gpu[003-005,9],cpu1"`` gives ``"gpu003"``."""
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
+    if match is None:
+        raise ValueError(f"The SLURM node list {nodes!r} names no host.")
+    return match[1] + (match[2] or "")
+
+
+def _mpi() -> Launch | None:
+    for launcher, (rank_name, size_name, local_name, local_size_name) in _MPI_VARIABLES.items():
+        rank, world_size = read_int(rank_name), read_int(size_name)
+        if rank is None or world_size is None:
+            continue
+        local_rank, local_size = read_int(local_name), read_int(local_size_name)
+        local_world_size = world_size if local_size is None else local_size
+        address = read("MASTER_ADDR")
+        if address is None and local_world_size < world_size:
+            raise ValueError(
+                f"{launcher} started {world_size} processes on several nodes, but MASTER_ADDR is "
+                "not set. Export rank 0's host name as MASTER_ADDR on every node."
+            )
+        return Launch(
+            launcher=launcher,
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank if local_rank is None else local_rank,
+            local_world_size=local_world_size,
+            master_addr=address or "127.0.0.1",
+            master_port=read_int("MASTER_PORT") or DEFAULT_PORT,
+        )
+    return None

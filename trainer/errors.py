@@ -1,0 +1,35 @@
+"""The errors that Cadence raises where Python has no better name for them.
+
+Wrong input is a plain ``ValueError`` or ``TypeError``, raised where it entered. The types here are
+for what goes wrong later::
+
+    CheckpointError   a checkpoint is missing, damaged, foreign or could not be written
+    MetricError       ranks disagree about what was logged, or `log` was called where it cannot work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, damaged, foreign, or could not be written."""
+
+
+class MetricError(RuntimeError):
+    """Ranks disagree about what was logged, or ``log`` was called where it cannot work."""
+
+
+def choose(what: str, value: object, choices: Iterable[str]) -> str:
+    """The text of an error about a value outside its choices, with the nearest of them.
+
+    Args:
+        what: What the value stands for, as the user knows it: an argument or a key.
+        value: What was given.
+        choices: What could have been given.
+    """
+    names = sorted(choices)
+    near = get_close_matches(str(value), names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"

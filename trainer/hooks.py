@@ -1,0 +1,134 @@
+"""Which hooks exist and who overrides them, resolved once when a run begins.
+
+A hook that nobody overrides costs one call of a function that does nothing. The order between the
+module and the callbacks is part of a hook's definition: before something happens callbacks come
+first, after it the module does, so that callbacks see what it logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from callbacks import Callback
+
+Hook = Callable[..., None]
+
+_CALLBACKS_FIRST = (
+    "on_fit_start",
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_step_start",
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
+    "on_test_start",
+    "on_test_epoch_start",
+    "on_test_batch_start",
+    "on_predict_start",
+    "on_predict_epoch_start",
+    "on_predict_batch_start",
+)
+_MODULE_FIRST = (
+    "on_fit_end",
+    "on_train_end",
+    "on_train_step_end",
+    "on_train_batch_end",
+    "on_after_backward",
+    "on_validation_end",
+    "on_validation_batch_end",
+    "on_test_end",
+    "on_test_batch_end",
+    "on_predict_end",
+    "on_predict_batch_end",
+)
+# The metrics are reduced between the module's call and the callbacks'.
+_AROUND_REDUCTION = (
+    "on_train_epoch_end",
+    "on_validation_epoch_end",
+    "on_test_epoch_end",
+    "on_predict_epoch_end",
+)
+_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end", "on_boundary", "on_exception")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """The hook that nobody overrides."""
+
+
+def _one_after_another(calls: Sequence[Hook]) -> Hook:
+    """One function that calls all of them with the same arguments."""
+    if not calls:
+        return _nothing
+    if len(calls) == 1:
+        return calls[0]
+
+    def call_all(*args: Any) -> None:
+        for call in calls:
+            call(*args)
+
+    return call_all
+
+
+def is_overridden(owner: object, name: str, base: type) -> bool:
+    """Whether `owner` has another method of this name than `base`."""
+    method = getattr(owner, name, None)
+    return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
+
+
+class HookTable:
+    """The hooks of one run as attributes: call ``hooks.on_train_batch_start(batch, batch_idx)``.
+
+    Hooks around the reduction of metrics have two attributes, ``on_train_epoch_end_module`` and
+    ``on_train_epoch_end_callbacks``.
+
+    Args:
+        trainer: Passed to the callbacks.
+        module: Its hooks, and passed to the callbacks.
+        callbacks: In the order in which they are called.
+        module_base: The class whose hooks do nothing.
+    """
+
+    def __init__(
+        self,
+        trainer: object,
+        module: object,
+        callbacks: Sequence[Callback],
+        module_base: type,
+    ) -> None:
+        def of_module(name: str) -> list[Hook]:
+            return [getattr(module, name)] if is_overridden(module, name, module_base) else []
+
+        def of_callbacks(name: str) -> list[Hook]:
+            return [
+                _bound(getattr(callback, name), trainer, module)
+                for callback in callbacks
+                if is_overridden(callback, name, Callback)
+            ]
+
+        table: dict[str, Hook] = {}
+        for name in _CALLBACKS_FIRST:
+            table[name] = _one_after_another(of_callbacks(name) + of_module(name))
+        for name in _MODULE_FIRST:
+            table[name] = _one_after_another(of_module(name) + of_callbacks(name))
+        for name in _AROUND_REDUCTION:
+            table[f"{name}_module"] = _one_after_another(of_module(name))
+            table[f"{name}_callbacks"] = _one_after_another(of_callbacks(name))
+        for name in _CALLBACKS_ONLY:
+            table[name] = _one_after_another(of_callbacks(name))
+        self._table = table
+        self.__dict__.update(table)
+
+    def __getattr__(self, name: str) -> Hook:
+        raise AttributeError(f"There is no hook {name!r}; hooks are {', '.join(self._table)}.")
+
+
+def _bound(method: Hook, trainer: object, module: object) -> Hook:
+    def call(*args: Any) -> None:
+        method(trainer, module, *args)
+
+    return call

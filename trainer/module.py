@@ -1,0 +1,336 @@
+"""What users subclass: the model, its steps, its optimizers, and hooks into the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer.metrics import Kind
+from trainer.tree import find_batch_size, to_device
+
+if TYPE_CHECKING:
+    from trainer.trainer import Trainer
+
+
+class TrainModule(nn.Module):
+    """A model that knows how it is trained.
+
+    An ``nn.Module`` with the hook names of a LightningModule. `training_step` and
+    `configure_optimizers` are enough for `Trainer.fit`; whatever else is overridden is called where
+    `callbacks.Callback` shows it in the loop.
+
+    Attributes:
+        automatic_optimization: False leaves backward and optimizer steps to `training_step`, which
+            then uses `optimizers`, `manual_backward` and `clip_gradients`.
+    """
+
+    automatic_optimization: bool = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trainer: Trainer | None = None
+
+    # -- the run -------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer of the run at hand.
+
+        Raises:
+            RuntimeError: There is none.
+        """
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no trainer: it is there only while fit, validate, "
+                "test or predict run. (Did __init__ call super().__init__()?)"
+            )
+        return trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; the CPU for a module without any."""
+        tensor = next(self.parameters(), None)
+        if tensor is None:
+            tensor = next(self.buffers(), None)
+        return torch.device("cpu") if tensor is None else tensor.device
+
+    @property
+    def global_step(self) -> int:
+        """Updates made so far; 0 outside a run."""
+        trainer = self.__dict__.get("_trainer")
+        return 0 if trainer is None else trainer.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch at hand, from 0; 0 outside a run."""
+        trainer = self.__dict__.get("_trainer")
+        return 0 if trainer is None else trainer.current_epoch
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        prog_bar: bool = False,
+        reduce: Kind = "mean",
+        batch_size: float | None = None,
+    ) -> None:
+        """Record a value: a number, a tensor of one element, or a metric object.
+
+        Nothing is read from the device here. A step's value is the mean over its window of
+        micro-batches; an epoch's is the mean over all items of all processes. A metric object
+        (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset.
+
+        Args:
+            name: The metric's name, such as ``"train/loss"``. With both `on_step` and `on_epoch`
+                there are two, ``name_step`` and ``name_epoch``.
+            value: Detached here.
+            on_step: Record the value of this update, if it is due; the default in `training_step`.
+            on_epoch: Accumulate until the epoch ends; the default elsewhere.
+            prog_bar: Show it in the progress bar.
+            reduce: How values become one: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+            batch_size: The weight in a mean; the batch's `count_items` unless given.
+
+        Raises:
+            RuntimeError: No run is at hand, or the place has nothing to record to (`MetricError`).
+            ValueError: The value has several elements, the reduction is unknown or differs from an
+                earlier call's.
+            TypeError: The value is not a number.
+        """
+        self.trainer.metrics.log(
+            name,
+            value,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            prog_bar=prog_bar,
+            reduce=reduce,
+            batch_size=batch_size,
+        )
+
+    def log_dict(self, values: Mapping[str, Any], **kwargs: Any) -> None:
+        """`log` each of them, with the same further arguments."""
+        for name, value in values.items():
+            self.log(name, value, **kwargs)
+
+    # -- to define -----------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Compute the loss of one micro-batch, as a mean over its items.
+
+        Returns:
+            The loss, a tensor of one element with a graph, or a dict with it under ``"loss"``.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch; with several loaders a third argument is ``dataloader_idx``."""
+        raise NotImplementedError
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one batch; with several loaders a third argument is ``dataloader_idx``."""
+        raise NotImplementedError
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """The prediction for one batch; the module called on it unless overridden."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers and their schedules, made after the model was prepared.
+
+        Returns:
+            An optimizer; a pair of optimizer and scheduler; a dict with ``"optimizer"`` and
+            optionally ``"scheduler"``, ``"interval"`` (``"step"`` or ``"epoch"``),
+            ``"frequency"``, ``"monitor"`` and ``"name"``; or a list of optimizers, pairs or dicts.
+        """
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Make large parts of the model here: after ``setup``, before anything is prepared."""
+
+    def count_items(self, batch: Any) -> float | Tensor:
+        """What the loss of a batch is a mean over: the batch size, unless overridden.
+
+        A language model returns the number of tokens that count. Micro-batches and processes are
+        weighted by it.
+        """
+        return find_batch_size(batch) or 1
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        """Copy a batch to the device; override it for types that have no ``.to``."""
+        return to_device(batch, device, non_blocking=True)
+
+    def prepare_data(self) -> None:
+        """Download and prepare; the first process of each machine runs it before the others."""
+
+    def setup(self, stage: str) -> None:
+        """Before the model is prepared; `stage` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """After everything, also after an error."""
+
+    def train_dataloader(self) -> Any:
+        """The training loader, where `fit` was given none."""
+
+    def val_dataloader(self) -> Any:
+        """The validation loader or a list of them, where none was given."""
+
+    def test_dataloader(self) -> Any:
+        """The test loader or a list of them, where none was given."""
+
+    def predict_dataloader(self) -> Any:
+        """The prediction loader or a list of them, where none was given."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add tensors and plain values to what is saved."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take back what `on_save_checkpoint` added."""
+
+    # -- manual optimisation -------------------------------------------------------------------
+
+    def optimizers(self) -> Any:
+        """The prepared optimizers: one, or a list of several."""
+        prepared = self.trainer.optimizers
+        return prepared[0] if len(prepared) == 1 else list(prepared)
+
+    def lr_schedulers(self) -> Any:
+        """The schedulers: None, one, or a list of several."""
+        schedulers = [entry.scheduler for entry in self.trainer.schedulers]
+        if len(schedulers) > 1:
+            return schedulers
+        return schedulers[0] if schedulers else None
+
+    def manual_backward(self, loss: Tensor) -> None:
+        """Backward, with the run's precision; in place of ``loss.backward()``."""
+        self.trainer.manual_backward(loss)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        *,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+    ) -> Tensor | None:
+        """Clip one optimizer's gradients before it steps, over all processes alike.
+
+        Returns:
+            The norm before clipping; None without `max_grad_norm`.
+        """
+        return self.trainer.clip_gradients(
+            optimizer, max_grad_norm=max_grad_norm, max_grad_value=max_grad_value
+        )
+
+    # -- hooks ---------------------------------------------------------------------------------
+
+    def on_fit_start(self) -> None:
+        """After a checkpoint was loaded, before the sanity check."""
+
+    def on_fit_end(self) -> None:
+        """After training, before ``teardown``."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before an epoch's first window."""
+
+    def on_train_epoch_end(self) -> None:
+        """After an epoch's last window; what is logged here belongs to the epoch."""
+
+    def on_train_step_start(self) -> None:
+        """Before a window: an update begins."""
+
+    def on_train_step_end(self) -> None:
+        """After a window: the update was made, its gradients are still there."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Before `training_step`."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch; the last of a window sees its update made."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Before the backward pass of a micro-batch."""
+
+    def on_after_backward(self) -> None:
+        """After the backward pass of a micro-batch."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Before an update; the gradients are unscaled, reduced, and not yet clipped."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before the gradients are dropped."""
+
+    def on_validation_start(self) -> None:
+        """Before a validation; the module is in evaluation mode."""
+
+    def on_validation_end(self) -> None:
+        """After a validation."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After the last validation batch; what is logged here belongs to the validation."""
+
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before `validation_step`."""
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After `validation_step`."""
+
+    def on_test_start(self) -> None:
+        """Before a test."""
+
+    def on_test_end(self) -> None:
+        """After a test."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the last test batch; what is logged here belongs to the test."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before `test_step`."""
+
+    def on_test_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After `test_step`."""
+
+    def on_predict_start(self) -> None:
+        """Before predictions."""
+
+    def on_predict_end(self) -> None:
+        """After predictions."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the first batch to predict."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the last batch to predict."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before `predict_step`."""
+
+    def on_predict_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """After `predict_step`."""

@@ -1,0 +1,1 @@
+"""Optimizers and schedulers as prepared objects, clipping, and the weight of each micro-batch."""

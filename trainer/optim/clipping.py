@@ -1,0 +1,46 @@
+"""Limits on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -> None:
+    """Refuse limits that are not positive.
+
+    Raises:
+        ValueError: One of them is zero, negative or not a number.
+    """
+    for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
+        if limit is not None and not limit > 0:
+            raise ValueError(f"{name} is {limit}; it must be above 0, or None for no limit.")
+
+
+def clip_(
+    parameters: Iterable[torch.nn.Parameter],
+    *,
+    max_norm: float | None = None,
+    max_value: float | None = None,
+    norm_type: float = 2.0,
+) -> Tensor | None:
+    """Clip the gradients in place, by value first, then by their common norm.
+
+    Args:
+        parameters: Those without a gradient are passed over.
+        max_norm: The norm of all gradients as one vector, at most; see Pascanu, Mikolov, Bengio,
+            "On the difficulty of training recurrent neural networks", ICML 2013.
+        max_value: Each element's magnitude, at most.
+        norm_type: The order of the norm.
+
+    Returns:
+        The norm before clipping by it; None without `max_norm`.
+    """
+    parameters = list(parameters)
+    if max_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, max_value)
+    if max_norm is None:
+        return None
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

@@ -1,0 +1,105 @@
+"""Mixed precision: the autocast of the forward pass and the scaler of the gradients."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer.configuration import AutocastKwargs, GradScalerKwargs
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
+
+
+class Precision:
+    """How the forward pass computes and how gradients are kept representable.
+
+    ``"bf16"`` and ``"fp16"`` run the forward pass under ``torch.autocast``. ``"fp16"`` scales the
+    loss so that small gradients do not vanish (Micikevicius et al., "Mixed Precision Training",
+    ICLR 2018), skips updates whose gradients overflowed, and adapts the scale. The CPU does all
+    of that too, only slowly: bf16 is the better choice there.
+
+    Args:
+        mode: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        device: Where the forward pass runs.
+        autocast: Arguments of ``torch.autocast``.
+        scaler: Arguments of ``torch.amp.GradScaler``.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        device: torch.device,
+        *,
+        autocast: AutocastKwargs | None = None,
+        scaler: GradScalerKwargs | None = None,
+    ) -> None:
+        self.mode = mode
+        self._device_type = device.type
+        self._autocast = (autocast or AutocastKwargs()).to_kwargs()
+        self._unscaled: set[int] = set()
+        self.scaler: torch.amp.GradScaler | None = None
+        if mode == "fp16":
+            self.scaler = torch.amp.GradScaler(
+                device.type, **(scaler or GradScalerKwargs()).to_kwargs()
+            )
+            if device.type == "cpu":
+                logger.warning(
+                    "mixed_precision='fp16' on the CPU: autocast to float16 with a gradient "
+                    "scaler, as on an accelerator but slow; 'bf16' needs no scaler and is faster."
+                )
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The context that the forward pass runs in."""
+        if self.mode == "no":
+            return _NO_CONTEXT
+        kwargs = self._autocast if handler is None else handler.to_kwargs()
+        return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the current scale."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale, once an update however often called."""
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
+        """Make the optimizer's update unless its gradients overflowed.
+
+        Returns:
+            Whether the update was made.
+        """
+        if self.scaler is None:
+            optimizer.step(closure)
+            return True
+        if closure is not None:
+            raise ValueError("A closure cannot be used with mixed_precision='fp16'; use 'bf16'.")
+        made: list[bool] = []
+        handle = optimizer.register_step_post_hook(lambda *_: made.append(True))
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            handle.remove()
+        self._unscaled.discard(id(optimizer))
+        if not self._unscaled:  # the scale stays while gradients of another optimizer hang on it
+            self.scaler.update()
+        return bool(made)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state; empty without one."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put the scaler back; a state from another precision is left alone."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)

@@ -1,0 +1,218 @@
+"""Several processes with a copy of the module each.
+
+`DataParallel` lets torch's ``DistributedDataParallel`` (Li et al., "PyTorch Distributed", VLDB
+2020) average the gradients during backward. `Replicas` is for manual optimisation, where each
+optimizer averages its own gradients when it steps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer.configuration import DistributedDataParallelKwargs
+from trainer.distributed.agreement import FIELDS, Agreement
+from trainer.optim.optimizer import parameters_of
+from trainer.state import PartialState
+
+
+def wrap(
+    module: nn.Module, kwargs: DistributedDataParallelKwargs | None = None
+) -> DistributedDataParallel:
+    """Wrap a module, already on its device, for this process group."""
+    device = PartialState().device
+    return DistributedDataParallel(
+        module,
+        device_ids=None if device.type == "cpu" else [device.index],
+        **(kwargs or DistributedDataParallelKwargs()).to_kwargs(),
+    )
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's module inside."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def broadcast_(tensors: list[Tensor]) -> None:
+    """Give every process rank 0's values, in place."""
+    with torch.no_grad():
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+class _Stage(nn.Module):
+    """What DDP wraps: calls any method of the user's module, and carries the ballot.
+
+    The ballot is a parameter that no optimizer knows. Its "gradient" is this process's numbers,
+    so that their sum comes with the gradients' own reduction.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.module = module
+        self.ballot = nn.Parameter(torch.zeros(FIELDS, dtype=torch.float64, device=device))
+
+    def forward(self, name: str | None, *args: Any) -> tuple[Any, Tensor]:
+        output = None if name is None else getattr(self.module, name)(*args)
+        # A copy, since DDP looks for the parameters that a graph of outputs reaches.
+        return output, self.ballot.clone()
+
+
+class DataParallel:
+    """The module in every process, its gradients averaged during the last backward of a window.
+
+    Args:
+        module: The user's module, on its device.
+        agreement: Told the sums over the processes.
+        kwargs: Arguments of DDP.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        agreement: Agreement,
+        kwargs: DistributedDataParallelKwargs | None = None,
+    ) -> None:
+        state = PartialState()
+        self.module = module
+        self._agreement = agreement
+        self._world_size = state.num_processes
+        self._stage = _Stage(module, state.device)
+        self._ddp = wrap(self._stage, kwargs)
+        self._searches = self._ddp.find_unused_parameters
+        self._ballot: Tensor = self._stage.ballot
+        if not self._searches and not self._ddp.static_graph:
+            self._fix_bucket_layout()
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _fix_bucket_layout(self) -> None:
+        """Let DDP rebuild its buckets now, over gradients of zero.
+
+        It does so once, in the order in which gradients first arrive. With three processes or
+        more a new layout is a new order of summation: done during training, a resumed run would
+        add up differently from the run that it resumes.
+        """
+        for _ in range(2):
+            self._ddp(None)
+            self._backward_nothing([], [])
+        for parameter in [*self._trained(), self._ballot]:
+            parameter.grad = None
+
+    def _backward_nothing(self, roots: list[Tensor], gradients: list[Tensor | None]) -> None:
+        """Backward through the roots, and zero for every parameter, so that all buckets fill."""
+        parameters = [*self._trained(), *([] if roots else [self._ballot])]
+        torch.autograd.backward(
+            [*parameters, *roots], [*(torch.zeros_like(p) for p in parameters), *gradients]
+        )
+
+    def step(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by its name, through DDP's forward."""
+        output, self._ride = self._ddp(name, *args)
+        return output
+
+    def begin_micro_batch(self, *, sync: bool) -> None:
+        """Say whether the coming backward ends its window, before the forward pass."""
+        self._ddp.require_backward_grad_sync = sync
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch that does not end its window."""
+        loss.backward()
+
+    def finish_window(
+        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
+    ) -> float | Tensor:
+        """See `SingleDevice.finish_window`; without a loss the others still get their sums."""
+        ballot = self._agreement.ballot(items, stop, seconds)
+        if loss is not None:
+            torch.autograd.backward([loss, self._ride], [None, ballot])
+        else:
+            _, ride = self._ddp(None)
+            if self._searches:  # DDP itself fills in for parameters that the graph does not reach
+                torch.autograd.backward([ride], [ballot])
+            else:
+                self._backward_nothing([ride], [ballot])
+        assert self._ballot.grad is not None
+        total = self._ballot.grad * self._world_size
+        self._ballot.grad = None
+        self._agreement.count(total)
+        return self._agreement.latest.items if total.device.type == "cpu" else total[0]
+
+    def broadcast_buffers(self) -> None:
+        """Make rank 0's buffers everybody's, before an evaluation or a save."""
+        broadcast_(list(self.module.buffers()))
+
+
+class Replicas:
+    """The module in every process, nothing averaged by itself: for manual optimisation.
+
+    Args:
+        module: The user's module, on its device; its weights become rank 0's.
+        agreement: Told the sums over the processes.
+    """
+
+    def __init__(self, module: nn.Module, agreement: Agreement) -> None:
+        self.module = module
+        self._agreement = agreement
+        broadcast_([*module.parameters(), *module.buffers()])
+
+    def step(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by its name."""
+        return getattr(self.module, name)(*args)
+
+    def begin_micro_batch(self, *, sync: bool) -> None:
+        """Nothing: the user decides when gradients are used."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add gradients on this process."""
+        loss.backward()
+
+    def finish_window(
+        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
+    ) -> float | Tensor:
+        """Sum the numbers of the window over the processes; gradients are left alone."""
+        assert loss is None
+        total = self._agreement.ballot(items, stop, seconds)
+        dist.all_reduce(total)
+        self._agreement.count(total)
+        return self._agreement.latest.items if total.device.type == "cpu" else total[0]
+
+    def broadcast_buffers(self) -> None:
+        """Make rank 0's buffers everybody's, before an evaluation or a save."""
+        broadcast_(list(self.module.buffers()))
+
+
+def average_gradients(optimizer: Optimizer) -> None:
+    """Average an optimizer's gradients over the processes, in place.
+
+    A parameter without a gradient on some processes counts as zero there; one without a gradient
+    anywhere keeps having none.
+    """
+    parameters = [p for p in parameters_of([optimizer]) if p.requires_grad]
+    present = torch.tensor(
+        [float(p.grad is not None) for p in parameters], device=PartialState().device
+    )
+    dist.all_reduce(present)
+    used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
+    for parameter in used:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in used:
+        assert parameter.grad is not None
+        by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for gradients in by_type.values():
+        flat = _flatten_dense_tensors(gradients)
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for gradient, mean in zip(
+            gradients, _unflatten_dense_tensors(flat, gradients), strict=True
+        ):
+            gradient.copy_(mean)

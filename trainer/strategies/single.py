@@ -1,0 +1,55 @@
+"""One process: the module as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.distributed.agreement import Agreement, Tally
+
+
+class SingleDevice:
+    """The module on one device; the interface of every engine.
+
+    Args:
+        module: The user's module.
+        agreement: Told the numbers of each window.
+    """
+
+    def __init__(self, module: nn.Module, agreement: Agreement) -> None:
+        self.module = module
+        self._agreement = agreement
+
+    def step(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by its name, through the engine."""
+        return getattr(self.module, name)(*args)
+
+    def begin_micro_batch(self, *, sync: bool) -> None:
+        """Say whether the coming backward ends its window, before the forward pass."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch that does not end its window."""
+        loss.backward()
+
+    def finish_window(
+        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
+    ) -> float | Tensor:
+        """Add the last gradients of a window and make them those of all processes.
+
+        Args:
+            loss: None if this process's last micro-batch has nothing to add.
+            items: Items of this process's window.
+            stop: This process wants to stop.
+            seconds: Rank 0's clock; 0 on the others.
+
+        Returns:
+            The window's items over all processes.
+        """
+        if loss is not None:
+            loss.backward()
+        self._agreement.count_alone(Tally(items, float(stop), seconds))
+        return items
+
+    def broadcast_buffers(self) -> None:
+        """Make rank 0's buffers everybody's, before an evaluation or a save."""

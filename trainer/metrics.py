@@ -22,6 +22,7 @@ from trainer.errors import MetricError, choose
 
 Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
+RESERVED = frozenset({"step", "epoch", "time"})
 KINDS = ("mean", "sum", "min", "max")
 _EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
@@ -32,13 +33,16 @@ class Scope:
 
     Attributes:
         phase: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
-        on_step: The default of `log`; None where there is no step to log.
-        on_epoch: The default of `log`.
+        on_step: The default of `log`; None where there is no step. What is not logged on the step
+            is accumulated over the epoch.
     """
 
     phase: str
     on_step: bool | None
-    on_epoch: bool
+
+
+TRAIN_STEP = Scope("train", True)
+TRAIN_EPOCH = Scope("train", None)
 
 
 @dataclass(slots=True)
@@ -75,11 +79,19 @@ def _as_tensor(value: Value, like: Value) -> Tensor:
 
 @dataclass(slots=True)
 class Cells:
-    """The cells of one interval, and the metric objects that go with them."""
+    """The cells of one interval, and the metric objects that go with them.
+
+    Attributes:
+        cells: By name.
+        objects: Those with ``compute`` and ``reset``, by name.
+        agreed: The (name, kind) pairs that all processes have, as they last agreed.
+        active: This process has run a batch in the interval.
+    """
 
     cells: dict[str, Cell] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     agreed: tuple[tuple[str, str], ...] = ()
+    active: bool = False
 
     def names(self) -> set[tuple[str, str]]:
         """What this process has, as (name, kind)."""
@@ -92,33 +104,23 @@ class MetricStore:
 
     Args:
         device: Where totals are kept.
-        rank: This process.
-        world_size: How many there are.
+        world_size: How many processes there are.
+
+    Attributes:
+        scope: Where in the run `log` is called from; None where it cannot work.
     """
 
-    def __init__(self, device: torch.device, *, rank: int = 0, world_size: int = 1) -> None:
-        self._device, self._rank, self._world_size = device, rank, world_size
+    def __init__(self, device: torch.device, *, world_size: int = 1) -> None:
+        self._device, self._world_size = device, world_size
         # The totals of a long epoch need the digits; MPS has no float64.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._scope: Scope | None = None
+        self.scope: Scope | None = None
         self._muted = False
         self.items = 1.0
         self.loader_suffix = ""
-        self.active = False
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
         self._shown: dict[str, Tensor] = {}
-
-    # -- where `log` is called from ------------------------------------------------------------
-
-    @contextmanager
-    def scope(self, phase: str, *, on_step: bool | None, on_epoch: bool) -> Iterator[None]:
-        """Inside, `log` works, with these defaults."""
-        before, self._scope = self._scope, Scope(phase, on_step, on_epoch)
-        try:
-            yield
-        finally:
-            self._scope = before
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -131,9 +133,16 @@ class MetricStore:
 
     def begin_batch(self, items: float, loader_suffix: str = "") -> None:
         """A batch comes: the weight of what it logs, unless told otherwise."""
+        assert self.scope is not None
         self.items = items
         self.loader_suffix = loader_suffix
-        self.active = True
+        self.step.active = True
+        self.epoch(self.scope.phase).active = True
+
+    def begin_epoch_values(self) -> None:
+        """No batch is at hand: what is logged now counts once for each process."""
+        self.items = 1.0
+        self.loader_suffix = ""
 
     def epoch(self, phase: str) -> Cells:
         """The cells of a phase's current epoch."""
@@ -155,7 +164,7 @@ class MetricStore:
         """See `TrainModule.log`."""
         if self._muted:
             return
-        scope = self._scope
+        scope = self.scope
         if scope is None:
             raise MetricError(
                 f"log({name!r}) was called where no value can be recorded. Call it inside a step, "
@@ -165,6 +174,10 @@ class MetricStore:
             raise ValueError(choose(f"reduce of the metric {name!r}", reduce, KINDS))
         if not isinstance(name, str):
             raise TypeError(f"A metric's name is {name!r}; it must be a string.")
+        if name in RESERVED:
+            raise ValueError(
+                f"A metric cannot be called {name!r}: each record has a field of that name."
+            )
         is_object = hasattr(value, "compute") and hasattr(value, "reset")
         if on_step is None:
             on_step = bool(scope.on_step) and not is_object
@@ -173,13 +186,13 @@ class MetricStore:
                 f"log({name!r}, on_step=True) was called outside a step; use on_epoch=True there."
             )
         if on_epoch is None:
-            on_epoch = scope.on_epoch or is_object
+            on_epoch = not on_step
         if not is_object:
             value = _scalar(name, value)
         weight = self.items if batch_size is None else float(batch_size)
         suffix = self.loader_suffix
         both = on_step and on_epoch
-        if on_step:
+        if on_step and scope.phase == "train":  # an evaluation's steps have no place in the record
             key = f"{name}_step{suffix}" if both else name + suffix
             self._keep(self.step, key, value, weight, reduce, prog_bar, is_object)
         if on_epoch:
@@ -228,7 +241,7 @@ class MetricStore:
         """A new window begins."""
         self.step.cells.clear()
         self.step.objects.clear()
-        self.active = False
+        self.step.active = False
 
     def reduce_epoch(self, phase: str) -> dict[str, Value]:
         """The epoch's values over all processes, which start anew; collective."""
@@ -238,13 +251,8 @@ class MetricStore:
             metric.reset()
         cells.cells.clear()
         cells.objects.clear()
+        cells.active = False
         return values
-
-    def drop_epoch(self, phase: str) -> None:
-        """Forget what an evaluation logged so far."""
-        for metric in self.epoch(phase).objects.values():
-            metric.reset()
-        self.epochs.pop(phase)
 
     def _reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         pairs = sorted(cells.names())
@@ -271,7 +279,7 @@ class MetricStore:
         while True:
             own = cells.names()
             known = set(cells.agreed)
-            changed = not own <= known or (self.active and own != known)
+            changed = not own <= known or (cells.active and own != known)
             totals: list[Value] = [float(changed)]
             for name, kind in cells.agreed:
                 if kind in ("mean", "sum"):
@@ -281,7 +289,7 @@ class MetricStore:
             dist.all_reduce(summed)
             if not float(summed[0]):
                 break
-            cells.agreed = self._agree(own, what)
+            cells.agreed = _agree(own, cells.active, what)
         reduced: dict[str, Value] = {}
         position = 1
         for name, kind in cells.agreed:
@@ -306,22 +314,6 @@ class MetricStore:
         like = torch.empty((), dtype=self._dtype, device=self._device)
         return torch.stack([_as_tensor(value, like).reshape(()) for value in values])
 
-    def _agree(self, own: set[tuple[str, str]], what: str) -> tuple[tuple[str, str], ...]:
-        """Exchange the names; a rank that ran batches and lacks some is an error on all ranks."""
-        reports = all_gather_object((sorted(own), self.active))
-        union = sorted({pair for names, _ in reports for pair in names})
-        for rank, (names, active) in enumerate(reports):
-            missing = [name for name, kind in union if (name, kind) not in names]
-            if active and missing:
-                having = [r for r, (others, _) in enumerate(reports) if len(others) > len(names)]
-                raise MetricError(
-                    f"Rank {rank} did not log {', '.join(map(repr, missing))} in {what}, but rank "
-                    f"{having[0] if having else 1 - min(rank, 1)} did. Every rank that runs a "
-                    "batch must log the same names with the same `reduce`: move the call out of "
-                    "the condition that only some ranks meet."
-                )
-        return tuple(union)
-
     # -- showing -------------------------------------------------------------------------------
 
     def progress_values(self) -> dict[str, float]:
@@ -339,6 +331,23 @@ class MetricStore:
             for name, value in latest.items()
         }
         return shown
+
+
+def _agree(own: set[tuple[str, str]], active: bool, what: str) -> tuple[tuple[str, str], ...]:
+    """Exchange the names; a rank that ran batches and lacks some is an error on all ranks."""
+    reports = all_gather_object((sorted(own), active))
+    union = sorted({pair for names, _ in reports for pair in names})
+    for rank, (names, ran) in enumerate(reports):
+        missing = [name for name, kind in union if (name, kind) not in names]
+        if ran and missing:
+            having = [r for r, (others, _) in enumerate(reports) if len(others) > len(names)]
+            raise MetricError(
+                f"Rank {rank} did not log {', '.join(map(repr, missing))} in {what}, but rank "
+                f"{having[0] if having else 1 - min(rank, 1)} did. Every rank that runs a "
+                "batch must log the same names with the same `reduce`: move the call out of "
+                "the condition that only some ranks meet."
+            )
+    return tuple(union)
 
 
 def _scalar(name: str, value: Any) -> Value:

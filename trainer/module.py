@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,9 +55,7 @@ class TrainModule(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the parameters are; the CPU for a module without any."""
-        tensor = next(self.parameters(), None)
-        if tensor is None:
-            tensor = next(self.buffers(), None)
+        tensor = next(chain(self.parameters(), self.buffers()), None)
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
@@ -137,7 +136,7 @@ class TrainModule(nn.Module):
         """Evaluate one batch; with several loaders a third argument is ``dataloader_idx``."""
         raise NotImplementedError
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002 - an interface
         """The prediction for one batch; the module called on it unless overridden."""
         return self(batch)
 
@@ -163,7 +162,10 @@ class TrainModule(nn.Module):
         return find_batch_size(batch) or 1
 
     def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
+        self,
+        batch: Any,
+        device: torch.device,
+        dataloader_idx: int,  # noqa: ARG002 - an interface
     ) -> Any:
         """Copy a batch to the device; override it for types that have no ``.to``."""
         return to_device(batch, device, non_blocking=True)

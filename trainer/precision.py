@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer.configuration import AutocastKwargs, GradScalerKwargs
+from trainer.tree import map_tree
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,21 @@ class Precision:
             self.scaler.update()
         return bool(made)
 
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Let the model compute under autocast whoever calls it, and return float32."""
+        if self.mode == "no":
+            return
+        original = model.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                outputs = original(*args, **kwargs)
+            return map_tree(_to_float32, outputs)
+
+        model._original_forward = original  # type: ignore[assignment]  # a method, kept for unwrapping
+        model.forward = forward
+
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -103,3 +120,8 @@ class Precision:
         """Put the scaler back; a state from another precision is left alone."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _to_float32(leaf: Any) -> Any:
+    narrow = isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    return leaf.float() if narrow else leaf

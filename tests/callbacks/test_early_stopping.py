@@ -34,6 +34,7 @@ def stopped_after(values, **arguments):
         ([5, math.nan], {"patience": 9}, 2),
         ([-math.inf], {}, 1),
         ([math.nan, 5, math.nan, math.nan], {"patience": 2, "check_finite": False}, 4),
+        ([math.nan, math.nan], {"patience": 2, "check_finite": False}, 2),
         ([5, 4, 3], {"stopping_threshold": 4}, 2),
         ([5, 4, 3], {"stopping_threshold": 4, "mode": "max"}, 1),
         ([5, 9, 9.1], {"divergence_threshold": 9, "patience": 9}, 3),

@@ -205,6 +205,24 @@ def test_every_by_the_clock(tmp_path):
     assert steps(trainer.on_disk()) == [2, 4, 6]
 
 
+def test_a_callback_that_joins_later_waits_for_the_next_multiple(tmp_path):
+    trainer, _ = trainer_with(tmp_path, every=10)
+    trainer.global_step = 15
+    trainer.start()
+    trainer.updates([None] * 4)
+    assert trainer.on_disk() == []
+    trainer.updates([None])
+    assert steps(trainer.on_disk()) == [20]
+
+
+def test_saving_an_update_twice_keeps_it(tmp_path):
+    trainer, callback = run(tmp_path, [None, None], monitor="loss", every=2)
+    shutil.rmtree(callback.last_model_path)  # the second save of a step replaces the first
+    callback.load_state_dict({**callback.state_dict(), "handled": {"steps": 1}})
+    callback.on_boundary(trainer, trainer.module)
+    assert steps(trainer.on_disk()) == [2]
+
+
 def test_every_epoch(tmp_path):
     trainer, _ = run(tmp_path, [None] * 25, save_top_k=-1)
     assert steps(trainer.on_disk()) == [10, 20]

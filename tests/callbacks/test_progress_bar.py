@@ -156,11 +156,12 @@ def test_an_error_ends_the_line_and_asks_for_no_metrics(terminal):
     assert terminal.read() == ""
 
 
-def test_an_interrupted_epoch_shows_where_it_stopped(terminal):
+@pytest.mark.parametrize("ending", [("on_train_end",), ("on_exception", KeyboardInterrupt())])
+def test_an_interrupted_epoch_shows_where_it_stopped(terminal, ending):
     loop = terminal.loop(refresh_rate=1e-9)
     loop.call("on_train_epoch_start")
     loop.batches(range(7))
-    loop.call("on_train_end")
+    loop.call(*ending)
     assert terminal.screen()[0].startswith("epoch 1:  70%")
 
 
@@ -218,7 +219,9 @@ def test_metrics_are_read_only_when_the_bar_is_redrawn(terminal):
     assert terminal.screen()[0].startswith("epoch 1: 100%")
 
 
-def test_no_bar_and_no_thread_is_left(terminal):
+def test_no_bar_and_no_thread_is_left(terminal, monkeypatch):
+    monkeypatch.setattr(tqdm, "monitor_interval", 10)  # tqdm's own default: start a thread
+    monkeypatch.setattr(tqdm, "monitor", None)  # if there is none yet
     before = threading.active_count()
     loop = terminal.loop()
     loop.call("on_train_epoch_start")

@@ -35,6 +35,7 @@ FOREIGN_VARIABLES = {
     "TF2_BEHAVIOR",  # tensorboard
     "TORCHINDUCTOR_CACHE_DIR",  # torch.compile
     "TRITON_CACHE_DIR",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
 
 # Processes that serve the whole session: the ranks of the pools.

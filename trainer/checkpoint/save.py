@@ -109,7 +109,7 @@ def newest_sound(
         if candidates and sound is None:
             raise CheckpointError(
                 f"none of the {len(candidates)} checkpoints there is sound (the log says what is "
-                "wrong with each). Move them away to start anew"
+                "wrong with each). Move them away to start anew."
             )
         return sound
 
@@ -141,7 +141,11 @@ def _together(
     if state.num_processes > 1:
         outcomes = [None] * state.num_processes
         dist.all_gather_object(outcomes, outcome, group=group)
-    failures = [f"on rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
+    failures = [
+        f"on rank {rank}: {text.rstrip('.')}"
+        for rank, (_, text) in enumerate(outcomes)
+        if text is not None
+    ]
     if failures:
         raise CheckpointError(f"{what} failed {'; '.join(failures)}.") from cause
     return [result for result, _ in outcomes]

@@ -222,7 +222,7 @@ def _encode_set(value: Iterable[Any], place: _Place, tensors: _Tensors) -> Any:
 
 def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any:
     name = place.name()
-    if name in tensors or name == "__metadata__":  # keys 0 and "0", or safetensors' own name
+    while name in tensors or name == "__metadata__":  # keys 0 and "0", or safetensors' own name
         name = f"{name}#{len(tensors)}"
     tensors[name] = stored = portable(value, place)
     # Another dense order of the dimensions (channels_last) is kept: sums round by their order.

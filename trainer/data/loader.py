@@ -145,6 +145,12 @@ class Feed:
         if dataset is not None and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
 
+    def reseed(self, seed: int) -> None:
+        """Take over the seed of the run that is resumed."""
+        self.seed = seed
+        if self.sampler is not None:
+            self.sampler.reseed(seed)
+
     def rounds(self, transfer: Transfer | None = None) -> Iterator[Round]:
         """The epoch's rounds, each known to be the last one or not when it is handed over.
 

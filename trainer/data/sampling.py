@@ -136,6 +136,13 @@ class ShardedSampler(Sampler[Any]):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
+    def reseed(self, seed: int) -> None:
+        """Take over the seed of the run that is resumed."""
+        self.seed = seed
+        for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
+            if isinstance(sampler, SeededSampler):
+                sampler.seed = seed
+
     @property
     def num_batches(self) -> int | None:
         """Batches in the epoch over all processes; None for a sampler without length."""

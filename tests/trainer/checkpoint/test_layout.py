@@ -58,6 +58,7 @@ def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
         },
     }
     assert layout.verify(path) == manifest
+    assert layout.describe_files(path) == manifest["files"]
     assert names(tmp_path) == ["step-00000100"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -74,9 +75,18 @@ def test_the_cause_is_kept_where_it_happened():
     assert isinstance(caught.value.__cause__, OSError)
 
 
+def test_an_error_without_a_text_is_an_error():
+    def refuse(folder):
+        raise CheckpointError
+
+    with pytest.raises(CheckpointError, match="failed on rank 0"):
+        save(Path("x"), write_shared=print, write_rank=refuse, manifest={}, state=ALONE)
+
+
 def test_nothing_is_written_when_the_name_is_taken_by_something_else():
     Path("checkpoints/step-00000003").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="not replaced"):
+    message = r"failed on rank 0: .*step-00000003 exists .* or move it away\.$"
+    with pytest.raises(CheckpointError, match=message):
         save_step(3)
     assert entries() == ["step-00000003"]
 
@@ -159,12 +169,12 @@ def test_ranks_take_the_choice_of_rank_0(ranks2):
     for step in (1, 2):
         save_step(step)
     (Path("checkpoints/step-00000002") / "model.bin").write_text("damaged")
+    shutil.copytree("checkpoints/step-00000002", "elsewhere/step-00000002")
 
     def body():
         state = PartialState()
-        root = Path("checkpoints")
-        if not state.is_main_process:
-            root = Path("elsewhere")  # what a rank sees itself does not count
+        # What another rank would find does not count, and it does not look.
+        root = Path("checkpoints" if state.is_main_process else "elsewhere")
         return outcome(lambda: newest_sound(root, state))
 
     assert ranks2(body) == [str(Path("checkpoints/step-00000001"))] * 2

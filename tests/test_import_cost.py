@@ -1,0 +1,91 @@
+"""`import trainer` costs little more than `import torch` and touches no device."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Features that not everybody has installed, and SDKs that take long to import.
+OPTIONAL = [
+    "IPython",
+    "comet_ml",
+    "deepspeed",
+    "matplotlib",
+    "pandas",
+    "rich",
+    "sklearn",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "wandb",
+]
+
+SCRIPT = """
+import json, random, sys, threading
+import torch
+state, python_state = torch.get_rng_state(), random.getstate()
+before = set(sys.modules)
+{statement}
+new = set(sys.modules) - before
+print(json.dumps({{
+    "new": sorted(new),
+    "cuda": torch.cuda.is_initialized(),
+    "group": torch.distributed.is_initialized(),
+    "threads": threading.active_count(),
+    "untouched": torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state,
+}}))
+"""
+
+
+@pytest.fixture(scope="module", params=["import trainer", "from trainer import *"])
+def loaded(request, tmp_path_factory) -> dict[str, Any]:
+    """What a fresh process has loaded beyond torch, and what it has started."""
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT.format(statement=request.param)],
+        cwd=tmp_path_factory.mktemp("import"),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    found["statement"] = request.param
+    found["foreign"] = [
+        name
+        for name in found["new"]
+        if name.partition(".")[0] not in ("callbacks", "trackers", "trainer")
+    ]
+    return found
+
+
+def test_few_modules_are_imported_beyond_torch(loaded):
+    foreign = loaded["foreign"]
+    print(
+        f"{loaded['statement']}: {len(loaded['new'])} modules, {len(foreign)} not ours: {foreign}"
+    )
+    if loaded["statement"] == "import trainer":
+        assert len(loaded["new"]) < 60
+    assert len(foreign) < 60, foreign
+
+
+def test_no_optional_package_is_imported(loaded):
+    assert [name for name in OPTIONAL if name in loaded["new"]] == []
+
+
+def test_no_device_group_or_thread_is_started(loaded):
+    assert not loaded["cuda"]
+    assert not loaded["group"]
+    assert loaded["threads"] == 1
+
+
+def test_no_generator_is_seeded_or_drawn_from(loaded):
+    assert loaded["untouched"]

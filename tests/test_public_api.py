@@ -1,0 +1,121 @@
+"""The names that users import are these, and each says what it is for.
+
+A change of a list here is a change of the public surface: CHANGELOG.md tells of it as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import callbacks
+import trackers
+import trainer
+
+PUBLIC: dict[str, list[str]] = {
+    "callbacks": [
+        "Callback",
+        "EarlyStopping",
+        "Interval",
+        "LearningRateMonitor",
+        "ModelCheckpoint",
+        "ModelSummary",
+        "Monitor",
+        "Progress",
+        "ProgressBar",
+    ],
+    "trackers": [
+        "BackgroundTracker",
+        "GeneralTracker",
+        "JsonlTracker",
+        "NullTracker",
+        "TensorBoardTracker",
+        "available_trackers",
+        "read_metrics",
+        "register_tracker",
+        "resolve_trackers",
+        "select_trackers",
+    ],
+    "trainer": [],
+}
+
+each_package = pytest.mark.parametrize(
+    "package", [callbacks, trackers, trainer], ids=lambda package: package.__name__
+)
+
+
+def order(name: str) -> tuple[int, str]:
+    """Constants, then classes, then functions, each by the alphabet."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+def own_documentation(thing: Any) -> str:
+    """Return the docstring that its author wrote; a dataclass makes one that does not count."""
+    text = (thing.__doc__ or "").strip()
+    return "" if text.startswith(f"{thing.__name__}(") else text
+
+
+def undocumented(package: ModuleType) -> list[str]:
+    """Return the public classes and functions, and public methods, that have no docstring."""
+    missing = []
+    for name in package.__all__:
+        thing = getattr(package, name)
+        if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+            continue
+        if not own_documentation(thing):
+            missing.append(name)
+        if inspect.isclass(thing):
+            missing += [
+                f"{name}.{key}"
+                for key, value in vars(thing).items()
+                if inspect.isfunction(value)
+                and not key.startswith("_")
+                and not inspect.getdoc(getattr(thing, key))
+            ]
+    return missing
+
+
+@each_package
+def test_names_are_those_that_are_promised(package):
+    assert package.__all__ == PUBLIC[package.__name__]
+
+
+@each_package
+def test_names_are_in_order_and_unique(package):
+    names = package.__all__
+    assert names == sorted(set(names), key=order)
+
+
+@each_package
+def test_every_name_exists(package):
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+
+
+@each_package
+def test_every_name_is_listed_for_completion(package):
+    assert set(package.__all__) <= set(dir(package))
+
+
+@each_package
+def test_every_name_is_documented(package):
+    assert (package.__doc__ or "").strip()
+    assert undocumented(package) == []
+
+
+@each_package
+def test_the_package_is_typed(package):
+    from importlib.resources import files
+
+    assert (files(package) / "py.typed").is_file()
+
+
+def test_an_undocumented_name_is_noticed():
+    class Bare:
+        def method(self) -> None: ...
+
+    module = ModuleType("module")
+    module.__dict__.update(__all__=["Bare"], Bare=Bare)
+    assert undocumented(module) == ["Bare", "Bare.method"]

@@ -1,0 +1,1 @@
+"""The loops as plain functions over a `run.Run`: `fit`, `evaluate`, `predict`."""

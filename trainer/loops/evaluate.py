@@ -1,0 +1,115 @@
+"""Validation and test: every sample once, metrics as (sum, count) over all processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from trainer.data.loader import Feed
+from trainer.loops.run import Run, items_of
+from trainer.metrics import Scope
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The names of an evaluation.
+
+    Attributes:
+        name: As in its hooks.
+        step: The module's method.
+    """
+
+    name: str
+    step: str
+
+
+VALIDATION = Phase("validation", "validation_step")
+TEST = Phase("test", "test_step")
+PREDICT = Phase("predict", "predict_step")
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Inside, the module evaluates without gradients; every submodule's mode is put back."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]]:
+    """Evaluate the module on each feed and record what it logged.
+
+    The module is called bare, without its engine, so that processes need not have the same number
+    of batches. Hooks are called in the order that `callbacks.Callback` gives.
+
+    Returns:
+        The metrics of each feed; of several, each has those logged with its own index, under the
+        names that they are recorded with.
+    """
+    hooks, metrics, counters = run.hooks, run.metrics, run.counters
+    scope_before = metrics.scope
+    run.eval_lengths = [feed.num_own_batches for feed in feeds]
+    with evaluation_mode(run.module):
+        metrics.scope = Scope(phase.name, None)
+        getattr(hooks, f"on_{phase.name}_start")()
+        getattr(hooks, f"on_{phase.name}_epoch_start")()
+        metrics.scope = Scope(phase.name, False)
+        for index, feed in enumerate(feeds):
+            evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
+        metrics.scope = Scope(phase.name, None)
+        metrics.begin_epoch_values()
+        getattr(hooks, f"on_{phase.name}_epoch_end_module")()
+        values = metrics.reduce_epoch(phase.name)
+        if run.sanity_checking:
+            read = {}
+        else:
+            read = run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
+        getattr(hooks, f"on_{phase.name}_epoch_end_callbacks")()
+        metrics.scope = None
+        getattr(hooks, f"on_{phase.name}_end")()
+    metrics.scope = scope_before
+    return by_feed(read, len(feeds))
+
+
+def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> None:
+    """Every batch of one feed."""
+    hooks = run.hooks
+    step = getattr(run.module, phase.step)
+    start = getattr(hooks, f"on_{phase.name}_batch_start")
+    end = getattr(hooks, f"on_{phase.name}_batch_end")
+    suffix = f"/dataloader_idx_{index}" if several else ""
+    feed.set_epoch(run.counters.epoch)
+    for batch_idx, current in enumerate(feed.rounds(lambda batch: run.transfer(batch, index))):
+        if not current.present:
+            continue
+        batch, items = items_of(current)
+        run.metrics.begin_batch(items, suffix)
+        where = (batch_idx, index) if several else (batch_idx,)
+        start(batch, *where)
+        with run.precision.autocast():
+            outputs = step(batch, *where)
+        end(outputs, batch, *where)
+
+
+def by_feed(values: dict[str, float], feeds: int) -> list[dict[str, float]]:
+    """The values of each feed, by the suffix of their names; those without belong to all."""
+    if feeds == 1:
+        return [values]
+    suffixes = [f"/dataloader_idx_{index}" for index in range(feeds)]
+    return [
+        {
+            name: value
+            for name, value in values.items()
+            if name.endswith(own) or not any(name.endswith(suffix) for suffix in suffixes)
+        }
+        for own in suffixes
+    ]

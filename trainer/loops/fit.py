@@ -1,0 +1,347 @@
+"""Training: epochs of windows of micro-batches, each window one update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.loader import Round
+from trainer.distributed.collectives import broadcast_object
+from trainer.loops.evaluate import VALIDATION, evaluate
+from trainer.loops.run import FitRun, items_of
+from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
+from trainer.optim.clipping import clip_
+from trainer.rng import isolated_rng, load_rng_state, rng_state
+from trainer.tree import detach
+
+
+def fit(run: FitRun) -> None:
+    """Train until the length is reached or somebody stops the run.
+
+    The order of the hooks is that of `callbacks.Callback`. ``[m]`` and ``[c]`` there say who is
+    called first.
+    """
+    hooks, metrics, counters = run.hooks, run.metrics, run.counters
+    hooks.on_fit_start()
+    sanity_check(run)
+    metrics.scope = TRAIN_EPOCH
+    run.module.train()
+    hooks.on_train_start()
+    if run.saved_rng is not None:  # only now: what came before, an uninterrupted run did not do
+        load_rng_state(run.saved_rng)
+    while not finished(run):
+        if counters.epoch_complete:
+            counters.epoch, counters.rounds, counters.epoch_complete = counters.epoch + 1, 0, False
+        train_epoch(run)
+    metrics.scope = TRAIN_EPOCH
+    hooks.on_train_end()
+    metrics.scope = None
+    hooks.on_fit_end()
+
+
+def finished(run: FitRun) -> bool:
+    """The run is over, for all processes alike."""
+    progress = run.progress
+    if run.length.reached(progress):
+        return True
+    asked = run.stop_now or run.agreement.latest.stop_votes > 0
+    return asked and run.length.may_stop_early(progress)
+
+
+def train_epoch(run: FitRun) -> None:
+    """One pass over the training data, or what is left of it."""
+    feed, counters = run.feed, run.counters
+    feed.set_epoch(counters.epoch)
+    feed.start_round = counters.rounds
+    run.metrics.scope = TRAIN_EPOCH
+    run.hooks.on_train_epoch_start()
+    step = train_window if run.module.automatic_optimization else manual_window
+    for window in windows(feed.rounds(run.transfer), run.accumulation):
+        if step(run, window):
+            finish_update(run)
+            if finished(run):
+                break
+    if counters.rounds == 0:
+        raise ValueError(
+            "The training loader gave no batch. Check its dataset, its sampler and drop_last, and "
+            "limit_train_batches."
+        )
+
+
+def windows(rounds: Iterator[Round], size: int) -> Iterator[Iterator[Round]]:
+    """The rounds in groups of `size`, fewer at the end of the data."""
+    for first in rounds:
+        yield chain([first], islice(rounds, size - 1))
+
+
+def train_window(run: FitRun, window: Iterator[Round]) -> bool:
+    """Make one update from a window of micro-batches.
+
+    Returns:
+        True: there is an update to finish.
+    """
+    hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    items_here = 0.0
+    items_everywhere: float | None = 0.0  # where each process knows what the others have
+    metrics.scope = TRAIN_STEP
+    metrics.clear_step()
+    hooks.on_train_step_start()
+    for number, micro in enumerate(window, 1):
+        sync = micro.last or number == run.accumulation
+        engine.begin_micro_batch(sync=sync)
+        batch, items = items_of(micro)
+        if run.weighting.reference is None:
+            run.weighting.reference = broadcast_object(items) or 1.0
+        batch_idx = counters.rounds
+        outputs: Any = None
+        loss: Tensor | None = None
+        if micro.present:
+            metrics.begin_batch(items)
+            hooks.on_train_batch_start(batch, batch_idx)
+            with run.precision.autocast():
+                if items:
+                    outputs = engine.step("training_step", batch, batch_idx)
+                else:
+                    outputs = step_without_gradient(run, batch, batch_idx)
+        if items:
+            loss = loss_of(outputs)
+            hooks.on_before_backward(loss)
+            loss = run.precision.scale(run.weighting.weigh(loss, items))
+        items_here += items
+        items_everywhere = count_round(run, micro, items_everywhere)
+        if sync:
+            total = engine.finish_window(
+                loss,
+                items=items_here,
+                stop=run.stop_requested(),
+                seconds=run.clock if run.rank == 0 else 0.0,
+            )
+        elif loss is not None:
+            engine.backward(loss)
+        if loss is not None:
+            hooks.on_after_backward()
+        if sync:
+            update(run, total if items_everywhere is None else items_everywhere)
+        if micro.present:
+            hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+    hooks.on_train_step_end()
+    for optimizer in run.optimizers:
+        hooks.on_before_zero_grad(optimizer)
+        optimizer.zero_grad()
+    return True
+
+
+def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
+    """Let `training_step` do its own backward passes and updates, on one batch.
+
+    Returns:
+        Whether there is an update to finish: an optimizer stepped, or the epoch is over.
+    """
+    hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    (micro,) = window
+    batch, items = items_of(micro)
+    batch_idx = counters.rounds
+    steps = sum(optimizer.steps for optimizer in run.optimizers)
+    outputs: Any = None
+    metrics.scope = TRAIN_STEP
+    metrics.clear_step()
+    hooks.on_train_step_start()
+    if not micro.complete and run.last_batch is None:
+        run.last_batch = broadcast_object(batch)  # fewer batches in the epoch than processes
+    if micro.present:
+        metrics.begin_batch(items)
+        hooks.on_train_batch_start(batch, batch_idx)
+        with run.precision.autocast():
+            outputs = engine.step("training_step", batch, batch_idx)
+        run.last_batch = batch if run.world_size > 1 else None
+    else:
+        stand_in(run, batch_idx)
+    count_round(run, micro, None)
+    engine.finish_window(
+        None,
+        items=items,
+        stop=run.stop_requested(),
+        seconds=run.clock if run.rank == 0 else 0.0,
+    )
+    stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
+    if stepped:
+        count_update(run)
+    if micro.present:
+        hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+    hooks.on_train_step_end()
+    return stepped or micro.last
+
+
+def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
+    """A micro-batch without items: it may log, with weight 0, and adds no gradient.
+
+    Its loss is a mean over nothing, of which a backward pass would make NaN.
+    """
+    with torch.no_grad():
+        return run.module.training_step(batch, batch_idx)
+
+
+def stand_in(run: FitRun, batch_idx: int) -> None:
+    """Run the last batch again where this process has none and the others reduce gradients.
+
+    Its own gradients are zero, nothing is logged, buffers and generators are put back.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
+    run.weightless = True
+    try:
+        with isolated_rng(), run.metrics.muted(), run.precision.autocast():
+            run.engine.step("training_step", run.last_batch, batch_idx)
+    finally:
+        run.weightless = False
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss that `training_step` returned, checked.
+
+    Raises:
+        TypeError: It is not a tensor, or a dict with one under ``"loss"``.
+        ValueError: It has several elements, or no graph to go back through.
+    """
+    loss = outputs
+    if isinstance(outputs, dict):
+        if "loss" not in outputs:
+            raise TypeError(
+                f"training_step returned a dict without 'loss'; its keys are {sorted(outputs)}."
+            )
+        loss = outputs["loss"]
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"training_step returned {loss!r} of type {type(loss).__name__} as its loss; it must "
+            "return a tensor of one element, or a dict with one under 'loss'. (To do backward "
+            "and step yourself set automatic_optimization = False.)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must have one "
+            "element: the mean over the batch, for example loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss without a graph: nothing that it was computed from "
+            "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
+            "are all parameters frozen?"
+        )
+    return loss.reshape(())
+
+
+def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
+    """Count a round, and add its items over all processes to `known` if each process knows them."""
+    counters = run.counters
+    counters.rounds += 1
+    counters.epoch_complete = micro.last
+    samples = micro.round_samples
+    if samples is None:  # only with ready-made batches: each process knows its own alone
+        samples = micro.samples * (1 if run.world_size == 1 else run.world_size)
+        known = None if run.world_size > 1 else known
+    counters.samples_seen += samples
+    counters.batches_seen += run.world_size if micro.complete else 1
+    return None if run.counts_items or known is None else known + samples
+
+
+def update(run: FitRun, total: float | Tensor) -> None:
+    """Unscale, let the hooks see the gradients, clip, step, tick.
+
+    Args:
+        run: The run; its gradients are reduced.
+        total: Items of the window over all processes.
+    """
+    for optimizer in run.optimizers:
+        run.precision.unscale(optimizer.optimizer)
+    run.weighting.rescale_([parameter.grad for parameter in run.parameters], total)
+    for optimizer in run.optimizers:
+        run.hooks.on_before_optimizer_step(optimizer)
+    if run.max_grad_norm is not None or run.max_grad_value is not None:
+        clip_(run.parameters, max_norm=run.max_grad_norm, max_value=run.max_grad_value)
+    for optimizer in run.optimizers:
+        optimizer.step()
+    for entry in run.schedulers:
+        if entry.interval == "step" and (run.counters.global_step + 1) % entry.frequency == 0:
+            entry.tick(run.recorder.latest)
+    count_update(run)
+
+
+def count_update(run: FitRun) -> None:
+    """One update more; is it one whose values are recorded?"""
+    run.counters.global_step += 1
+    run.log_due = run.log_schedule.due(run.progress)
+
+
+def finish_update(run: FitRun) -> None:
+    """Everything that is due after an update; at the end callbacks may save or stop."""
+    counters, recorder = run.counters, run.recorder
+    recorder.flush()
+    if run.log_due:
+        recorder.record_later(
+            run.metrics.reduce_step(), step=counters.global_step, epoch=counters.epoch
+        )
+        run.log_due = False
+    if run.val_feeds and run.val_schedule.due(run.progress):
+        validate(run)
+    if counters.epoch_complete:
+        end_epoch(run)
+    run.metrics.scope = None
+    run.in_boundary = True
+    run.hooks.on_boundary()
+    run.in_boundary = False
+
+
+def validate(run: FitRun) -> None:
+    """A validation inside the fit; its values are recorded under this update."""
+    run.engine.broadcast_buffers()
+    evaluate(run, VALIDATION, run.val_feeds)
+    run.counters.validations += 1
+
+
+def end_epoch(run: FitRun) -> None:
+    """The epoch's hooks, metrics and schedules."""
+    counters = run.counters
+    run.metrics.scope = TRAIN_EPOCH
+    run.metrics.begin_epoch_values()
+    run.hooks.on_train_epoch_end_module()
+    run.recorder.record(
+        run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch
+    )
+    run.hooks.on_train_epoch_end_callbacks()
+    for entry in run.schedulers:
+        due = entry.interval == "epoch" and (counters.epoch + 1) % entry.frequency == 0
+        if due and run.module.automatic_optimization:
+            entry.tick(run.recorder.latest)
+
+
+def sanity_check(run: FitRun) -> None:
+    """Try a few validation batches before training, so that a mistake there shows at once.
+
+    It leaves no trace: generators are put back and its values are dropped.
+    """
+    if not run.val_feeds or run.sanity_steps == 0 or run.counters.global_step > 0:
+        return
+    limits = [feed.limit for feed in run.val_feeds]
+    generators = rng_state()
+    run.sanity_checking = True
+    try:
+        for feed, limit in zip(run.val_feeds, limits, strict=True):
+            steps = run.sanity_steps
+            feed.limit = (
+                limit if steps is None else min(steps, limit if limit is not None else steps)
+            )
+        run.hooks.on_sanity_check_start()
+        run.engine.broadcast_buffers()
+        evaluate(run, VALIDATION, run.val_feeds)
+        run.hooks.on_sanity_check_end()
+    finally:
+        run.sanity_checking = False
+        for feed, limit in zip(run.val_feeds, limits, strict=True):
+            feed.limit = limit
+        load_rng_state(generators)

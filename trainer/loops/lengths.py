@@ -1,0 +1,174 @@
+"""How long a run is, and how much of each loader it sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from callbacks import Interval, Progress
+from trainer.data.loader import Feed
+
+
+def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
+    """A span of time in seconds.
+
+    Args:
+        time: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes, seconds), a ``timedelta``,
+            or its arguments as a dict; None stays None.
+
+    Raises:
+        ValueError: It is not a span of time above zero.
+        TypeError: It is none of these types.
+    """
+    if time is None:
+        return None
+    if isinstance(time, Mapping):
+        time = timedelta(**time)
+    if isinstance(time, str) and time.count(":") == 3:
+        days, hours, minutes, seconds = (int(part) for part in time.split(":"))
+        time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+    if isinstance(time, timedelta):
+        total = time.total_seconds()
+    elif isinstance(time, str):
+        interval = Interval.parse(time)
+        if interval.unit != "seconds":
+            raise ValueError(
+                f"max_time is {time!r}; it must be a span of time such as '30 minutes'. For other "
+                "lengths there are max_epochs and max_steps."
+            )
+        total = float(interval.every)
+    else:
+        raise TypeError(
+            f"max_time is {time!r} of type {type(time).__name__}; give '30 minutes', a timedelta, "
+            "or a dict of its arguments."
+        )
+    if not total > 0:
+        raise ValueError(f"max_time is {time!r}; it must be above zero.")
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """When a fit ends.
+
+    Attributes:
+        max_epochs: After so many epochs.
+        min_epochs: Not before, whoever asks for it.
+        max_steps: After so many updates.
+        min_steps: Not before, whoever asks for it.
+        max_seconds: At the first boundary after so long.
+
+    Raises:
+        ValueError: A number is negative, or a minimum is above its maximum.
+    """
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int | None = None
+    min_steps: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse lengths that contradict each other."""
+        for unit in ("epochs", "steps"):
+            low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
+                if number is None:
+                    continue
+                if isinstance(number, bool) or not isinstance(number, int):
+                    raise TypeError(f"{name} is {number!r}; it must be an int.")
+                if number < 0:
+                    raise ValueError(
+                        f"{name} is {number}; it must be 0 or more, or None for no such limit."
+                    )
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"min_{unit} is {low}, above max_{unit}, {high}.")
+
+    @property
+    def endless(self) -> bool:
+        """Nothing ends the run."""
+        return self.max_epochs is None and self.max_steps is None and self.max_seconds is None
+
+    def reached(self, progress: Progress) -> bool:
+        """A maximum is reached."""
+        return (
+            (self.max_epochs is not None and progress.epochs >= self.max_epochs)
+            or (self.max_steps is not None and progress.steps >= self.max_steps)
+            or (self.max_seconds is not None and progress.seconds >= self.max_seconds)
+        )
+
+    def may_stop_early(self, progress: Progress) -> bool:
+        """No minimum stands against an early stop."""
+        return progress.steps >= (self.min_steps or 0) and progress.epochs >= (self.min_epochs or 0)
+
+
+@dataclass
+class Schedule:
+    """Something that is due again and again.
+
+    Attributes:
+        interval: How often.
+        before: Where the run stood when this was asked last; by the clock, when it was due last.
+    """
+
+    interval: Interval
+    before: Progress = field(default_factory=Progress)
+
+    def due(self, now: Progress) -> bool:
+        """Whether it is due now; asked once an update."""
+        due = self.interval.due(self.before, now)
+        if due or self.interval.unit != "seconds":
+            self.before = now
+        return due
+
+
+def check_limit(name: str, limit: int | float | None) -> None:
+    """Refuse a limit that is neither a number of batches nor a fraction.
+
+    Raises:
+        ValueError: It is negative, or a fraction above 1.
+        TypeError: It is not a number.
+    """
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(f"{name} is {limit!r}; it must be an int (batches) or a float (fraction).")
+    if isinstance(limit, float) and not 0.0 <= limit <= 1.0:
+        raise ValueError(
+            f"{name} is {limit}; a float is a fraction from 0.0 to 1.0, an int a number of batches."
+        )
+    if limit < 0:
+        raise ValueError(f"{name} is {limit}; it must be 0 or more.")
+
+
+def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
+    """Let an epoch of the feed end after a number of batches, counted over all processes.
+
+    Raises:
+        ValueError: A fraction of a stream without length, or one that rounds down to no batch.
+    """
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        return
+    if isinstance(limit, int):
+        feed.limit = limit
+        return
+    total = feed.num_batches
+    if total is None:
+        raise ValueError(
+            f"{name} is {limit}, but the loader has no length to take a fraction of; give an int."
+        )
+    batches = math.floor(total * limit)
+    if batches == 0 and limit > 0:
+        raise ValueError(
+            f"{name} is {limit}, which of {total} batches leaves none; give at least "
+            f"{1 / max(total, 1):.3g}, or an int."
+        )
+    feed.limit = batches
+
+
+def describe(length: Length) -> dict[str, Any]:
+    """The limits that are set, for records."""
+    return {name: value for name, value in vars(length).items() if value is not None}

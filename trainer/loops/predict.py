@@ -1,0 +1,59 @@
+"""Predictions: one entry a batch, in the order of the loader, none twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.data.loader import Feed
+from trainer.distributed.collectives import all_gather_object
+from trainer.loops.evaluate import evaluation_mode
+from trainer.loops.run import Run, items_of
+from trainer.tree import to_host
+
+
+def predict(run: Run, feeds: list[Feed]) -> list[list[Any]] | None:
+    """Call `predict_step` on every batch of each feed.
+
+    Returns:
+        On rank 0, for each feed, what was returned for each of its batches, with tensors on the
+        host; None on the others.
+    """
+    hooks = run.hooks
+    run.eval_lengths = [feed.num_own_batches for feed in feeds]
+    with evaluation_mode(run.module):
+        hooks.on_predict_start()
+        hooks.on_predict_epoch_start()
+        own = [
+            predict_feed(run, feed, index, several=len(feeds) > 1)
+            for index, feed in enumerate(feeds)
+        ]
+        hooks.on_predict_epoch_end_module()
+        hooks.on_predict_epoch_end_callbacks()
+        hooks.on_predict_end()
+    gathered = all_gather_object(own)
+    if run.rank != 0:
+        return None
+    return [in_loader_order([part[index] for part in gathered]) for index in range(len(feeds))]
+
+
+def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any]:
+    """What this process predicts for one feed."""
+    outputs = []
+    feed.set_epoch(0)
+    for batch_idx, current in enumerate(feed.rounds(lambda batch: run.transfer(batch, index))):
+        if not current.present:
+            continue
+        batch, _ = items_of(current)
+        where = (batch_idx, index) if several else (batch_idx,)
+        run.hooks.on_predict_batch_start(batch, *where)
+        with run.precision.autocast():
+            output = to_host(run.module.predict_step(batch, *where))
+        run.hooks.on_predict_batch_end(output, batch, *where)
+        outputs.append(output)
+    return outputs
+
+
+def in_loader_order(parts: list[list[Any]]) -> list[Any]:
+    """One list from the processes': batch *b* is with process *b mod N*."""
+    rounds = max(len(part) for part in parts)
+    return [part[number] for number in range(rounds) for part in parts if number < len(part)]

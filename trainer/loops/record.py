@@ -1,0 +1,122 @@
+"""Where reduced values go: the callbacks' view, the local record, the trackers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
+from trainer.metrics import Value, to_floats
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Reads values back and hands them on.
+
+    Args:
+        local: The record on this machine's disk.
+        trackers: The services; both are no-op objects where this process does not write.
+
+    Attributes:
+        latest: The last value of every name.
+        updates: The update at which each was reduced.
+    """
+
+    def __init__(self, local: GeneralTracker, trackers: Sequence[GeneralTracker]) -> None:
+        self._local = local
+        self._trackers = trackers
+        self._pending: tuple[list[str], Tensor, Any, int, int] | None = None
+        self.latest: dict[str, float] = {}
+        self.updates: dict[str, int] = {}
+
+    def record(self, values: Mapping[str, Value], *, step: int, epoch: int) -> dict[str, float]:
+        """Read the values back, in one transfer, and record them under their step.
+
+        Returns:
+            The values as floats.
+        """
+        self.flush()
+        return self._write(to_floats(values), step, epoch)
+
+    def record_later(self, values: Mapping[str, Value], *, step: int, epoch: int) -> None:
+        """Start one transfer to the host now; read and record it at the next call of anything here.
+
+        On the CPU there is nothing to wait for, and it is recorded at once.
+        """
+        self.flush()
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        if not tensors or tensors[0].device.type == "cpu":
+            self._write(to_floats(values), step, epoch)
+            return
+        device = tensors[0].device
+        stacked = torch.stack([torch.as_tensor(value, device=device) for value in values.values()])
+        host = torch.empty_like(stacked, device="cpu", pin_memory=device.type == "cuda")
+        host.copy_(stacked, non_blocking=True)
+        event = torch.Event(device)
+        event.record()
+        self._pending = (list(values), host, event, step, epoch)
+
+    def flush(self) -> None:
+        """Record what `record_later` sent on its way."""
+        if self._pending is not None:
+            names, host, event, step, epoch = self._pending
+            self._pending = None
+            event.synchronize()
+            self._write(dict(zip(names, host.tolist(), strict=True)), step, epoch)
+
+    def _write(self, read: dict[str, float], step: int, epoch: int) -> dict[str, float]:
+        self._remember(read, step)
+        if read:
+            self._local.log(read, step, epoch=epoch, time=time.time())
+            for tracker in self._trackers:
+                tracker.log(read, step)
+        return read
+
+    def _remember(self, read: dict[str, float], step: int) -> None:
+        self.latest.update(read)
+        self.updates.update(dict.fromkeys(read, step))
+
+    def keep(self, values: Mapping[str, Value], *, step: int) -> dict[str, float]:
+        """Read the values back for the callbacks alone."""
+        read = to_floats(values)
+        self._remember(read, step)
+        return read
+
+    def start(self, configuration: dict[str, Any]) -> None:
+        """Begin the record; only an object that is no no-op does anything."""
+        for tracker in (self._local, *self._trackers):
+            tracker.start()
+        for tracker in self._trackers:
+            tracker.store_init_configuration(configuration)
+
+    def sync(self) -> int | None:
+        """Put the local record on the disk.
+
+        Returns:
+            Its length in bytes, at which a run that resumes from here cuts it; None where this
+            process keeps no record, or it could not be written, which is told in the log.
+        """
+        if not isinstance(self._local, BackgroundTracker):
+            return None
+        try:
+            return self._local.submit(lambda record: cast(JsonlTracker, record).sync()).result()
+        except Exception:
+            logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
+            return None
+
+    def cut(self, offset: int | None) -> None:
+        """Drop the records that were written after the checkpoint that is resumed."""
+        if offset is not None and isinstance(self._local, BackgroundTracker):
+            self._local.submit(lambda record: cast(JsonlTracker, record).truncate(offset)).result()
+
+    def finish(self) -> None:
+        """Wait, within limits, until everything is written."""
+        self.flush()
+        for tracker in (self._local, *self._trackers):
+            tracker.finish()

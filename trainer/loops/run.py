@@ -1,0 +1,230 @@
+"""Everything that a loop works with, put together once before it begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from callbacks import Progress
+from trainer.data.loader import Feed, Round
+from trainer.distributed.agreement import Agreement
+from trainer.hooks import HookTable, is_overridden
+from trainer.loops.lengths import Length, Schedule
+from trainer.loops.record import Recorder
+from trainer.metrics import MetricStore
+from trainer.module import TrainModule
+from trainer.optim.configure import SchedulerEntry
+from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.weighting import LossWeighting
+from trainer.precision import Precision
+
+
+class Engine(Protocol):
+    """How the module runs; `trainer.strategies.single.SingleDevice` explains each method."""
+
+    def step(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module."""
+
+    def begin_micro_batch(self, *, sync: bool) -> None:
+        """Before the forward pass of a micro-batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """A micro-batch that does not end its window."""
+
+    def finish_window(
+        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
+    ) -> float | Tensor:
+        """The one that does; the window's items over all processes."""
+
+    def broadcast_buffers(self) -> None:
+        """Make rank 0's buffers everybody's."""
+
+
+@dataclass
+class Counters:
+    """Where a fit stands; saved and restored as it is.
+
+    Attributes:
+        global_step: Updates.
+        epoch: The epoch at hand, from 0.
+        rounds: Rounds of it that were used.
+        epoch_complete: It is over.
+        batches_seen: Micro-batches of all processes.
+        samples_seen: Samples of all processes.
+        validations: How many have run, the sanity check excluded.
+        seconds: Training time of the parts of the run before this one.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    rounds: int = 0
+    epoch_complete: bool = False
+    batches_seen: int = 0
+    samples_seen: int = 0
+    validations: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One call of `Trainer.fit`, `validate`, `test` or `predict`.
+
+    Attributes:
+        module: The user's.
+        hooks: Its hooks and the callbacks'.
+        metrics: What is logged and not yet reduced.
+        recorder: Where reduced values go.
+        precision: The autocast and the scaler.
+        device: Where batches go.
+        world_size: Processes.
+        rank: This one.
+        broadcast_buffers: Makes rank 0's buffers everybody's.
+        counters: Where the fit stands; all zero outside one.
+        eval_lengths: Batches of each loader in the evaluation at hand, over all processes.
+        sanity_checking: The evaluation at hand is the trial before training.
+    """
+
+    module: TrainModule
+    hooks: HookTable
+    metrics: MetricStore
+    recorder: Recorder
+    precision: Precision
+    device: torch.device
+    world_size: int = 1
+    rank: int = 0
+    counters: Counters = field(default_factory=Counters)
+    broadcast_buffers: Callable[[], None] = lambda: None
+    eval_lengths: list[int | None] = field(default_factory=list)
+    sanity_checking: bool = False
+
+    def __post_init__(self) -> None:
+        """Resolve once whether the user counts items and moves batches on their own."""
+        self._counts = is_overridden(self.module, "count_items", TrainModule)
+        self._moves = is_overridden(self.module, "transfer_batch_to_device", TrainModule)
+
+    def transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Put a batch on the device and ask how many items it has; one batch ahead of its use.
+
+        Returns:
+            The batch and a function that gives the number; None stands for its samples.
+        """
+        if self._moves or self.device.type != "cpu":
+            batch = self.module.transfer_batch_to_device(batch, self.device, dataloader_idx)
+        return batch, _start_reading(self.module.count_items(batch)) if self._counts else None
+
+    @property
+    def counts_items(self) -> bool:
+        """The user's `count_items` decides, not the number of samples."""
+        return self._counts
+
+
+def items_of(current: Round) -> tuple[Any, float]:
+    """The batch of a round and its items; nothing for a round without a batch here."""
+    if not current.present:
+        return None, 0.0
+    batch, read = current.batch
+    return batch, float(current.samples) if read is None else read()
+
+
+def _start_reading(count: float | Tensor) -> Callable[[], float]:
+    """Ask for a number that may still be on the device.
+
+    It is asked for a batch ahead, so that reading it later need not wait for the device.
+    """
+    if not isinstance(count, Tensor):
+        return lambda: _checked(count)
+    if count.device.type == "cpu":
+        return lambda: _checked(float(count))
+    host = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
+    host.copy_(count.reshape(()), non_blocking=True)
+    event = torch.Event(count.device)
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return _checked(float(host))
+
+    return read
+
+
+def _checked(items: float) -> float:
+    if not 0 <= items < float("inf"):
+        raise ValueError(
+            f"count_items returned {items}; it must be the number of items that the loss is a "
+            "mean over: 0 or more, and finite."
+        )
+    return float(items)
+
+
+@dataclass(kw_only=True)
+class FitRun(Run):
+    """A run that trains.
+
+    Attributes:
+        engine: How the module runs and its gradients are reduced.
+        agreement: What the processes know alike.
+        weighting: How much each micro-batch counts.
+        feed: The training data.
+        val_feeds: The validation data, empty without.
+        optimizers: Prepared, in the user's order.
+        schedulers: And when they tick.
+        parameters: All of the module's.
+        length: When the run ends.
+        accumulation: Micro-batches of a window.
+        max_grad_norm: See `trainer.optim.clipping.clip_`.
+        max_grad_value: Likewise.
+        val_schedule: When validation is due.
+        log_schedule: When values of an update are recorded.
+        sanity_steps: Batches of each validation loader to try before training.
+        stop_requested: Asked of this process; the others hear of it at the next update.
+        stop_now: Decided by all alike.
+        weightless: What runs now is such a stand-in: its loss counts for nothing.
+        saved_rng: The generators' states of the checkpoint that the run resumes from.
+        last_batch: In manual optimisation, for a round in which this process has none.
+    """
+
+    engine: Engine
+    agreement: Agreement
+    weighting: LossWeighting
+    feed: Feed
+    val_feeds: list[Feed]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[SchedulerEntry]
+    parameters: list[nn.Parameter]
+    length: Length
+    accumulation: int
+    max_grad_norm: float | None
+    max_grad_value: float | None
+    val_schedule: Schedule
+    log_schedule: Schedule
+    sanity_steps: int | None
+    stop_requested: Callable[[], bool]
+    stop_now: bool = False
+    last_batch: Any = None
+    weightless: bool = False
+    saved_rng: dict[str, Any] | None = None
+    in_boundary: bool = False
+    log_due: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def clock(self) -> float:
+        """Training time of the whole run by this process's clock, in seconds."""
+        return self.counters.seconds + time.monotonic() - self.started
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is, the same on all processes."""
+        counters, rounds = self.counters, self.feed.num_rounds
+        epochs = float(counters.epoch)
+        if counters.epoch_complete:
+            epochs += 1.0
+        elif rounds:
+            epochs += min(counters.rounds / rounds, 0.999_999)  # complete only when it is over
+        seconds = self.clock if self.world_size == 1 else self.agreement.latest.seconds
+        return Progress(counters.global_step, epochs, self.agreement.items_seen, seconds)

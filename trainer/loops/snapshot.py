@@ -1,0 +1,249 @@
+"""What a checkpoint of a fit holds, and how a fit is put back to it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callbacks import Callback, Interval, Progress
+from trainer import checkpoint as disk
+from trainer.errors import CheckpointError, choose
+from trainer.loops.lengths import Schedule
+from trainer.loops.run import Counters, FitRun
+from trainer.module import TrainModule
+from trainer.rng import rng_state
+from trainer.state import PartialState
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER, TRAINER = "optimizer", "trainer"
+
+
+def save_run(
+    run: FitRun,
+    target: Path,
+    *,
+    trainer: Any,
+    callbacks: Sequence[Callback],
+    run_id: str,
+    configuration: Mapping[str, Any],
+) -> Path:
+    """Save a fit as it stands at a boundary; collective.
+
+    Args:
+        run: The fit.
+        target: The checkpoint's folder.
+        trainer: Passed to the callbacks' ``on_save_checkpoint``.
+        callbacks: Their state is saved.
+        run_id: Which run this is.
+        configuration: Recorded in the manifest.
+
+    Raises:
+        CheckpointError: On every process alike, if any could not write its part.
+    """
+    run.engine.broadcast_buffers()
+    run.agreement.settle()
+    run.recorder.flush()
+    extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
+    for callback in callbacks:
+        callback.on_save_checkpoint(trainer, run.module, extra)
+    run.module.on_save_checkpoint(extra)
+    state = _state_of(run, callbacks, run_id) | {"extra": extra}
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+
+    def write_shared(folder: Path) -> None:
+        disk.save_weights(run.module.state_dict(), folder)
+        disk.save_tree(optimizers, folder, OPTIMIZER)
+        disk.save_tree(state, folder, TRAINER)
+
+    def write_rank(folder: Path) -> None:
+        disk.save_tree({"rng": rng_state()}, folder, disk.rank_stem(run.rank))
+
+    manifest = {
+        "step": run.counters.global_step,
+        "epoch": run.counters.epoch,
+        "world_size": run.world_size,
+        "run_id": run_id,
+        "metrics": dict(run.recorder.latest),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "configuration": dict(configuration),
+    }
+    return disk.save(
+        target,
+        write_shared=write_shared,
+        write_rank=write_rank,
+        manifest=manifest,
+        state=PartialState(),
+    )
+
+
+def _state_of(run: FitRun, callbacks: Sequence[Callback], run_id: str) -> dict[str, Any]:
+    counters = asdict(run.counters) | {"seconds": run.progress.seconds}
+    del counters["rounds"]
+    return {
+        "run_id": run_id,
+        "counters": counters,
+        "batches": run.counters.rounds * run.world_size,
+        "items_seen": run.agreement.items_seen,
+        "reference": run.weighting.reference,
+        "data_seed": run.feed.seed,
+        "should_stop": run.stop_now,
+        "latest": run.recorder.latest,
+        "updates": run.recorder.updates,
+        "schedules": {
+            name: [str(schedule.interval), asdict(schedule.before)]
+            for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule))
+        },
+        "schedulers": [entry.scheduler.state_dict() for entry in run.schedulers],
+        "scaler": run.precision.state_dict(),
+        "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
+        "record_offset": run.recorder.sync(),
+    }
+
+
+def load_run(
+    run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback]
+) -> dict[str, Any]:
+    """Put a fit back to a checkpoint.
+
+    Returns:
+        The saved state, of which ``run_id`` and ``record_offset`` are the caller's to use.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not fit the module, the optimizers or
+            the number of processes.
+    """
+    path = disk.locate(path)
+    disk.verify(path)
+    disk.load_into(run.module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
+    state: dict[str, Any] = disk.load_tree(path, TRAINER)
+    _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
+    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+        optimizer.load_state_dict(saved)
+    _same_number(path, "schedulers", run.schedulers, state["schedulers"])
+    for entry, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        entry.scheduler.load_state_dict(saved)
+    run.precision.load_state_dict(state["scaler"])
+    _restore_counters(run, state, path)
+    for callback in callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+    for callback in callbacks:
+        callback.on_load_checkpoint(trainer, run.module, state["extra"])
+    run.module.on_load_checkpoint(state["extra"])
+    stem = disk.rank_stem(run.rank)
+    if (path / f"{stem}.json").exists():
+        run.saved_rng = disk.load_tree(path, stem)["rng"]
+    else:
+        logger.warning(
+            "%s was saved by fewer processes: rank %d begins with generators of its own.",
+            path,
+            run.rank,
+        )
+    return state
+
+
+def _restore_counters(run: FitRun, state: dict[str, Any], path: Path) -> None:
+    counters = Counters(**state["counters"])
+    complete, batches = counters.epoch_complete, state["batches"]
+    if not complete and batches % run.world_size:
+        raise CheckpointError(
+            f"{path} lies {batches} batches into an epoch, which {run.world_size} processes cannot "
+            "take up in whole rounds. Resume with the number of processes that saved it, or from a "
+            "checkpoint at the end of an epoch."
+        )
+    counters.rounds = batches // run.world_size
+    run.counters.__dict__.update(vars(counters))
+    run.agreement.items_seen = state["items_seen"]
+    run.weighting.reference = state["reference"]
+    for feed in (run.feed, *run.val_feeds):
+        feed.reseed(state["data_seed"])
+    run.recorder.latest.update(state["latest"])
+    run.recorder.updates.update(state["updates"])
+    for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
+        interval, before = state["schedules"][name]
+        _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
+
+
+def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:
+    """A schedule whose interval was changed since counts from where the run stands."""
+    schedule.before = before if schedule.interval == saved else run.progress
+
+
+def _same_number(path: Path, what: str, here: Sequence[Any], saved: Sequence[Any]) -> None:
+    if len(here) != len(saved):
+        raise CheckpointError(
+            f"{path} holds {len(saved)} {what}, but configure_optimizers returned {len(here)}."
+        )
+
+
+def load_weights(module: TrainModule, path: Path) -> None:
+    """Put a module's weights back to a checkpoint's.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not fit the module.
+    """
+    path = disk.locate(path)
+    disk.verify(path)
+    disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
+
+
+def best_of(root: Path, monitor: str, mode: str) -> Path | None:
+    """The checkpoint whose manifest has the best value of a metric; the oldest of equal ones."""
+    best: tuple[float, Path] | None = None
+    for path in disk.committed(root):
+        value = disk.read_manifest(path)["metrics"].get(monitor)
+        if value is None:
+            continue
+        better = best is None or (value < best[0] if mode == "min" else value > best[0])
+        if better:
+            best = (value, path)
+    return None if best is None else best[1]
+
+
+def choose_checkpoint(
+    ckpt_path: str | Path | None, root: Path, monitors: Sequence[tuple[str, str]]
+) -> Path | None:
+    """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
+
+    Args:
+        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+        root: The folder of the run's checkpoints.
+        monitors: Metric and mode of each callback that ranks them.
+
+    Raises:
+        CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none.
+        ValueError: ``"best"`` without a metric to rank by.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path in ("auto", "last"):
+        newest = disk.newest_sound(root, PartialState())
+        if newest is None and ckpt_path == "last":
+            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {root}.")
+        return newest
+    if ckpt_path == "best":
+        if not monitors:
+            raise ValueError(
+                "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
+            )
+        best = best_of(root, *monitors[0])
+        if best is None:
+            raise CheckpointError(
+                f"ckpt_path='best', but no checkpoint in {root} has a value of {monitors[0][0]!r}."
+            )
+        return best
+    path = Path(ckpt_path).expanduser()
+    if not path.exists():
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. "
+            + choose("ckpt_path", str(ckpt_path), ("auto", "best", "last"))
+            + " Or it is the path of a checkpoint's folder."
+        )
+    return path

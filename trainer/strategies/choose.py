@@ -1,0 +1,32 @@
+"""Which engine a run needs."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from trainer.configuration import DistributedDataParallelKwargs
+from trainer.distributed.agreement import Agreement
+from trainer.strategies.ddp import DataParallel, Replicas
+from trainer.strategies.single import SingleDevice
+
+
+def choose_engine(
+    module: nn.Module,
+    agreement: Agreement,
+    *,
+    world_size: int,
+    automatic: bool,
+    ddp_kwargs: DistributedDataParallelKwargs | None = None,
+) -> SingleDevice | DataParallel | Replicas:
+    """The engine for a module that is on its device.
+
+    Args:
+        module: The user's.
+        agreement: Told the numbers of each window.
+        world_size: Processes.
+        automatic: The loop does backward and steps; otherwise `training_step` does.
+        ddp_kwargs: Arguments of DDP.
+    """
+    if world_size == 1:
+        return SingleDevice(module, agreement)
+    return DataParallel(module, agreement, ddp_kwargs) if automatic else Replicas(module, agreement)

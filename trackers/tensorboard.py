@@ -4,8 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trackers.base import GeneralTracker, python_number, register_tracker
 
 
@@ -88,6 +86,7 @@ class TensorBoardTracker(GeneralTracker):
             values: names and values. Nested names are joined by dots in the table of
                 hyperparameters; what is neither a number nor a truth value is stored as its text.
         """
+        import yaml
         from torch.utils.tensorboard.summary import hparams
 
         values = _plain(values)

@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
-from trackers import (
-    BackgroundTracker,
-    GeneralTracker,
-    JsonlTracker,
-    NullTracker,
-    resolve_trackers,
-    select_trackers,
-)
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler
 from trainer.data.loader import Feed
-from trainer.distributed.agreement import Agreement
-from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import local_main_first
-from trainer.hooks import HookTable, is_overridden
+from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
 from trainer.loops.fit import fit
-from trainer.loops.lengths import Length, Schedule, check_limit, describe, seconds_of
+from trainer.loops.loaders import call_if_there, check_module
 from trainer.loops.predict import predict
+from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.run import Counters, FitRun, Run
-from trainer.loops.snapshot import choose_checkpoint, load_run, load_weights, save_run
+from trainer.loops.settings import Limit, Settings
+from trainer.loops.snapshot import save_run
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.optimizer import AcceleratedOptimizer
-from trainer.optim.weighting import LossWeighting
-from trainer.rng import mix, seed_generators, set_seed
-from trainer.strategies.choose import choose_engine
-
-_LARGE = 1_000_000  # records of the local record that may wait: it should lose none
-Limit = int | float | None
+from trainer.rng import set_seed
 
 
 class Trainer:
@@ -96,8 +81,6 @@ class Trainer:
     Attributes:
         callbacks: In the order in which they are called.
         accelerator: The process's devices and peers.
-        max_epochs: As given.
-        max_steps: As given.
 
     Raises:
         ValueError: An argument is outside its choices.
@@ -138,44 +121,31 @@ class Trainer:
         dataloader_config: DataLoaderConfiguration | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
     ) -> None:
-        self.fast_dev_run = bool(fast_dev_run)
-        if fast_dev_run:
-            max_epochs, max_steps, min_epochs, min_steps = 1, None, None, None
-            limit_train_batches = limit_val_batches = int(fast_dev_run)
-            limit_test_batches = limit_predict_batches = int(fast_dev_run)
-            num_sanity_val_steps, log_with, checkpointing = 0, None, False
-        self._length = Length(
+        if accelerator is not None and gradient_accumulation_steps == 1:
+            gradient_accumulation_steps = accelerator.gradient_accumulation_steps
+        settings = Settings(
             max_epochs=max_epochs,
             min_epochs=min_epochs,
             max_steps=max_steps,
             min_steps=min_steps,
-            max_seconds=seconds_of(max_time),
+            max_time=max_time,
+            val_every=val_every,
+            num_sanity_val_steps=num_sanity_val_steps,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            overfit_batches=overfit_batches,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            seed=seed,
+            log_every=log_every,
         )
-        self.max_epochs, self.max_steps = max_epochs, max_steps
-        self._val_every, self._log_every = Interval.parse(val_every), Interval.parse(log_every)
-        self._limits = {
-            "limit_train_batches": limit_train_batches,
-            "limit_val_batches": limit_val_batches,
-            "limit_test_batches": limit_test_batches,
-            "limit_predict_batches": limit_predict_batches,
-            "overfit_batches": overfit_batches,
-        }
-        for name, limit in self._limits.items():
-            check_limit(name, limit)
-        if num_sanity_val_steps < -1:
-            raise ValueError(
-                f"num_sanity_val_steps is {num_sanity_val_steps}; give -1 (all) or more."
-            )
-        self._sanity_steps = None if num_sanity_val_steps == -1 else num_sanity_val_steps
-        validate_limits(max_grad_norm, max_grad_value)
-        self._max_grad_norm, self._max_grad_value = max_grad_norm, max_grad_value
-        self._seed = seed
+        if fast_dev_run:
+            settings = settings.for_a_trial(int(fast_dev_run))
         if seed is not None:
             set_seed(seed)
-        self._given_project_dir = project_dir
-        self._project_dir = None if project_dir is None else Path(project_dir).expanduser()
-        self._project_name, self._run_name = project_name, run_name
-        self._log_with = select_trackers(log_with, logging_dir=project_dir or "runs")
         if accelerator is None:
             accelerator = Accelerator(
                 mixed_precision=mixed_precision,
@@ -185,28 +155,36 @@ class Trainer:
                 kwargs_handlers=kwargs_handlers,
                 scheduler_tick="update",
             )
-        elif (mixed_precision, cpu, dataloader_config, kwargs_handlers) != (
-            None,
-            False,
-            None,
-            None,
-        ):
+        elif mixed_precision or cpu or dataloader_config or kwargs_handlers:
             raise ValueError(
                 "Pass accelerator, or mixed_precision, cpu, dataloader_config and kwargs_handlers "
                 "for the Trainer to make one, not both."
             )
-        elif gradient_accumulation_steps == 1:
-            gradient_accumulation_steps = accelerator.gradient_accumulation_steps
         self.accelerator = accelerator
-        self._accumulation = gradient_accumulation_steps
         self.callbacks = _complete(
-            callbacks, progress_bar=progress_bar, checkpointing=checkpointing
+            callbacks,
+            progress_bar=progress_bar,
+            checkpointing=checkpointing and not settings.fast_dev_run,
+        )
+        self._parts = assemble.Parts(
+            settings=settings,
+            accelerator=accelerator,
+            project=Project(
+                project_dir,
+                name=project_name,
+                run_name=run_name,
+                log_with=log_with,
+                writes=not settings.fast_dev_run,
+            ),
+            callbacks=self.callbacks,
+            trainer=self,
         )
         self._counters = Counters()
+        self._items_seen = 0.0
         self._run: Run | None = None
+        self._feed: Feed | None = None
         self._recorder: Recorder | None = None
         self._stop_requested = False
-        self._run_id = ""
 
     # -- entry points --------------------------------------------------------------------------
 
@@ -235,17 +213,26 @@ class Trainer:
             TypeError: The module lacks a method, or returned something of another type.
             CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
         """
-        assemble.check_module(module, "fit")
-        assemble.check_ckpt_path(ckpt_path, self._given_project_dir)
-        if self._length.endless:
+        if self._parts.settings.length.endless:
             raise ValueError(
                 "Nothing ends this run: max_epochs and max_steps are both None. Pass one of them "
                 "to the Trainer, or max_time."
             )
+        self._parts.project.check_ckpt_path(ckpt_path)
         with self._stage("fit", module, datamodule) as hooks:
-            run = self._prepare_fit(
-                module, hooks, train_dataloaders, val_dataloaders, datamodule, ckpt_path
+            self._feed, val_feeds = assemble.fit_feeds(
+                self._parts, module, train_dataloaders, val_dataloaders, datamodule
             )
+            self._run = run = assemble.prepare_fit(
+                self._parts,
+                module,
+                hooks,
+                ckpt_path,
+                feed=self._feed,
+                val_feeds=val_feeds,
+                stop_requested=lambda: self._stop_requested,
+            )
+            self._recorder, self._counters = run.recorder, run.counters
             fit(run)
 
     def validate(
@@ -256,10 +243,7 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
     ) -> list[dict[str, float]]:
         """Validate a module; see `test`."""
-        limit = "limit_val_batches"
-        return self._evaluate(
-            "validate", VALIDATION, module, dataloaders, datamodule, ckpt_path, limit
-        )
+        return self._evaluate("validate", VALIDATION, module, dataloaders, datamodule, ckpt_path)
 
     def test(
         self,
@@ -279,8 +263,7 @@ class Trainer:
         Returns:
             For each loader the metrics that were logged, the same on any number of processes.
         """
-        limit = "limit_test_batches"
-        return self._evaluate("test", TEST, module, dataloaders, datamodule, ckpt_path, limit)
+        return self._evaluate("test", TEST, module, dataloaders, datamodule, ckpt_path)
 
     def predict(
         self,
@@ -301,16 +284,8 @@ class Trainer:
             A list with one entry a batch, tensors on the host; for several loaders a list of such
             lists. On rank 0; None on the others.
         """
-        with self._stage("predict", module, datamodule) as hooks:
-            run, feeds = self._prepare_evaluation(
-                "predict",
-                module,
-                hooks,
-                dataloaders,
-                datamodule,
-                ckpt_path,
-                "limit_predict_batches",
-            )
+        with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as at_hand:
+            run, feeds = at_hand
             outputs = predict(run, feeds)
         return outputs[0] if outputs is not None and len(feeds) == 1 else outputs
 
@@ -329,8 +304,7 @@ class Trainer:
             Path(path),
             trainer=self,
             callbacks=self.callbacks,
-            run_id=self._run_id,
-            configuration=self._configuration(),
+            configuration=self._parts.settings.describe(),
         )
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -339,6 +313,21 @@ class Trainer:
             disk.remove(Path(path))
 
     # -- where the run stands ------------------------------------------------------------------
+
+    @property
+    def max_epochs(self) -> int | None:
+        """As given."""
+        return self._parts.settings.max_epochs
+
+    @property
+    def max_steps(self) -> int | None:
+        """As given."""
+        return self._parts.settings.max_steps
+
+    @property
+    def fast_dev_run(self) -> bool:
+        """This is a trial that writes nothing."""
+        return self._parts.settings.fast_dev_run
 
     @property
     def global_step(self) -> int:
@@ -373,8 +362,6 @@ class Trainer:
             return self._items_seen
         run.agreement.settle()
         return run.agreement.items_seen
-
-    _items_seen = 0.0
 
     @property
     def validations(self) -> int:
@@ -445,14 +432,13 @@ class Trainer:
     @property
     def estimated_stepping_batches(self) -> int | None:
         """Updates of the whole fit; None if only reading can tell."""
-        rounds = self._feed.num_rounds if self._feed is not None else None
+        rounds = None if self._feed is None else self._feed.num_rounds
         by_epochs = None
         if rounds is not None and self.max_epochs is not None:
-            by_epochs = -(-rounds // self._accumulation) * self.max_epochs
+            windows = -(-rounds // self._parts.settings.gradient_accumulation_steps)
+            by_epochs = windows * self.max_epochs
         known = [number for number in (by_epochs, self.max_steps) if number is not None]
         return min(known) if known else None
-
-    _feed: Feed | None = None
 
     @property
     def num_eval_batches(self) -> list[int | None]:
@@ -476,21 +462,22 @@ class Trainer:
     @property
     def project_dir(self) -> Path:
         """The folder of this Trainer's files."""
-        if self._project_dir is None:
-            name = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
-            unique = f"{name}-{uuid.uuid4().hex[:4]}"
-            self._project_dir = Path("runs") / broadcast_object(unique)
-        return self._project_dir
+        return self._parts.project.folder
 
     @property
     def checkpoint_dir(self) -> Path:
         """Where its checkpoints are."""
-        return self.project_dir / "checkpoints"
+        return self._parts.project.checkpoints
 
     @property
     def metrics_path(self) -> Path:
         """The local record: one JSON object a line; `trackers.read_metrics` reads it."""
-        return self.project_dir / "metrics.jsonl"
+        return self._parts.project.record
+
+    @property
+    def logs_dir(self) -> Path:
+        """Where trackers that write files do."""
+        return self._parts.project.logs
 
     # -- manual optimisation -------------------------------------------------------------------
 
@@ -533,13 +520,13 @@ class Trainer:
     @contextmanager
     def _stage(self, stage: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         """What surrounds every entry point: set-up before, tear-down after, also after an error."""
-        assemble.check_module(module, stage)
+        check_module(module, stage)
         module.__dict__["_trainer"] = self
         hooks = HookTable(self, module, self.callbacks, TrainModule)
         self._stop_requested = False
         try:
             local_main_first(lambda: _prepare_data(module, datamodule))
-            assemble.call_if_there(datamodule, "setup", stage)
+            call_if_there(datamodule, "setup", stage)
             for callback in self.callbacks:
                 callback.setup(self, module, stage)
             module.setup(stage)
@@ -555,7 +542,7 @@ class Trainer:
         if isinstance(self._run, FitRun):
             self._items_seen = self._run.agreement.items_seen
         try:
-            assemble.call_if_there(datamodule, "teardown", stage)
+            call_if_there(datamodule, "teardown", stage)
             for callback in self.callbacks:
                 callback.teardown(self, module, stage)
             module.teardown(stage)
@@ -565,102 +552,6 @@ class Trainer:
             self._run = self._feed = None
             module.__dict__["_trainer"] = None
 
-    def _prepare_fit(
-        self,
-        module: TrainModule,
-        hooks: HookTable,
-        train_dataloaders: Any,
-        val_dataloaders: Any,
-        datamodule: Any,
-        ckpt_path: Any,
-    ) -> FitRun:
-        accelerator = self.accelerator
-        if not module.automatic_optimization and self._accumulation > 1:
-            raise ValueError(
-                f"gradient_accumulation_steps is {self._accumulation}, but in manual optimisation "
-                "training_step decides when to step; leave it at 1."
-            )
-        if self._seed is not None:
-            set_seed(self._seed)
-        accelerator.gradient_state.sync_gradients = True
-        data_seed = broadcast_object(torch.initial_seed()) if self._seed is None else self._seed
-        loaders = assemble.loaders_for("fit", train_dataloaders, module, datamodule)
-        if len(loaders) > 1:
-            raise ValueError(f"fit was given {len(loaders)} training loaders; it takes one.")
-        self._feed = feed = self._feed_for("limit_train_batches", loaders[0], data_seed)
-        assemble.check_same_length(feed, "training")
-        if feed.num_batches == 0:
-            raise ValueError(
-                "The training loader is empty: check its dataset, its sampler and drop_last, and "
-                "limit_train_batches."
-            )
-        val_feeds = self._validation_feeds(module, val_dataloaders, datamodule, data_seed)
-        module.to(accelerator.device)
-        agreement = Agreement(accelerator.device)
-        engine = choose_engine(
-            module,
-            agreement,
-            world_size=accelerator.num_processes,
-            automatic=module.automatic_optimization,
-            ddp_kwargs=accelerator.ddp_kwargs,
-        )
-        optimizers, schedulers = assemble.prepare_optimizers(module, accelerator)
-        chosen = self._choose(ckpt_path, fresh_is_checked=ckpt_path is None)
-        self._counters = Counters()
-        nominal = None if feed.sampler is None else feed.sampler.batch_size
-        counted = is_overridden(module, "count_items", TrainModule)
-        self._run = run = FitRun(
-            **self._common(module, hooks, resuming=chosen is not None),
-            broadcast_buffers=engine.broadcast_buffers,
-            engine=engine,
-            agreement=agreement,
-            weighting=LossWeighting(
-                micro_batches=self._accumulation,
-                world_size=accelerator.num_processes,
-                reference=None if counted or nominal is None else float(nominal),
-            ),
-            feed=feed,
-            val_feeds=val_feeds,
-            optimizers=optimizers,
-            schedulers=schedulers,
-            parameters=list(module.parameters()),
-            length=self._length,
-            accumulation=self._accumulation,
-            max_grad_norm=self._max_grad_norm,
-            max_grad_value=self._max_grad_value,
-            val_schedule=Schedule(self._val_every),
-            log_schedule=Schedule(self._log_every),
-            sanity_steps=self._sanity_steps,
-            stop_requested=lambda: self._stop_requested,
-        )
-        self._run_id = broadcast_object(uuid.uuid4().hex)
-        offset = None
-        if chosen is not None:
-            state = load_run(run, chosen, trainer=self, callbacks=self.callbacks)
-            self._run_id, offset = state["run_id"], state["record_offset"]
-        elif self._seed is not None and accelerator.process_index > 0:
-            # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
-            seed_generators(mix(self._seed, accelerator.process_index) % 2**32)
-        run.recorder.start(self._configuration())
-        run.recorder.cut(offset)
-        return run
-
-    def _common(self, module: TrainModule, hooks: HookTable, *, resuming: bool) -> dict[str, Any]:
-        """What every run has, whichever entry point it came through."""
-        accelerator = self.accelerator
-        self._recorder = self._make_recorder(resuming=resuming)
-        return {
-            "module": module,
-            "hooks": hooks,
-            "metrics": MetricStore(accelerator.device, world_size=accelerator.num_processes),
-            "recorder": self._recorder,
-            "precision": accelerator.precision,
-            "device": accelerator.device,
-            "world_size": accelerator.num_processes,
-            "rank": accelerator.process_index,
-            "counters": self._counters,
-        }
-
     def _evaluate(
         self,
         stage: str,
@@ -669,124 +560,29 @@ class Trainer:
         dataloaders: Any,
         datamodule: Any,
         ckpt_path: Any,
-        limit: str,
     ) -> list[dict[str, float]]:
-        with self._stage(stage, module, datamodule) as hooks:
-            run, feeds = self._prepare_evaluation(
-                stage, module, hooks, dataloaders, datamodule, ckpt_path, limit
-            )
+        with self._evaluation(stage, module, dataloaders, datamodule, ckpt_path) as (run, feeds):
             return evaluate(run, phase, feeds)
 
-    def _prepare_evaluation(
-        self,
-        stage: str,
-        module: TrainModule,
-        hooks: HookTable,
-        dataloaders: Any,
-        datamodule: Any,
-        ckpt_path: Any,
-        limit: str,
-    ) -> tuple[Run, list[Feed]]:
-        loaders = assemble.loaders_for(stage, dataloaders, module, datamodule)
-        feeds = [self._feed_for(limit, loader, 0) for loader in loaders]
-        for number, feed in enumerate(feeds):
-            assemble.check_same_length(feed, f"{stage} (number {number})")
-            if feed.num_batches == 0 and self._limits[limit] != 0:
-                raise ValueError(f"The {stage} loader number {number} is empty.")
-        module.to(self.accelerator.device)
-        chosen = self._choose(ckpt_path, fresh_is_checked=False)
-        if chosen is not None:
-            load_weights(module, chosen)
-        self._run = run = Run(**self._common(module, hooks, resuming=True))
-        run.recorder.start(self._configuration())
-        return run, feeds
-
-    def _validation_feeds(
-        self, module: TrainModule, given: Any, datamodule: Any, seed: int
-    ) -> list[Feed]:
-        if self._limits["limit_val_batches"] == 0 or not is_overridden(
-            module, "validation_step", TrainModule
-        ):
-            if given is not None and self._limits["limit_val_batches"] != 0:
-                raise TypeError(
-                    f"fit was given validation data, but {type(module).__name__} does not define "
-                    "validation_step."
-                )
-            return []
-        loaders = assemble.find_loaders(
-            "val_dataloader", given, module, datamodule, "val_dataloaders"
-        )
-        feeds = [self._feed_for("limit_val_batches", loader, seed) for loader in loaders]
-        for number, feed in enumerate(feeds):
-            assemble.check_same_length(feed, f"validation (number {number})")
-            if feed.num_batches == 0:
-                raise ValueError(f"The validation loader number {number} is empty.")
-        return feeds
-
-    def _feed_for(self, limit: str, loader: Any, seed: int) -> Feed:
-        overfit = self._limits["overfit_batches"]
-        both = overfit is not None and limit in ("limit_train_batches", "limit_val_batches")
-        name = "overfit_batches" if both else limit
-        return assemble.make_feed(
-            loader,
-            self.accelerator,
-            seed=seed,
-            shuffle=not both,
-            limit=self._limits[name],
-            limit_name=name,
-        )
-
-    def _choose(self, ckpt_path: Any, *, fresh_is_checked: bool) -> Path | None:
-        """The checkpoint to go on from; without one the folder must not be another run's."""
-        if self.fast_dev_run and ckpt_path in ("auto", None):
-            return None
-        if self._given_project_dir is not None and self.accelerator.is_main_process:
-            disk.sweep(self.checkpoint_dir)
-        if fresh_is_checked:
-            there = broadcast_object(bool(disk.committed(self.checkpoint_dir)))
-            if there:
-                raise ValueError(
-                    f"{self.checkpoint_dir} has the checkpoints of another run. To go on with it "
-                    "pass fit(ckpt_path='auto'); to start a new one give another project_dir."
-                )
-            return None
-        monitors = [
-            (callback.monitor.name, callback.monitor.mode)
-            for callback in self.callbacks
-            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
-        ]
-        return choose_checkpoint(ckpt_path, self.checkpoint_dir, monitors)
-
-    def _make_recorder(self, *, resuming: bool) -> Recorder:
-        """The record and the trackers on the main process, objects that do nothing elsewhere."""
-        if self.fast_dev_run or not self.accelerator.is_main_process:
-            return Recorder(NullTracker(), [])
-        if not resuming and self.metrics_path.exists():
-            _set_aside(self.metrics_path)
-        record = BackgroundTracker(JsonlTracker(self.metrics_path), capacity=_LARGE)
-        purge = {"tensorboard": {"purge_step": self.global_step + 1}} if resuming else None
-        trackers: list[GeneralTracker] = resolve_trackers(
-            self._log_with,
-            project_name=self._project_name or self.project_dir.name,
-            run_name=self._run_name,
-            logging_dir=self.project_dir / "logs",
-            init_kwargs=purge,
-        )
-        return Recorder(record, [BackgroundTracker(tracker) for tracker in trackers])
-
-    def _configuration(self) -> dict[str, Any]:
-        return {
-            **describe(self._length),
-            **{name: limit for name, limit in self._limits.items() if limit is not None},
-            "val_every": str(self._val_every),
-            "log_every": str(self._log_every),
-            "gradient_accumulation_steps": self._accumulation,
-            "max_grad_norm": self._max_grad_norm,
-            "max_grad_value": self._max_grad_value,
-            "mixed_precision": self.accelerator.mixed_precision,
-            "num_processes": self.accelerator.num_processes,
-            "seed": self._seed,
-        }
+    @contextmanager
+    def _evaluation(
+        self, stage: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
+    ) -> Iterator[tuple[Run, list[Feed]]]:
+        """Inside, the run of validate, test or predict is at hand."""
+        self._parts.project.check_ckpt_path(ckpt_path)
+        with self._stage(stage, module, datamodule) as hooks:
+            self._run, feeds = assemble.prepare_evaluation(
+                self._parts,
+                stage,
+                module,
+                hooks,
+                dataloaders,
+                datamodule,
+                ckpt_path,
+                self._counters,
+            )
+            self._recorder = self._run.recorder
+            yield self._run, feeds
 
 
 def _complete(
@@ -815,13 +611,5 @@ def _complete(
 
 
 def _prepare_data(module: TrainModule, datamodule: Any) -> None:
-    assemble.call_if_there(datamodule, "prepare_data")
+    call_if_there(datamodule, "prepare_data")
     module.prepare_data()
-
-
-def _set_aside(path: Path) -> None:
-    """Keep the record of a run that left no checkpoint, under another name."""
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)

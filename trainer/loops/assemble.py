@@ -1,141 +1,167 @@
-"""Turning a Trainer's arguments and a user's module into what the loops work with."""
+"""Turning a Trainer's settings and a user's module into a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
 
+from callbacks import Callback, Interval, ModelCheckpoint
+from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.data.loader import Feed
-from trainer.distributed.collectives import all_gather_object
-from trainer.errors import choose
-from trainer.hooks import is_overridden
-from trainer.loops.lengths import apply_limit
+from trainer.distributed.agreement import Agreement
+from trainer.distributed.collectives import broadcast_object
+from trainer.hooks import HookTable
+from trainer.loops.lengths import Schedule
+from trainer.loops.loaders import feeds_for, loaders_for, validation_loaders
+from trainer.loops.project import Project
+from trainer.loops.record import Recorder
+from trainer.loops.run import Counters, FitRun, Run
+from trainer.loops.settings import Settings
+from trainer.loops.snapshot import load_run, load_weights
+from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.configure import SchedulerEntry, read_optimizers
 from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.weighting import LossWeighting
+from trainer.rng import mix, seed_generators, set_seed
+from trainer.strategies.choose import choose_engine
 from trainer.strategies.ddp import average_gradients
 
-# what a phase needs of the module, and where its data may come from
-_STEPS = {
-    "fit": ("training_step", "train_dataloader", "train_dataloaders"),
-    "validate": ("validation_step", "val_dataloader", "dataloaders"),
-    "test": ("test_step", "test_dataloader", "dataloaders"),
-    "predict": ("predict_step", "predict_dataloader", "dataloaders"),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a Trainer is made of, for whoever puts a run together.
+
+    Attributes:
+        settings: Its arguments.
+        accelerator: The process's devices and peers.
+        project: Its folder.
+        callbacks: In the order in which they are called.
+        trainer: Itself, for the hooks.
+    """
+
+    settings: Settings
+    accelerator: Accelerator
+    project: Project
+    callbacks: list[Callback]
+    trainer: Any
+
+    def choose(self, ckpt_path: Any) -> Path | None:
+        """The checkpoint that ``ckpt_path`` means; collective."""
+        monitors = [
+            (callback.monitor.name, callback.monitor.mode)
+            for callback in self.callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
+        ]
+        return self.project.choose(ckpt_path, monitors)
 
 
-def check_module(module: Any, stage: str) -> None:
-    """Refuse a module that cannot do what is asked of it.
+def fit_feeds(
+    parts: Parts, module: TrainModule, train: Any, val: Any, datamodule: Any
+) -> tuple[Feed, list[Feed]]:
+    """The training feed and the validation feeds; generators are seeded before.
 
     Raises:
-        TypeError: It is no `TrainModule`, or does not define the step.
+        ValueError: There is not one training loader, or a loader is empty.
+        TypeError: There is validation data but no ``validation_step``.
     """
-    if not isinstance(module, TrainModule):
-        raise TypeError(
-            f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
-            "TrainModule. Subclass trainer.TrainModule and define its steps."
-        )
-    needed = [_STEPS[stage][0]] if stage != "predict" else []
-    if stage == "fit":
-        needed.append("configure_optimizers")
-    for name in needed:
-        if not is_overridden(module, name, TrainModule):
-            raise TypeError(
-                f"{type(module).__name__} does not define {name}, which {stage} needs: "
-                f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
-            )
+    settings, accelerator = parts.settings, parts.accelerator
+    if settings.seed is not None:
+        set_seed(settings.seed)
+    seed = broadcast_object(torch.initial_seed()) if settings.seed is None else settings.seed
+    loaders = loaders_for("fit", train, module, datamodule)
+    if len(loaders) > 1:
+        raise ValueError(f"fit was given {len(loaders)} training loaders; it takes one.")
+    (feed,) = feeds_for("train", loaders, settings, accelerator, seed=seed)
+    val_loaders = validation_loaders(val, module, datamodule, settings)
+    return feed, feeds_for("validate", val_loaders, settings, accelerator, seed=seed)
 
 
-def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) -> list[Any]:
-    """The loaders of a phase: those given, else the datamodule's, else the module's.
-
-    Args:
-        stage: fit, validate, test or predict.
-        given: A loader or a list of them, or None.
-        module: The user's.
-        datamodule: An object with loader hooks, or None.
-
-    Returns:
-        A list; empty where there are none.
-
-    Raises:
-        ValueError: Loaders were given twice, or there are none though the phase needs them.
-    """
-    _, hook, argument = _STEPS[stage]
-    loaders = find_loaders(hook, given, module, datamodule, argument)
-    if not loaders:
-        raise ValueError(
-            f"{stage} has no data: pass {argument}, or a datamodule, or define {hook} in "
-            f"{type(module).__name__}."
-        )
-    return loaders
-
-
-def find_loaders(
-    hook: str, given: Any, module: TrainModule, datamodule: Any, argument: str
-) -> list[Any]:
-    """See `loaders_for`; no loaders are fine here."""
-    if given is not None and datamodule is not None:
-        raise ValueError(f"Pass {argument} or datamodule, not both.")
-    if given is None and datamodule is not None:
-        given = call_if_there(datamodule, hook)
-    if given is None:
-        given = getattr(module, hook)()
-    if given is None:
-        return []
-    return list(given) if isinstance(given, (list, tuple)) and _holds_loaders(given) else [given]
-
-
-def _holds_loaders(given: Sequence[Any]) -> bool:
-    """A list of loaders, rather than a list of ready batches that is one loader itself."""
-    return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
-        isinstance(one, (list, tuple, dict)) for one in given
-    )
-
-
-def call_if_there(owner: Any, name: str, *args: Any) -> Any:
-    """Call a method of an object that may lack it, as a datamodule may."""
-    method = getattr(owner, name, None)
-    return None if method is None else method(*args)
-
-
-def make_feed(
-    loader: Any,
-    accelerator: Accelerator,
+def prepare_fit(
+    parts: Parts,
+    module: TrainModule,
+    hooks: HookTable,
+    ckpt_path: Any,
     *,
-    seed: int,
-    shuffle: bool,
-    limit: int | float | None,
-    limit_name: str,
-) -> Feed:
-    """The feed of one loader, within its limit."""
-    feed = Feed(
-        loader,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        seed=seed,
-        shuffle=shuffle,
-    )
-    apply_limit(feed, limit_name, limit)
-    return feed
-
-
-def check_same_length(feed: Feed, what: str) -> None:
-    """Refuse a loader that has another length on another process, before anything hangs on it.
+    feed: Feed,
+    val_feeds: list[Feed],
+    stop_requested: Callable[[], bool],
+) -> FitRun:
+    """The run of a fit: model, then optimizers, then the checkpoint; sharding replaces parameters.
 
     Raises:
-        ValueError: On all processes alike, giving the lengths.
+        ValueError: Another run's checkpoints are in the folder, or the module's answers cannot
+            make a run.
+        CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
     """
-    lengths = all_gather_object(feed.num_batches)
-    if any(length != lengths[0] for length in lengths):
+    settings, accelerator = parts.settings, parts.accelerator
+    steps = settings.gradient_accumulation_steps
+    if not module.automatic_optimization and steps > 1:
         raise ValueError(
-            f"The {what} loader has another number of batches on each process: "
-            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
-            "same dataset; it is shared out here."
+            f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
+            "decides when to step; leave it at 1."
         )
+    accelerator.gradient_state.sync_gradients = True
+    if ckpt_path is None:
+        parts.project.check_fresh()
+    chosen = parts.choose(ckpt_path)
+    module.to(accelerator.device)
+    recorder = parts.project.make_recorder(
+        step=None if chosen is None else disk.read_manifest(chosen)["step"]
+    )
+    run = make_fit_run(
+        module,
+        hooks,
+        recorder,
+        accelerator,
+        settings,
+        feed=feed,
+        val_feeds=val_feeds,
+        stop_requested=stop_requested,
+    )
+    run.run_id = broadcast_object(uuid.uuid4().hex)
+    offset = None
+    if chosen is not None:
+        offset = load_run(run, chosen, trainer=parts.trainer, callbacks=parts.callbacks)
+    elif settings.seed is not None and run.rank > 0:
+        # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
+        seed_generators(mix(settings.seed, run.rank) % 2**32)
+    recorder.start(settings.describe(), cut_at=offset)
+    return run
+
+
+def prepare_evaluation(
+    parts: Parts,
+    stage: str,
+    module: TrainModule,
+    hooks: HookTable,
+    dataloaders: Any,
+    datamodule: Any,
+    ckpt_path: Any,
+    counters: Counters,
+) -> tuple[Run, list[Feed]]:
+    """The run of validate, test or predict, and the feeds that it reads.
+
+    Raises:
+        ValueError: There is no data, or a loader is empty.
+        CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
+    """
+    loaders = loaders_for(stage, dataloaders, module, datamodule)
+    feeds = feeds_for(stage, loaders, parts.settings, parts.accelerator, seed=0)
+    chosen = parts.choose(ckpt_path)
+    module.to(parts.accelerator.device)
+    if chosen is not None:
+        load_weights(module, chosen)
+    recorder = parts.project.make_recorder(step=counters.global_step)
+    run = Run(**_common(module, hooks, recorder, parts.accelerator), counters=counters)
+    recorder.start(parts.settings.describe())
+    return run, feeds
 
 
 def prepare_optimizers(
@@ -144,40 +170,86 @@ def prepare_optimizers(
     """Call ``configure_optimizers`` and prepare what it returned.
 
     In manual optimisation among several processes each optimizer averages its own gradients.
+
+    Raises:
+        ValueError: An optimizer has none of the module's parameters.
     """
     optimizers, schedulers = read_optimizers(module.configure_optimizers())
     alone = module.automatic_optimization or not accelerator.use_distributed
-    reduce: Callable[[Any], None] | None = None if alone else average_gradients
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
+                f"parameters of {type(module).__name__}; pass it self.parameters()."
+            )
     prepared = [
-        AcceleratedOptimizer(optimizer, precision=accelerator.precision, reduce=reduce)
+        AcceleratedOptimizer(
+            optimizer, precision=accelerator.precision, reduce=None if alone else average_gradients
+        )
         for optimizer in optimizers
     ]
-    _check_trained(module, prepared)
     return prepared, schedulers
 
 
-def _check_trained(module: nn.Module, optimizers: list[AcceleratedOptimizer]) -> None:
-    """An optimizer over tensors that are not the module's would train nothing."""
-    own = {id(parameter) for parameter in module.parameters()}
-    for optimizer in optimizers:
-        groups = optimizer.param_groups
-        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
-            raise ValueError(
-                f"configure_optimizers returned a {type(optimizer.optimizer).__name__} that has "
-                f"none of the parameters of {type(module).__name__}; pass self.parameters()."
-            )
+def make_fit_run(
+    module: TrainModule,
+    hooks: HookTable,
+    recorder: Recorder,
+    accelerator: Accelerator,
+    settings: Settings,
+    *,
+    feed: Feed,
+    val_feeds: list[Feed],
+    stop_requested: Callable[[], bool],
+) -> FitRun:
+    """A run that trains: the model prepared first, then the optimizers over its parameters."""
+    world_size = accelerator.num_processes
+    agreement = Agreement(accelerator.device)
+    engine = choose_engine(
+        module,
+        agreement,
+        world_size=world_size,
+        automatic=module.automatic_optimization,
+        ddp_kwargs=accelerator.ddp_kwargs,
+    )
+    optimizers, schedulers = prepare_optimizers(module, accelerator)
+    run = FitRun(
+        **_common(module, hooks, recorder, accelerator),
+        engine=engine,
+        agreement=agreement,
+        weighting=LossWeighting(
+            micro_batches=settings.gradient_accumulation_steps, world_size=world_size
+        ),
+        feed=feed,
+        val_feeds=val_feeds,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        parameters=list(module.parameters()),
+        length=settings.length,
+        accumulation=settings.gradient_accumulation_steps,
+        max_grad_norm=settings.max_grad_norm,
+        max_grad_value=settings.max_grad_value,
+        val_schedule=Schedule(Interval.parse(settings.val_every)),
+        log_schedule=Schedule(Interval.parse(settings.log_every)),
+        sanity_steps=settings.num_sanity_val_steps,
+        stop_requested=stop_requested,
+    )
+    if feed.sampler is not None and feed.sampler.batch_size and not run.counts_items:
+        run.weighting.reference = float(feed.sampler.batch_size)
+    return run
 
 
-def check_ckpt_path(ckpt_path: Any, project_dir: Any) -> None:
-    """Refuse ``"auto"`` and its like where there is no fixed folder to look in.
-
-    Raises:
-        ValueError: The folder would be a new one.
-    """
-    if ckpt_path in ("auto", "last", "best") and project_dir is None:
-        raise ValueError(
-            f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but without "
-            "project_dir every start has a new folder. Pass Trainer(project_dir='runs/…')."
-        )
-    if isinstance(ckpt_path, str) and ckpt_path == "":
-        raise ValueError(choose("ckpt_path", ckpt_path, ("auto", "best", "last")))
+def _common(
+    module: TrainModule, hooks: HookTable, recorder: Recorder, accelerator: Accelerator
+) -> dict[str, Any]:
+    return {
+        "module": module,
+        "hooks": hooks,
+        "metrics": MetricStore(accelerator.device, world_size=accelerator.num_processes),
+        "recorder": recorder,
+        "precision": accelerator.precision,
+        "device": accelerator.device,
+        "world_size": accelerator.num_processes,
+        "rank": accelerator.process_index,
+    }

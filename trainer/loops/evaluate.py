@@ -73,8 +73,8 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
             read = {}
         else:
             read = run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
+        metrics.scope = None  # reduced: what is logged from here on would fall into the next epoch
         getattr(hooks, f"on_{phase.name}_epoch_end_callbacks")()
-        metrics.scope = None
         getattr(hooks, f"on_{phase.name}_end")()
     metrics.scope = scope_before
     return by_feed(read, len(feeds))
@@ -88,6 +88,7 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     end = getattr(hooks, f"on_{phase.name}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
     feed.set_epoch(run.counters.epoch)
+    batch_idx = -1
     for batch_idx, current in enumerate(feed.rounds(lambda batch: run.transfer(batch, index))):
         if not current.present:
             continue
@@ -98,6 +99,20 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
         with run.precision.autocast():
             outputs = step(batch, *where)
         end(outputs, batch, *where)
+    refuse_empty(phase, feed, index, batch_idx + 1)
+
+
+def refuse_empty(phase: Phase, feed: Feed, index: int, rounds: int) -> None:
+    """Refuse a stream that gave nothing, which only reading it could tell; on all ranks alike.
+
+    Raises:
+        ValueError: There was no batch, and not because of a limit.
+    """
+    if rounds == 0 and feed.limit != 0:
+        raise ValueError(
+            f"The {phase.name} loader number {index} gave no batch. Check its dataset; an iterator "
+            "can be read only once, so pass an object that can be iterated again."
+        )
 
 
 def by_feed(values: dict[str, float], feeds: int) -> list[dict[str, float]]:

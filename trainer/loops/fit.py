@@ -37,9 +37,8 @@ def fit(run: FitRun) -> None:
         if counters.epoch_complete:
             counters.epoch, counters.rounds, counters.epoch_complete = counters.epoch + 1, 0, False
         train_epoch(run)
-    metrics.scope = TRAIN_EPOCH
+    metrics.scope = None  # no epoch is left that could record what is logged
     hooks.on_train_end()
-    metrics.scope = None
     hooks.on_fit_end()
 
 
@@ -67,8 +66,9 @@ def train_epoch(run: FitRun) -> None:
                 break
     if counters.rounds == 0:
         raise ValueError(
-            "The training loader gave no batch. Check its dataset, its sampler and drop_last, and "
-            "limit_train_batches."
+            f"The training loader gave no batch in epoch {counters.epoch}. Check its dataset, its "
+            "sampler and drop_last, and limit_train_batches; an iterator can be read only once, so "
+            "pass an object that can be iterated again."
         )
 
 
@@ -313,6 +313,7 @@ def end_epoch(run: FitRun) -> None:
     run.recorder.record(
         run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch
     )
+    run.metrics.scope = None  # reduced: what is logged from here on would fall into the next epoch
     run.hooks.on_train_epoch_end_callbacks()
     for entry in run.schedulers:
         due = entry.interval == "epoch" and (counters.epoch + 1) % entry.frequency == 0
@@ -331,11 +332,9 @@ def sanity_check(run: FitRun) -> None:
     generators = rng_state()
     run.sanity_checking = True
     try:
-        for feed, limit in zip(run.val_feeds, limits, strict=True):
-            steps = run.sanity_steps
-            feed.limit = (
-                limit if steps is None else min(steps, limit if limit is not None else steps)
-            )
+        if run.sanity_steps > 0:
+            for feed, limit in zip(run.val_feeds, limits, strict=True):
+                feed.limit = run.sanity_steps if limit is None else min(run.sanity_steps, limit)
         run.hooks.on_sanity_check_start()
         run.engine.broadcast_buffers()
         evaluate(run, VALIDATION, run.val_feeds)

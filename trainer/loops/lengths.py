@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 from callbacks import Interval, Progress
 from trainer.data.loader import Feed
@@ -167,8 +166,3 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
             f"{1 / max(total, 1):.3g}, or an int."
         )
     feed.limit = batches
-
-
-def describe(length: Length) -> dict[str, Any]:
-    """The limits that are set, for records."""
-    return {name: value for name, value in vars(length).items() if value is not None}

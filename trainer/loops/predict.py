@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.data.loader import Feed
 from trainer.distributed.collectives import all_gather_object
-from trainer.loops.evaluate import evaluation_mode
+from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_empty
 from trainer.loops.run import Run, items_of
 from trainer.tree import to_host
 
@@ -40,6 +40,7 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any
     """What this process predicts for one feed."""
     outputs = []
     feed.set_epoch(0)
+    batch_idx = -1
     for batch_idx, current in enumerate(feed.rounds(lambda batch: run.transfer(batch, index))):
         if not current.present:
             continue
@@ -50,6 +51,7 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any
             output = to_host(run.module.predict_step(batch, *where))
         run.hooks.on_predict_batch_end(output, batch, *where)
         outputs.append(output)
+    refuse_empty(PREDICT, feed, index, batch_idx + 1)
     return outputs
 
 

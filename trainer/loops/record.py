@@ -88,12 +88,20 @@ class Recorder:
         self._remember(read, step)
         return read
 
-    def start(self, configuration: dict[str, Any]) -> None:
-        """Begin the record; only an object that is no no-op does anything."""
+    def start(self, configuration: dict[str, Any], *, cut_at: int | None = None) -> None:
+        """Begin the record; only an object that is no no-op does anything.
+
+        Args:
+            configuration: Stored by the trackers.
+            cut_at: The local record's length at the checkpoint that is resumed; what was written
+                after it is dropped.
+        """
         for tracker in (self._local, *self._trackers):
             tracker.start()
         for tracker in self._trackers:
             tracker.store_init_configuration(configuration)
+        if cut_at is not None and isinstance(self._local, BackgroundTracker):
+            self._local.submit(lambda record: cast(JsonlTracker, record).truncate(cut_at)).result()
 
     def sync(self) -> int | None:
         """Put the local record on the disk.
@@ -109,11 +117,6 @@ class Recorder:
         except Exception:
             logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
             return None
-
-    def cut(self, offset: int | None) -> None:
-        """Drop the records that were written after the checkpoint that is resumed."""
-        if offset is not None and isinstance(self._local, BackgroundTracker):
-            self._local.submit(lambda record: cast(JsonlTracker, record).truncate(offset)).result()
 
     def finish(self) -> None:
         """Wait, within limits, until everything is written."""

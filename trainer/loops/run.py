@@ -83,7 +83,6 @@ class Run:
         device: Where batches go.
         world_size: Processes.
         rank: This one.
-        broadcast_buffers: Makes rank 0's buffers everybody's.
         counters: Where the fit stands; all zero outside one.
         eval_lengths: Batches of each loader in the evaluation at hand, over all processes.
         sanity_checking: The evaluation at hand is the trial before training.
@@ -98,7 +97,6 @@ class Run:
     world_size: int = 1
     rank: int = 0
     counters: Counters = field(default_factory=Counters)
-    broadcast_buffers: Callable[[], None] = lambda: None
     eval_lengths: list[int | None] = field(default_factory=list)
     sanity_checking: bool = False
 
@@ -180,8 +178,9 @@ class FitRun(Run):
         max_grad_value: Likewise.
         val_schedule: When validation is due.
         log_schedule: When values of an update are recorded.
-        sanity_steps: Batches of each validation loader to try before training.
+        sanity_steps: Batches of each validation loader to try before training; -1 for all.
         stop_requested: Asked of this process; the others hear of it at the next update.
+        run_id: Which run this is, whatever process goes on with it.
         stop_now: Decided by all alike.
         weightless: What runs now is such a stand-in: its loss counts for nothing.
         saved_rng: The generators' states of the checkpoint that the run resumes from.
@@ -202,8 +201,9 @@ class FitRun(Run):
     max_grad_value: float | None
     val_schedule: Schedule
     log_schedule: Schedule
-    sanity_steps: int | None
+    sanity_steps: int
     stop_requested: Callable[[], bool]
+    run_id: str = ""
     stop_now: bool = False
     last_batch: Any = None
     weightless: bool = False

@@ -13,7 +13,7 @@ import torch
 
 from callbacks import Callback, Interval, Progress
 from trainer import checkpoint as disk
-from trainer.errors import CheckpointError, choose
+from trainer.errors import CheckpointError
 from trainer.loops.lengths import Schedule
 from trainer.loops.run import Counters, FitRun
 from trainer.module import TrainModule
@@ -31,7 +31,6 @@ def save_run(
     *,
     trainer: Any,
     callbacks: Sequence[Callback],
-    run_id: str,
     configuration: Mapping[str, Any],
 ) -> Path:
     """Save a fit as it stands at a boundary; collective.
@@ -41,7 +40,6 @@ def save_run(
         target: The checkpoint's folder.
         trainer: Passed to the callbacks' ``on_save_checkpoint``.
         callbacks: Their state is saved.
-        run_id: Which run this is.
         configuration: Recorded in the manifest.
 
     Raises:
@@ -54,7 +52,7 @@ def save_run(
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, run.module, extra)
     run.module.on_save_checkpoint(extra)
-    state = _state_of(run, callbacks, run_id) | {"extra": extra}
+    state = _state_of(run, callbacks) | {"extra": extra}
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
 
     def write_shared(folder: Path) -> None:
@@ -69,7 +67,7 @@ def save_run(
         "step": run.counters.global_step,
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
-        "run_id": run_id,
+        "run_id": run.run_id,
         "metrics": dict(run.recorder.latest),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "configuration": dict(configuration),
@@ -83,11 +81,11 @@ def save_run(
     )
 
 
-def _state_of(run: FitRun, callbacks: Sequence[Callback], run_id: str) -> dict[str, Any]:
+def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
     counters = asdict(run.counters) | {"seconds": run.progress.seconds}
     del counters["rounds"]
     return {
-        "run_id": run_id,
+        "run_id": run.run_id,
         "counters": counters,
         "batches": run.counters.rounds * run.world_size,
         "items_seen": run.agreement.items_seen,
@@ -107,13 +105,11 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback], run_id: str) -> dict[s
     }
 
 
-def load_run(
-    run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback]
-) -> dict[str, Any]:
+def load_run(run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback]) -> int | None:
     """Put a fit back to a checkpoint.
 
     Returns:
-        The saved state, of which ``run_id`` and ``record_offset`` are the caller's to use.
+        Where the local record ended then; None if it was not known.
 
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit the module, the optimizers or
@@ -146,7 +142,9 @@ def load_run(
             path,
             run.rank,
         )
-    return state
+    run.run_id = state["run_id"]
+    offset: int | None = state["record_offset"]
+    return offset
 
 
 def _restore_counters(run: FitRun, state: dict[str, Any], path: Path) -> None:
@@ -192,58 +190,3 @@ def load_weights(module: TrainModule, path: Path) -> None:
     path = disk.locate(path)
     disk.verify(path)
     disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
-
-
-def best_of(root: Path, monitor: str, mode: str) -> Path | None:
-    """The checkpoint whose manifest has the best value of a metric; the oldest of equal ones."""
-    best: tuple[float, Path] | None = None
-    for path in disk.committed(root):
-        value = disk.read_manifest(path)["metrics"].get(monitor)
-        if value is None:
-            continue
-        better = best is None or (value < best[0] if mode == "min" else value > best[0])
-        if better:
-            best = (value, path)
-    return None if best is None else best[1]
-
-
-def choose_checkpoint(
-    ckpt_path: str | Path | None, root: Path, monitors: Sequence[tuple[str, str]]
-) -> Path | None:
-    """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
-
-    Args:
-        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-        root: The folder of the run's checkpoints.
-        monitors: Metric and mode of each callback that ranks them.
-
-    Raises:
-        CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none.
-        ValueError: ``"best"`` without a metric to rank by.
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path in ("auto", "last"):
-        newest = disk.newest_sound(root, PartialState())
-        if newest is None and ckpt_path == "last":
-            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {root}.")
-        return newest
-    if ckpt_path == "best":
-        if not monitors:
-            raise ValueError(
-                "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
-            )
-        best = best_of(root, *monitors[0])
-        if best is None:
-            raise CheckpointError(
-                f"ckpt_path='best', but no checkpoint in {root} has a value of {monitors[0][0]!r}."
-            )
-        return best
-    path = Path(ckpt_path).expanduser()
-    if not path.exists():
-        raise CheckpointError(
-            f"There is no checkpoint at {path}. "
-            + choose("ckpt_path", str(ckpt_path), ("auto", "best", "last"))
-            + " Or it is the path of a checkpoint's folder."
-        )
-    return path

@@ -28,7 +28,8 @@ class SchedulerEntry:
         scheduler: Torch's or any object with ``step``, ``state_dict`` and ``load_state_dict``.
         interval: ``"step"``, once an update, or ``"epoch"``.
         frequency: Every how many of those.
-        monitor: The metric that a plateau scheduler is stepped with.
+        monitor: The metric that a plateau scheduler, or one that is not torch's, is stepped with;
+            torch's others take none.
         name: What its learning rate is called where it is logged.
 
     Raises:
@@ -67,7 +68,7 @@ class SchedulerEntry:
         Raises:
             ValueError: The monitored metric has not been logged; the text lists those that were.
         """
-        if self.monitor is None:
+        if self.monitor is None or not self._takes_metric:
             with warnings.catch_warnings():
                 # An update skipped for overflow still is a tick, which torch takes for a mistake.
                 warnings.filterwarnings(
@@ -76,8 +77,18 @@ class SchedulerEntry:
                 self.scheduler.step()
         elif self.monitor in metrics:
             self.scheduler.step(metrics[self.monitor])
-        else:
+        elif metrics:
             raise ValueError(choose("A scheduler's monitor", self.monitor, metrics))
+        else:
+            raise ValueError(
+                f"A scheduler's monitor is {self.monitor!r}, but nothing was logged yet; log it "
+                f"before the scheduler's first tick with self.log({self.monitor!r}, value)."
+            )
+
+    @property
+    def _takes_metric(self) -> bool:
+        torchs = isinstance(self.scheduler, LRScheduler)
+        return isinstance(self.scheduler, ReduceLROnPlateau) or not torchs
 
 
 def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerEntry]]:
@@ -87,7 +98,9 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerEntry
         TypeError: It is none of the forms, or there is no optimizer in it.
         ValueError: A key or a unit is unknown.
     """
-    if isinstance(returned, (list, tuple)) and len(returned) == 2 and _two_lists(returned):
+    if isinstance(returned, tuple) and all(isinstance(part, Optimizer) for part in returned):
+        optimizers, entries = list(returned), []
+    elif isinstance(returned, (list, tuple)) and len(returned) == 2 and _two_lists(returned):
         optimizers, schedulers = list(returned[0]), list(returned[1])
         entries = [_entry(scheduler) for scheduler in schedulers]
     elif isinstance(returned, list):

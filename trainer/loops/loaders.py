@@ -1,0 +1,165 @@
+"""The user's module and loaders, checked, and the feeds that the loops read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.accelerator import Accelerator
+from trainer.data.loader import Feed
+from trainer.distributed.collectives import all_gather_object
+from trainer.hooks import is_overridden
+from trainer.loops.lengths import apply_limit
+from trainer.loops.settings import Settings
+from trainer.module import TrainModule
+
+# what a phase needs of the module, and where its data may come from
+_STEPS = {
+    "fit": ("training_step", "train_dataloader", "train_dataloaders"),
+    "validate": ("validation_step", "val_dataloader", "dataloaders"),
+    "test": ("test_step", "test_dataloader", "dataloaders"),
+    "predict": ("predict_step", "predict_dataloader", "dataloaders"),
+}
+
+
+def check_module(module: Any, stage: str) -> None:
+    """Refuse a module that cannot do what is asked of it.
+
+    Raises:
+        TypeError: It is no `TrainModule`, or does not define the step.
+    """
+    if not isinstance(module, TrainModule):
+        raise TypeError(
+            f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
+            "TrainModule. Subclass trainer.TrainModule and define its steps."
+        )
+    needed = [_STEPS[stage][0]] if stage != "predict" else []
+    if stage == "fit":
+        needed.append("configure_optimizers")
+    for name in needed:
+        if not is_overridden(module, name, TrainModule):
+            raise TypeError(
+                f"{type(module).__name__} does not define {name}, which {stage} needs: "
+                f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
+            )
+
+
+def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) -> list[Any]:
+    """The loaders of a phase: those given, else the datamodule's, else the module's.
+
+    Args:
+        stage: fit, validate, test or predict.
+        given: A loader or a list of them, or None.
+        module: The user's.
+        datamodule: An object with loader hooks, or None.
+
+    Returns:
+        A list; empty where there are none.
+
+    Raises:
+        ValueError: Loaders were given twice, or there are none though the phase needs them.
+    """
+    _, hook, argument = _STEPS[stage]
+    loaders = find_loaders(hook, given, module, datamodule, argument)
+    if not loaders:
+        raise ValueError(
+            f"{stage} has no data: pass {argument}, or a datamodule, or define {hook} in "
+            f"{type(module).__name__}."
+        )
+    return loaders
+
+
+def find_loaders(
+    hook: str, given: Any, module: TrainModule, datamodule: Any, argument: str
+) -> list[Any]:
+    """See `loaders_for`; no loaders are fine here."""
+    if given is not None and datamodule is not None:
+        raise ValueError(f"Pass {argument} or datamodule, not both.")
+    if given is None and datamodule is not None:
+        given = call_if_there(datamodule, hook)
+    if given is None:
+        given = getattr(module, hook)()
+    if given is None:
+        return []
+    return list(given) if isinstance(given, (list, tuple)) and _holds_loaders(given) else [given]
+
+
+def _holds_loaders(given: Sequence[Any]) -> bool:
+    """A list of loaders, rather than a list of ready batches that is one loader itself."""
+    return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
+        isinstance(one, (list, tuple, dict)) for one in given
+    )
+
+
+def call_if_there(owner: Any, name: str, *args: Any) -> Any:
+    """Call a method of an object that may lack it, as a datamodule may."""
+    method = getattr(owner, name, None)
+    return None if method is None else method(*args)
+
+
+def feeds_for(
+    kind: str, loaders: Sequence[Any], settings: Settings, accelerator: Accelerator, *, seed: int
+) -> list[Feed]:
+    """The feeds of loaders, within their limit, checked to be alike on all processes.
+
+    Args:
+        kind: train, validate, test or predict.
+        loaders: As the user gave them.
+        settings: Their limits.
+        accelerator: Among how many processes they are shared out.
+        seed: The order of the data.
+
+    Raises:
+        ValueError: A loader is empty, or has another length on another process.
+    """
+    name, limit = settings.limit(kind)
+    feeds = []
+    for number, loader in enumerate(loaders):
+        feed = Feed(
+            loader,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            seed=seed,
+            shuffle=name != "overfit_batches",
+        )
+        apply_limit(feed, name, limit)
+        which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
+        _check_same_length(feed, which)
+        if feed.num_batches == 0:
+            raise ValueError(
+                f"The {which} is empty: check its dataset, its sampler, drop_last, and {name}."
+            )
+        feeds.append(feed)
+    return feeds
+
+
+def _check_same_length(feed: Feed, which: str) -> None:
+    """Refuse a loader that has another length on another process, before anything hangs on it."""
+    lengths = all_gather_object(feed.num_batches)
+    if any(length != lengths[0] for length in lengths):
+        raise ValueError(
+            f"The {which} has another number of batches on each process: "
+            f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
+            "same dataset; it is shared out here."
+        )
+
+
+def validation_loaders(
+    given: Any, module: TrainModule, datamodule: Any, settings: Settings
+) -> list[Any]:
+    """The loaders to validate on during a fit; none without data, a step, or with a limit of 0.
+
+    Raises:
+        TypeError: There is data but no ``validation_step``.
+    """
+    if settings.limit_val_batches == 0:
+        return []
+    defines = is_overridden(module, "validation_step", TrainModule)
+    if given is not None and not defines:
+        raise TypeError(
+            f"fit was given val_dataloaders, but {type(module).__name__} does not define "
+            "validation_step(self, batch, batch_idx)."
+        )
+    if not defines:
+        return []
+    return find_loaders("val_dataloader", given, module, datamodule, "val_dataloaders")

@@ -1,0 +1,105 @@
+"""What a Trainer was told, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from callbacks import Interval
+from trainer.loops.lengths import Length, check_limit, seconds_of
+from trainer.optim.clipping import validate_limits
+
+Limit = int | float | None
+LIMITS = {  # the argument that limits each kind of data
+    "train": "limit_train_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of a `Trainer` that its loops need; see there.
+
+    Raises:
+        ValueError: An argument is outside its choices.
+        TypeError: An argument is of another type.
+    """
+
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int | None = None
+    min_steps: int | None = None
+    max_time: str | timedelta | Mapping[str, float] | None = None
+    val_every: Interval | str | int = "1 epoch"
+    num_sanity_val_steps: int = 2
+    limit_train_batches: Limit = None
+    limit_val_batches: Limit = None
+    limit_test_batches: Limit = None
+    limit_predict_batches: Limit = None
+    overfit_batches: Limit = None
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+    seed: int | None = None
+    log_every: Interval | str | int = "50 steps"
+    fast_dev_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant, and settle what has several spellings."""
+        for name in (*LIMITS.values(), "overfit_batches"):
+            check_limit(name, getattr(self, name))
+        validate_limits(self.max_grad_norm, self.max_grad_value)
+        if self.num_sanity_val_steps < -1:
+            raise ValueError(
+                f"num_sanity_val_steps is {self.num_sanity_val_steps}; give 0 for none, -1 for all "
+                "batches, or a number of them."
+            )
+        for name in ("val_every", "log_every"):
+            object.__setattr__(self, name, Interval.parse(getattr(self, name)))
+        assert self.length is not None  # made here so that it is checked here
+
+    @property
+    def length(self) -> Length:
+        """When a fit ends."""
+        return Length(
+            max_epochs=self.max_epochs,
+            min_epochs=self.min_epochs,
+            max_steps=self.max_steps,
+            min_steps=self.min_steps,
+            max_seconds=seconds_of(self.max_time),
+        )
+
+    def limit(self, kind: str) -> tuple[str, Limit]:
+        """The argument that limits a kind of data, and its value."""
+        if self.overfit_batches is not None and kind in ("train", "validate"):
+            return "overfit_batches", self.overfit_batches
+        return LIMITS[kind], getattr(self, LIMITS[kind])
+
+    def for_a_trial(self, batches: int) -> Settings:
+        """The same with one epoch of a few batches of everything."""
+        return replace(
+            self,
+            limit_train_batches=batches,
+            limit_val_batches=batches,
+            limit_test_batches=batches,
+            limit_predict_batches=batches,
+            max_epochs=1,
+            min_epochs=None,
+            max_steps=None,
+            min_steps=None,
+            num_sanity_val_steps=0,
+            fast_dev_run=True,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What was set, as plain values, for records."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {
+            name: value if isinstance(value, (int, float)) else str(value)
+            for name, value in values.items()
+            if value is not None
+        }

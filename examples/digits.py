@@ -1,7 +1,8 @@
 """Recognise handwritten digits: the smallest complete use of Cadence.
 
 The 1,797 images are those that scikit-learn carries, so nothing is downloaded. Run it as it is, or
-with ``torchrun --nproc-per-node 2 examples/digits.py``: the script is the same.
+with ``torchrun --nproc-per-node 2 examples/digits.py``: the script is the same. Run it again to go
+on from its last checkpoint.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Digits(TrainModule):
         self.log("val/accuracy", accuracy, prog_bar=True)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def load_data():
@@ -49,13 +50,14 @@ def load_data():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/digits"))
-    parser.add_argument("--max-epochs", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-epochs", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
     trainer = Trainer(
         max_epochs=arguments.max_epochs,
-        seed=0,
+        seed=arguments.seed,
         log_with="tensorboard",
         log_every=20,
         project_dir=arguments.project_dir,

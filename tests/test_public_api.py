@@ -39,7 +39,25 @@ PUBLIC: dict[str, list[str]] = {
         "resolve_trackers",
         "select_trackers",
     ],
-    "trainer": [],
+    "trainer": [
+        "Accelerator",
+        "AcceleratorState",
+        "AutocastKwargs",
+        "CheckpointError",
+        "DataLoaderConfiguration",
+        "DistributedDataParallelKwargs",
+        "DistributedType",
+        "GradScalerKwargs",
+        "GradientAccumulationPlugin",
+        "GradientState",
+        "InitProcessGroupKwargs",
+        "MetricError",
+        "PartialState",
+        "ProjectConfiguration",
+        "TrainModule",
+        "Trainer",
+        "set_seed",
+    ],
 }
 
 each_package = pytest.mark.parametrize(

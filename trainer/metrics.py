@@ -120,6 +120,7 @@ class MetricStore:
         self.loader_suffix = ""
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
+        self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
         self._shown: dict[str, Tensor] = {}
 
     @contextmanager
@@ -247,6 +248,8 @@ class MetricStore:
         """The epoch's values over all processes, which start anew; collective."""
         cells = self.epoch(phase)
         values = self._reduce(cells, f"this epoch of {phase}")
+        shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
+        self._kept.update({name: values[name] for name in shown if name in values})
         for metric in cells.objects.values():
             metric.reset()
         cells.cells.clear()
@@ -322,7 +325,8 @@ class MetricStore:
         On an accelerator they are those of the previous call, whose transfer has ended since.
         """
         cells = [self.step, *self.epochs.values()]
-        latest = {n: c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
+        live = {n: c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
+        latest = live | {n: value for n, value in self._kept.items() if n not in live}
         if self._device.type == "cpu":
             return {name: float(value) for name, value in latest.items()}
         shown = {name: float(value) for name, value in self._shown.items()}

@@ -69,11 +69,12 @@ class GAN(TrainModule):
 
 @torch.no_grad()
 def save_samples(module, path, rows=8):
-    """Write a grid of rows × rows samples as a PGM image."""
+    """Write a grid of rows × rows samples as a PGM image, each with a border of one pixel."""
     noise = torch.randn(rows * rows, LATENT, generator=torch.Generator().manual_seed(0))
     images = module.eval()(noise.to(module.device)).cpu().reshape(rows, rows, 8, 8)
-    grid = ((images.transpose(1, 2).reshape(8 * rows, 8 * rows) + 1) * 127.5).round().byte()
-    path.write_bytes(b"P5 %d %d 255\n" % (8 * rows, 8 * rows) + grid.numpy().tobytes())
+    tiles = nn.functional.pad(images, (1, 1, 1, 1), value=-1.0).transpose(1, 2)
+    pixels = ((tiles.reshape(10 * rows, 10 * rows) + 1) * 127.5).round().byte()
+    path.write_bytes(b"P5 %d %d 255\n" % (10 * rows, 10 * rows) + pixels.numpy().tobytes())
 
 
 def main():

@@ -8,7 +8,8 @@ items and never a mean of means (P5).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.errors import MetricError, choose
 
 Value: TypeAlias = "float | Tensor"
@@ -57,6 +58,8 @@ class Cell:
 
     def add(self, value: Value, weight: float) -> None:
         """Take in one more value."""
+        if self.kind == "mean" and not weight:
+            return  # a mean over nothing is NaN, which no weight would make harmless
         self.last = value
         if self.kind == "mean":
             self.total = self.total + value * weight
@@ -84,12 +87,14 @@ class Cells:
     Attributes:
         cells: By name.
         objects: Those with ``compute`` and ``reset``, by name.
+        known: Those of earlier intervals too, and copies of those that only others have.
         agreed: The (name, kind) pairs that all processes have, as they last agreed.
         active: This process has run a batch in the interval.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
     agreed: tuple[tuple[str, str], ...] = ()
     active: bool = False
 
@@ -217,7 +222,7 @@ class MetricStore:
                     f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
                     "values."
                 )
-            cells.objects[key] = value
+            cells.objects[key] = cells.known[key] = value
             return
         cell = cells.cells.get(key)
         if cell is None:
@@ -250,15 +255,15 @@ class MetricStore:
         values = self._reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
         self._kept.update({name: values[name] for name in shown if name in values})
-        for metric in cells.objects.values():
-            metric.reset()
+        for name, kind in self._reduced_pairs(cells):
+            if kind == "object":
+                cells.known[name].reset()
         cells.cells.clear()
         cells.objects.clear()
         cells.active = False
         return values
 
     def _reduce(self, cells: Cells, what: str) -> dict[str, Value]:
-        pairs = sorted(cells.names())
         if self._world_size == 1:
             reduced = {
                 name: cell.total / cell.weight if cell.kind == "mean" else cell.total
@@ -267,11 +272,14 @@ class MetricStore:
             }
         else:
             reduced = self._all_reduce(cells, what)
-            pairs = list(cells.agreed)
-        for name, kind in pairs:
+        for name, kind in self._reduced_pairs(cells):
             if kind == "object":
-                reduced[name] = _computed(name, cells.objects[name].compute())
+                reduced[name] = _computed(name, cells.known[name].compute())
         return reduced
+
+    def _reduced_pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
+        """What a reduction is over, in the same order on all processes."""
+        return sorted(cells.names()) if self._world_size == 1 else cells.agreed
 
     def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         """One reduction for means and sums; a second and third only where min or max are used.
@@ -290,15 +298,18 @@ class MetricStore:
                     totals += [cell.total, cell.weight] if cell else [0.0, 0.0]
             summed = self._vector(totals)
             dist.all_reduce(summed)
-            if not float(summed[0]):
+            read = summed.tolist()
+            if not read[0]:
                 break
             cells.agreed = _agree(own, cells.active, what)
+            self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
         for name, kind in cells.agreed:
             if kind in ("mean", "sum"):
                 total, weight = summed[position], summed[position + 1]
-                reduced[name] = total / weight if kind == "mean" else total
+                if kind == "sum" or read[position + 1] > 0:
+                    reduced[name] = total / weight if kind == "mean" else total
                 position += 2
         for kind, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
             names = [name for name, other in cells.agreed if other == kind]
@@ -310,6 +321,22 @@ class MetricStore:
                 dist.all_reduce(vector, op=operation)
                 reduced.update(zip(names, vector, strict=True))
         return reduced
+
+    def _share_objects(self, cells: Cells) -> None:
+        """Give each process every metric object, since computing one needs all of them.
+
+        Where a process has run no batch, a copy without data stands in.
+        """
+        names = [name for name, kind in cells.agreed if kind == "object"]
+        if not names:
+            return
+        holders = all_gather_object(set(cells.known))
+        for name in names:
+            if all(name in held for held in holders):
+                continue
+            owner = next(rank for rank, held in enumerate(holders) if name in held)
+            shared = broadcast_object(_emptied(cells.known.get(name)), owner)
+            cells.known.setdefault(name, shared.to(self._device))
 
     def _vector(self, values: list[Value]) -> Tensor:
         if not any(isinstance(value, Tensor) for value in values):
@@ -377,6 +404,15 @@ def _scalar(name: str, value: Any) -> Value:
             "tensor of one element, or an object with update, compute and reset. For a dict use "
             "log_dict."
         ) from None
+
+
+def _emptied(metric: Any) -> Any:
+    """A copy of a torchmetrics object on the host, without data."""
+    if metric is None:
+        return None
+    emptied = copy.deepcopy(metric).cpu()
+    emptied.reset()
+    return emptied
 
 
 def _computed(name: str, value: Any) -> Value:

@@ -46,7 +46,8 @@ class Precision:
         self.mode = mode
         self._device_type = device.type
         self._autocast = (autocast or AutocastKwargs()).to_kwargs()
-        self._unscaled: set[int] = set()
+        self._unscaled: set[int] = set()  # optimizers whose gradients are, since the last update
+        self._stepped: set[int] = set()  # optimizers that stepped under the scale at hand
         self.scaler: torch.amp.GradScaler | None = None
         if mode == "fp16":
             self.scaler = torch.amp.GradScaler(
@@ -67,11 +68,29 @@ class Precision:
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current scale."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        if self.scaler is None:
+            return loss
+        self._adapt()
+        return self.scaler.scale(loss)
+
+    def _adapt(self) -> None:
+        """Adapt the scale to the updates made under it.
+
+        Not as soon as one optimizer has stepped: the gradients of another may hang on the same
+        scale. The next backward, or a second step of the same optimizer, says that all are through.
+        """
+        if self.scaler is not None and self._stepped:
+            self.scaler.update()
+            self._stepped.clear()
+            self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once an update however often called."""
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
+        if self.scaler is None:
+            return
+        if id(optimizer) in self._stepped:
+            self._adapt()
+        if id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
@@ -86,15 +105,15 @@ class Precision:
             return True
         if closure is not None:
             raise ValueError("A closure cannot be used with mixed_precision='fp16'; use 'bf16'.")
+        if id(optimizer) in self._stepped:
+            self._adapt()
         made: list[bool] = []
         handle = optimizer.register_step_post_hook(lambda *_: made.append(True))
         try:
             self.scaler.step(optimizer)
         finally:
             handle.remove()
-        self._unscaled.discard(id(optimizer))
-        if not self._unscaled:  # the scale stays while gradients of another optimizer hang on it
-            self.scaler.update()
+        self._stepped.add(id(optimizer))
         return bool(made)
 
     def wrap_forward(self, model: nn.Module) -> None:
@@ -114,10 +133,12 @@ class Precision:
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""
+        self._adapt()
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the scaler back; a state from another precision is left alone."""
+        self._adapt()
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ from trainer.optim.clipping import clip_, validate_limits
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.rng import set_seed
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -299,6 +302,11 @@ class Trainer:
             RuntimeError: No fit is running, or it is inside a window.
         """
         run = self._fit_run("save_checkpoint")
+        if not run.in_boundary:
+            raise RuntimeError(
+                "save_checkpoint was called inside a window, where the run is between two states. "
+                "Call it in on_boundary or on_train_end."
+            )
         return save_run(
             run,
             Path(path),
@@ -533,7 +541,7 @@ class Trainer:
             module.configure_model()
             yield hooks
         except BaseException as error:
-            hooks.on_exception(error)
+            _tell(hooks, error)
             raise
         finally:
             self._tear_down(stage, module, datamodule)
@@ -608,6 +616,14 @@ def _complete(
     if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
         given.append(ModelCheckpoint())
     return sorted(given, key=lambda callback: callback.runs_last)
+
+
+def _tell(hooks: HookTable, error: BaseException) -> None:
+    """Let the callbacks hear of an error; one of theirs is logged, and must not hide it."""
+    try:
+        hooks.on_exception(error)
+    except Exception:
+        logger.exception("on_exception of a callback failed; the error that it was told follows.")
 
 
 def _prepare_data(module: TrainModule, datamodule: Any) -> None:

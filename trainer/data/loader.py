@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -86,7 +86,13 @@ class Feed:
         self.loader: Any = source
         self._limit: int | None = None
         self._generator = torch.Generator()
-        if isinstance(source, DataLoader):
+        if isinstance(source, DataLoaderShard) and world_size > 1:
+            raise ValueError(
+                "The loader was prepared by an Accelerator and is shared out already; pass the one "
+                "that was given to prepare()."
+            )
+        # A subclass that reads in its own way is read by it, as a stream.
+        if isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__:
             streams = isinstance(source.dataset, IterableDataset)
             if not streams:
                 self.sampler = ShardedSampler(
@@ -151,7 +157,7 @@ class Feed:
         if self.sampler is not None:
             self.sampler.reseed(seed)
 
-    def rounds(self, transfer: Transfer | None = None) -> Iterator[Round]:
+    def rounds(self, transfer: Transfer | None = None) -> Generator[Round, None, None]:
         """The epoch's rounds, each known to be the last one or not when it is handed over.
 
         Args:

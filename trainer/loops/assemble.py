@@ -31,7 +31,7 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.rng import mix, seed_generators, set_seed
 from trainer.strategies.choose import choose_engine
-from trainer.strategies.ddp import average_gradients
+from trainer.strategies.ddp import average_gradients, broadcast_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,11 @@ class Parts:
     callbacks: list[Callback]
     trainer: Any
 
+    def roots(self) -> list[Path]:
+        """The folders of callbacks that save elsewhere than in the project."""
+        savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
+        return [Path(one.dirpath) for one in savers if one.dirpath is not None]
+
     def choose(self, ckpt_path: Any) -> Path | None:
         """The checkpoint that ``ckpt_path`` means; collective."""
         monitors = [
@@ -59,7 +64,7 @@ class Parts:
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
         ]
-        return self.project.choose(ckpt_path, monitors)
+        return self.project.choose(ckpt_path, self.roots(), monitors)
 
 
 def fit_feeds(
@@ -109,7 +114,7 @@ def prepare_fit(
         )
     accelerator.gradient_state.sync_gradients = True
     if ckpt_path is None:
-        parts.project.check_fresh()
+        parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path)
     module.to(accelerator.device)
     recorder = parts.project.make_recorder(
@@ -158,6 +163,8 @@ def prepare_evaluation(
     module.to(parts.accelerator.device)
     if chosen is not None:
         load_weights(module, chosen)
+    if parts.accelerator.use_distributed:  # each process may have drawn other initial weights
+        broadcast_([*module.parameters(), *module.buffers()])
     recorder = parts.project.make_recorder(step=counters.global_step)
     run = Run(**_common(module, hooks, recorder, parts.accelerator), counters=counters)
     recorder.start(parts.settings.describe())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -89,16 +89,17 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     suffix = f"/dataloader_idx_{index}" if several else ""
     feed.set_epoch(run.counters.epoch)
     batch_idx = -1
-    for batch_idx, current in enumerate(feed.rounds(lambda batch: run.transfer(batch, index))):
-        if not current.present:
-            continue
-        batch, items = items_of(current)
-        run.metrics.begin_batch(items, suffix)
-        where = (batch_idx, index) if several else (batch_idx,)
-        start(batch, *where)
-        with run.precision.autocast():
-            outputs = step(batch, *where)
-        end(outputs, batch, *where)
+    with closing(feed.rounds(lambda batch: run.transfer(batch, index))) as rounds:
+        for batch_idx, current in enumerate(rounds):
+            if not current.present:
+                continue
+            batch, items = items_of(current)
+            run.metrics.begin_batch(items, suffix)
+            where = (batch_idx, index) if several else (batch_idx,)
+            start(batch, *where)
+            with run.precision.autocast():
+                outputs = step(batch, *where)
+            end(outputs, batch, *where)
     refuse_empty(phase, feed, index, batch_idx + 1)
 
 

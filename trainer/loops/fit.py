@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import chain, islice
 from typing import Any
 
@@ -29,7 +30,8 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
-    run.module.train()
+    if not run.module.training:  # as a whole; parts that the user set to eval mode stay there
+        run.module.train()
     hooks.on_train_start()
     if run.saved_rng is not None:  # only now: what came before, an uninterrupted run did not do
         load_rng_state(run.saved_rng)
@@ -38,7 +40,9 @@ def fit(run: FitRun) -> None:
             counters.epoch, counters.rounds, counters.epoch_complete = counters.epoch + 1, 0, False
         train_epoch(run)
     metrics.scope = None  # no epoch is left that could record what is logged
+    run.in_boundary = True
     hooks.on_train_end()
+    run.in_boundary = False
     hooks.on_fit_end()
 
 
@@ -59,11 +63,12 @@ def train_epoch(run: FitRun) -> None:
     run.metrics.scope = TRAIN_EPOCH
     run.hooks.on_train_epoch_start()
     step = train_window if run.module.automatic_optimization else manual_window
-    for window in windows(feed.rounds(run.transfer), run.accumulation):
-        if step(run, window):
-            finish_update(run)
-            if finished(run):
-                break
+    with closing(feed.rounds(run.transfer)) as rounds:  # workers end with the epoch, not later
+        for window in windows(rounds, run.accumulation):
+            if step(run, window):
+                finish_update(run)
+                if finished(run):
+                    break
     if counters.rounds == 0:
         raise ValueError(
             f"The training loader gave no batch in epoch {counters.epoch}. Check its dataset, its "

@@ -10,6 +10,11 @@ from datetime import timedelta
 from callbacks import Interval, Progress
 from trainer.data.loader import Feed
 
+_TIMES = (
+    "'30 minutes', '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or its arguments as "
+    "a dict such as {'hours': 12}"
+)
+
 
 def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
     """A span of time in seconds.
@@ -24,29 +29,32 @@ def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | No
     """
     if time is None:
         return None
-    if isinstance(time, Mapping):
-        time = timedelta(**time)
-    if isinstance(time, str) and time.count(":") == 3:
-        days, hours, minutes, seconds = (int(part) for part in time.split(":"))
-        time = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    if isinstance(time, timedelta):
-        total = time.total_seconds()
-    elif isinstance(time, str):
-        interval = Interval.parse(time)
-        if interval.unit != "seconds":
-            raise ValueError(
-                f"max_time is {time!r}; it must be a span of time such as '30 minutes'. For other "
-                "lengths there are max_epochs and max_steps."
-            )
-        total = float(interval.every)
-    else:
-        raise TypeError(
-            f"max_time is {time!r} of type {type(time).__name__}; give '30 minutes', a timedelta, "
-            "or a dict of its arguments."
-        )
-    if not total > 0:
+    seconds = _seconds(time)
+    if not seconds > 0:
         raise ValueError(f"max_time is {time!r}; it must be above zero.")
-    return total
+    return seconds
+
+
+def _seconds(time: str | timedelta | Mapping[str, float]) -> float:
+    if isinstance(time, timedelta):
+        return time.total_seconds()
+    if not isinstance(time, (str, Mapping)):
+        raise TypeError(f"max_time is {time!r} of type {type(time).__name__}; give {_TIMES}.")
+    try:
+        if isinstance(time, Mapping):
+            return timedelta(**time).total_seconds()
+        if time.count(":") == 3:
+            days, hours, minutes, seconds = map(int, time.split(":"))
+            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+        interval = Interval.parse(time)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"max_time is {time!r}; give {_TIMES}.") from error
+    if interval.unit != "seconds":
+        raise ValueError(
+            f"max_time is {time!r}; give {_TIMES}. For other lengths there are max_epochs and "
+            "max_steps."
+        )
+    return float(interval.every)
 
 
 @dataclass(frozen=True, kw_only=True)

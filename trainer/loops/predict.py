@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 from trainer.data.loader import Feed
@@ -41,16 +42,17 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any
     outputs = []
     feed.set_epoch(0)
     batch_idx = -1
-    for batch_idx, current in enumerate(feed.rounds(lambda batch: run.transfer(batch, index))):
-        if not current.present:
-            continue
-        batch, _ = items_of(current)
-        where = (batch_idx, index) if several else (batch_idx,)
-        run.hooks.on_predict_batch_start(batch, *where)
-        with run.precision.autocast():
-            output = to_host(run.module.predict_step(batch, *where))
-        run.hooks.on_predict_batch_end(output, batch, *where)
-        outputs.append(output)
+    with closing(feed.rounds(lambda batch: run.transfer(batch, index))) as rounds:
+        for batch_idx, current in enumerate(rounds):
+            if not current.present:
+                continue
+            batch, _ = items_of(current)
+            where = (batch_idx, index) if several else (batch_idx,)
+            run.hooks.on_predict_batch_start(batch, *where)
+            with run.precision.autocast():
+                output = to_host(run.module.predict_step(batch, *where))
+            run.hooks.on_predict_batch_end(output, batch, *where)
+            outputs.append(output)
     refuse_empty(PREDICT, feed, index, batch_idx + 1)
     return outputs
 

@@ -93,23 +93,31 @@ class Project:
                 "Trainer(project_dir='runs/…')."
             )
 
-    def check_fresh(self) -> None:
+    def check_fresh(self, roots: Sequence[Path]) -> None:
         """Refuse to begin a run where another one's checkpoints lie; collective.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
 
         Raises:
             ValueError: There are some.
         """
-        if self._writes and broadcast_object(bool(disk.committed(self.checkpoints))):
+        taken = [root for root in (self.checkpoints, *roots) if disk.committed(root)]
+        taken = broadcast_object(taken) if self._writes else []
+        if taken:
             raise ValueError(
-                f"{self.checkpoints} has the checkpoints of another run. To go on with it pass "
+                f"{taken[0]} has the checkpoints of another run. To go on with it pass "
                 "fit(ckpt_path='auto'); to start a new one give another project_dir."
             )
 
-    def choose(self, ckpt_path: Any, monitors: Sequence[tuple[str, str]]) -> Path | None:
+    def choose(
+        self, ckpt_path: Any, roots: Sequence[Path], monitors: Sequence[tuple[str, str]]
+    ) -> Path | None:
         """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
 
         Args:
             ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+            roots: The folders that the run's callbacks save to, where that is not `checkpoints`.
             monitors: Metric and mode of each callback that ranks checkpoints.
 
         Raises:
@@ -121,30 +129,29 @@ class Project:
         if ckpt_path not in _WORDS:
             return _existing(ckpt_path)
         state = PartialState()
+        roots = list(dict.fromkeys([self.checkpoints, *roots]))
         if state.is_main_process:
-            disk.sweep(self.checkpoints)
+            for root in roots:
+                disk.sweep(root)
         if ckpt_path == "best":
-            return self._best(monitors)
-        newest = disk.newest_sound(self.checkpoints, state)
-        if newest is None and ckpt_path == "last":
-            raise CheckpointError(
-                f"ckpt_path='last', but there is no checkpoint in {self.checkpoints}."
-            )
-        return newest
+            return self._best(roots, monitors)
+        newest = [path for root in roots if (path := disk.newest_sound(root, state)) is not None]
+        if not newest and ckpt_path == "last":
+            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
+        return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
 
-    def _best(self, monitors: Sequence[tuple[str, str]]) -> Path:
+    def _best(self, roots: Sequence[Path], monitors: Sequence[tuple[str, str]]) -> Path:
         if not monitors:
             raise ValueError(
                 "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
             )
         monitor, mode = monitors[0]
-        best = broadcast_object(best_of(self.checkpoints, monitor, mode))
+        best: Path | None = broadcast_object(best_of(roots, monitor, mode))
         if best is None:
             raise CheckpointError(
-                f"ckpt_path='best', but no checkpoint in {self.checkpoints} has a value of "
-                f"{monitor!r}."
+                f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
             )
-        return Path(best)
+        return best
 
     def make_recorder(self, *, step: int | None) -> Recorder:
         """The record and the trackers on the main process; elsewhere objects that do nothing.
@@ -178,10 +185,15 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def best_of(root: Path, monitor: str, mode: str) -> Path | None:
+def _all(roots: Sequence[Path]) -> str:
+    return ", ".join(map(str, roots))
+
+
+def best_of(roots: Sequence[Path], monitor: str, mode: str) -> Path | None:
     """The checkpoint whose manifest has the best value of a metric; the oldest of equal ones."""
     scored = [
         (value if mode == "min" else -value, path)
+        for root in roots
         for path in disk.committed(root)
         if (value := disk.read_manifest(path)["metrics"].get(monitor)) is not None
         and value == value  # NaN is never best

@@ -5,7 +5,9 @@ The loss of a micro-batch is a mean over its items, so the whole batch's is the 
 only at the end of the window, hence two factors. Backward uses ``loss × items ÷ reference``, the
 reference being fixed for the run: nominal items of a window. At the end the gradients (summed over
 micro-batches and averaged over *N* processes) are multiplied by ``N × reference ÷ total``. Both
-are skipped where they are 1, which is every full window of equal micro-batches.
+are skipped where they are 1, which is every full window of equal micro-batches, and where a window
+is a single micro-batch, whose mean is that of the whole: an update is then a plain loop's to the
+last bit.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class LossWeighting:
         self.micro_batches = micro_batches
         self.world_size = world_size
         self.reference = reference
+        self._single = micro_batches * world_size == 1
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
         """``loss × items ÷ reference``, as a division that is exact for equal micro-batches.
@@ -39,6 +42,8 @@ class LossWeighting:
             loss: The mean over the micro-batch.
             items: How many that was; above 0.
         """
+        if self._single:
+            return loss
         assert self.reference is not None
         divisor = self.reference * self.micro_batches / items
         return loss if divisor == 1.0 else loss / divisor
@@ -49,8 +54,10 @@ class LossWeighting:
         Args:
             gradients: Averaged over the processes; None is passed over.
             total: The window's items over all processes; as a device tensor it is not read. A
-                window without items has no gradients, and stays so.
+                window without items has gradients of zero, and keeps them.
         """
+        if self._single:
+            return
         assert self.reference is not None
         nominal = self.world_size * self.reference * self.micro_batches
         if not isinstance(total, Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.distributed.agreement import Agreement, Tally
@@ -48,6 +49,10 @@ class SingleDevice:
         """
         if loss is not None:
             loss.backward()
+        elif not items:  # the gradient is zero, as among several processes, and not missing
+            for parameter in self.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         self._agreement.count_alone(Tally(items, float(stop), seconds))
         return items
 

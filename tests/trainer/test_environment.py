@@ -1,0 +1,221 @@
+"""Who started this process, told from environment variables alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import environment
+from trainer.environment import Launch, detect_launch, first_node
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """`variables(RANK=1)` sets these and leaves none of another launcher."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith(LAUNCHERS):
+            monkeypatch.delenv(name)
+
+    def put(**values: object) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    return put
+
+
+SRUN = {
+    "SLURM_PROCID": 5,
+    "SLURM_STEP_NUM_TASKS": 8,
+    "SLURM_LOCALID": 1,
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": 123456,
+    "SLURM_JOB_NAME": "train",
+}
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": 3,
+    "OMPI_COMM_WORLD_SIZE": 4,
+    "OMPI_COMM_WORLD_LOCAL_RANK": 1,
+    "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+}
+
+
+def test_without_variables_the_process_is_alone(variables):
+    assert detect_launch() == Launch(launcher="none")
+    assert Launch(launcher="none").world_size == 1
+
+
+def test_torchrun_gives_ranks_and_the_meeting_place(variables):
+    variables(
+        RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, MASTER_ADDR="n0", MASTER_PORT=1234
+    )
+    assert detect_launch() == Launch(
+        launcher="torchrun",
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        master_addr="n0",
+        master_port=1234,
+    )
+
+
+def test_rank_and_world_size_alone_mean_one_machine(variables):
+    variables(RANK=1, WORLD_SIZE=3)
+    launch = detect_launch()
+    assert (launch.local_rank, launch.local_world_size) == (1, 3)
+    assert (launch.master_addr, launch.master_port) == (None, None)
+
+
+def test_a_world_size_without_a_rank_is_not_torchrun(variables):
+    variables(WORLD_SIZE=4)
+    assert detect_launch().launcher == "none"
+
+
+def test_names_of_torchrun_win_over_those_of_other_launchers(variables):
+    variables(**SRUN, **OPENMPI, RANK=0, WORLD_SIZE=2)
+    launch = detect_launch()
+    assert (launch.launcher, launch.rank, launch.world_size) == ("torchrun", 0, 2)
+
+
+def test_srun_gives_ranks_and_the_first_node_with_a_port_of_the_job(variables):
+    variables(**SRUN)
+    assert detect_launch() == Launch(
+        launcher="slurm",
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        master_addr="gpu07",
+        master_port=15000 + 3456,
+    )
+
+
+def test_srun_on_one_node_needs_no_node_list(variables):
+    variables(SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=2, SLURM_LOCALID=1)
+    launch = detect_launch()
+    assert (launch.local_rank, launch.local_world_size) == (1, 2)
+    assert launch.master_addr == "localhost"
+
+
+def test_exported_addresses_win_over_what_slurm_says(variables):
+    variables(**SRUN, SLURM_LAUNCH_NODE_IPADDR="10.0.0.7")
+    assert detect_launch().master_addr == "10.0.0.7"
+    variables(MASTER_ADDR="head", MASTER_PORT=4242)
+    launch = detect_launch()
+    assert (launch.master_addr, launch.master_port) == ("head", 4242)
+
+
+def test_a_slurm_batch_script_is_one_process(variables):
+    # The script itself has the job's number of tasks and a PROCID, but no step that it is part of.
+    variables(SLURM_JOB_ID=1, SLURM_NTASKS=8, SLURM_PROCID=0, SLURM_LOCALID=0)
+    assert detect_launch() == Launch(launcher="none")
+
+
+@pytest.mark.parametrize("name", ["bash", "interactive"])
+def test_an_interactive_slurm_shell_is_one_process(variables, name):
+    variables(**{**SRUN, "SLURM_PROCID": 0, "SLURM_JOB_NAME": name})
+    assert detect_launch() == Launch(launcher="none")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu003", "gpu003"),
+        ("gpu003,gpu004", "gpu003"),
+        ("gpu[003-005,9],cpu1", "gpu003"),
+        ("gpu[9,11]", "gpu9"),
+        ("a-b-[1-2]", "a-b-1"),
+        ("n1.example.org,n2.example.org", "n1.example.org"),
+    ],
+)
+def test_first_node_of_a_slurm_list(nodes, first):
+    assert first_node(nodes) == first
+
+
+def test_a_node_list_without_a_host_is_refused():
+    with pytest.raises(ValueError, match="',x' names no host"):
+        first_node(",x")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names"),
+    [
+        ("openmpi", [f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]),
+        ("mvapich", [f"MV2_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]),
+        ("mpich", ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]),
+    ],
+)
+def test_each_mpi_is_known_by_its_own_names(variables, launcher, names):
+    variables(**dict(zip(names, (3, 4, 1, 2), strict=True)), MASTER_ADDR="head", MASTER_PORT=77)
+    assert detect_launch() == Launch(
+        launcher=launcher,
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        master_addr="head",
+        master_port=77,
+    )
+
+
+def test_mpi_on_one_node_meets_there(variables):
+    variables(**{**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": 4})
+    launch = detect_launch()
+    assert (launch.master_addr, launch.master_port) == ("127.0.0.1", environment.DEFAULT_PORT)
+
+
+def test_mpi_without_local_names_is_one_machine(variables):
+    variables(PMI_RANK=1, PMI_SIZE=2)
+    launch = detect_launch()
+    assert (launch.local_rank, launch.local_world_size) == (1, 2)
+
+
+def test_mpi_on_several_nodes_needs_an_address(variables):
+    variables(**OPENMPI)
+    with pytest.raises(ValueError, match=r"openmpi started 4 .* Export .* MASTER_ADDR on every"):
+        detect_launch()
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_a_rank_outside_the_world_is_refused(variables, rank, world_size):
+    variables(RANK=rank, WORLD_SIZE=world_size)
+    with pytest.raises(ValueError, match=f"torchrun says rank {rank} of {world_size}"):
+        detect_launch()
+
+
+def test_a_variable_that_is_no_number_is_named(variables):
+    variables(RANK="one", WORLD_SIZE=2)
+    with pytest.raises(ValueError, match=r"RANK is 'one'; it must be an integer"):
+        detect_launch()
+
+
+def test_an_empty_number_is_as_good_as_none(variables):
+    variables(RANK="", WORLD_SIZE=2)
+    assert detect_launch().launcher == "none"
+
+
+@pytest.mark.parametrize("text", ["1", "true", "True", "YES", "y", "on", "t"])
+def test_true_is_read_in_every_spelling(variables, text):
+    variables(SOME_FLAG=text)
+    assert environment.read_flag("SOME_FLAG") is True
+
+
+@pytest.mark.parametrize("text", ["0", "false", "No", "n", "off", "f", ""])
+def test_false_is_read_in_every_spelling(variables, text):
+    variables(SOME_FLAG=text)
+    assert environment.read_flag("SOME_FLAG", default=True) is False
+
+
+def test_a_flag_that_is_not_set_has_its_default(variables):
+    assert environment.read_flag("SOME_FLAG") is False
+    assert environment.read_flag("SOME_FLAG", default=True) is True
+
+
+def test_a_flag_that_means_neither_is_named(variables):
+    variables(SOME_FLAG="perhaps")
+    with pytest.raises(ValueError, match=r"SOME_FLAG is 'perhaps'; it must be true or false"):
+        environment.read_flag("SOME_FLAG")

@@ -1,0 +1,576 @@
+"""Every hook, in the order of the loop: who is called, when, with what, and in which state."""
+
+import inspect
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from callbacks import Callback, ModelCheckpoint
+from trainer import Trainer, TrainModule
+
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
+SHARED = [name for name in HOOKS if hasattr(TrainModule, name)]
+
+
+def recorder(name, who, calls):
+    def hook(*args):
+        calls.append((f"{who} {name}", args))
+
+    return hook
+
+
+class Net(TrainModule):
+    """Records its own steps and definitions; its hooks are added by `listening`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.calls = []
+
+    def note(self, name):
+        self.calls.append((f"m {name}", ()))
+
+    def prepare_data(self):
+        self.note("prepare_data")
+
+    def configure_model(self):
+        self.note("configure_model")
+
+    def training_step(self, batch, batch_idx):
+        self.note("training_step")
+        return {"loss": self.layer(batch).square().mean(), "extra": batch_idx}
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.note("validation_step")
+        return self.layer(batch).square().mean()
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.note("test_step")
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        self.note("predict_step")
+        return self.layer(batch)
+
+    def configure_optimizers(self):
+        self.note("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Quiet(Net):
+    def note(self, name):
+        pass
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.note("training_step")
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        self.note("configure_optimizers")
+        parts = (self.layer.weight, self.layer.bias)
+        return tuple(torch.optim.SGD([part], lr=0.1) for part in parts)
+
+
+class Data:
+    """A datamodule that records its set-up."""
+
+    def __init__(self, calls, train=3):
+        for name in ("prepare_data", "setup", "teardown"):
+            setattr(self, name, recorder(name, "d", calls))
+        self.train = train
+
+    def train_dataloader(self):
+        return loader(self.train)
+
+    def val_dataloader(self):
+        return loader(1)
+
+
+def loader(batches):
+    return DataLoader(torch.arange(2.0 * batches).reshape(-1, 1), batch_size=2)
+
+
+def listening(cls=Net):
+    """A module and two callbacks, `a` and `b`, that override every hook and write into one list."""
+    module = cls()
+    methods = [*HOOKS, "setup", "teardown", "load_state_dict"]
+    heard = []
+    for who in "ab":
+        callback = type(f"Listener{who}", (Callback,), {})()
+        for name in methods:
+            setattr(callback, name, recorder(name, who, module.calls))
+        heard.append(callback)
+    for name in [*SHARED, "setup", "teardown"]:
+        setattr(module, name, recorder(name, "m", module.calls))
+    return module, heard
+
+
+def trainer_for(callbacks, **arguments):
+    arguments = {"max_epochs": 1, "num_sanity_val_steps": 0, "checkpointing": False} | arguments
+    return Trainer(callbacks=callbacks, progress_bar=False, project_dir="run", **arguments)
+
+
+def names(module):
+    return [name for name, _ in module.calls]
+
+
+# What is expected, in the words of the loop.
+
+
+def c(name):
+    return [f"a {name}", f"b {name}"]
+
+
+def cm(name):
+    return [*c(name), f"m {name}"]
+
+
+def mc(name):
+    return [f"m {name}", *c(name)]
+
+
+def begin(stage_calls=("m configure_optimizers",), data=False):
+    d = ["d prepare_data"] if data else []
+    s = ["d setup"] if data else []
+    return [*d, "m prepare_data", *s, *cm("setup"), "m configure_model", *stage_calls]
+
+
+def end(data=False):
+    return [*(["d teardown"] if data else []), *cm("teardown")]
+
+
+def micro_batch(last):
+    return [
+        *cm("on_train_batch_start"),
+        "m training_step",
+        *cm("on_before_backward"),
+        *mc("on_after_backward"),
+        *(cm("on_before_optimizer_step") if last else []),
+        *mc("on_train_batch_end"),
+    ]
+
+
+def window(size):
+    return [
+        *cm("on_train_step_start"),
+        *[call for number in range(size) for call in micro_batch(number == size - 1)],
+        *mc("on_train_step_end"),
+        *cm("on_before_zero_grad"),
+    ]
+
+
+def evaluation(phase, batches):
+    step = "validation_step" if phase == "validation" else f"{phase}_step"
+    one = [*cm(f"on_{phase}_batch_start"), f"m {step}", *mc(f"on_{phase}_batch_end")]
+    return [
+        *cm(f"on_{phase}_start"),
+        *cm(f"on_{phase}_epoch_start"),
+        *one * batches,
+        *mc(f"on_{phase}_epoch_end"),
+        *mc(f"on_{phase}_end"),
+    ]
+
+
+def test_fit_calls_the_hooks_of_two_epochs_in_the_order_of_the_loop():
+    module, heard = listening()
+    trainer = trainer_for(heard, max_epochs=2, gradient_accumulation_steps=2)
+    trainer.fit(module, datamodule=Data(module.calls))
+    epoch = [
+        *cm("on_train_epoch_start"),
+        *window(2),
+        *c("on_boundary"),
+        *window(1),  # the data end inside a window
+        *evaluation("validation", 1),
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+    ]
+    assert names(module) == [
+        *begin(data=True),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *epoch * 2,
+        *mc("on_train_end"),
+        *mc("on_fit_end"),
+        *end(data=True),
+    ]
+
+
+def test_a_validation_inside_an_epoch_comes_before_the_boundary_of_its_update():
+    module, heard = listening()
+    trainer_for(heard, val_every=1, max_steps=1).fit(module, loader(2), loader(2))
+    assert names(module) == [
+        *begin(),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *cm("on_train_epoch_start"),
+        *window(1),
+        *evaluation("validation", 2),
+        *c("on_boundary"),
+        *mc("on_train_end"),
+        *mc("on_fit_end"),
+        *end(),
+    ]
+
+
+def test_the_sanity_check_is_a_validation_between_fit_start_and_train_start():
+    module, heard = listening()
+    trainer_for(heard, num_sanity_val_steps=2, max_epochs=0).fit(module, loader(1), loader(3))
+    assert names(module) == [
+        *begin(),
+        *cm("on_fit_start"),
+        *c("on_sanity_check_start"),
+        *evaluation("validation", 2),
+        *c("on_sanity_check_end"),
+        *cm("on_train_start"),
+        *mc("on_train_end"),
+        *mc("on_fit_end"),
+        *end(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
+def test_evaluations_call_their_own_hooks(method, phase):
+    module, heard = listening()
+    getattr(trainer_for(heard), method)(module, loader(2))
+    assert names(module) == [*begin(()), *evaluation(phase, 2), *end()]
+
+
+def test_setup_and_teardown_are_told_the_stage():
+    for stage in ("fit", "validate", "test", "predict"):
+        module, heard = listening()
+        getattr(trainer_for(heard), stage)(module, loader(1))
+        stages = [
+            args[-1] for name, args in module.calls if name.split()[1] in ("setup", "teardown")
+        ]
+        assert stages == [stage] * 6
+
+
+def test_manual_optimisation_leaves_the_update_to_the_step():
+    module, heard = listening(Manual)
+    trainer_for(heard).fit(module, loader(2))
+    backward = [*cm("on_before_backward"), *mc("on_after_backward")]
+    batch = [
+        *cm("on_train_step_start"),
+        *cm("on_train_batch_start"),
+        "m training_step",
+        *backward,
+        *backward,
+        *mc("on_train_batch_end"),
+        *mc("on_train_step_end"),
+    ]
+    assert names(module) == [
+        *begin(),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *cm("on_train_epoch_start"),
+        *batch,
+        *c("on_boundary"),
+        *batch,
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+        *mc("on_train_end"),
+        *mc("on_fit_end"),
+        *end(),
+    ]
+
+
+def test_a_manual_batch_without_a_step_is_no_update_and_has_no_boundary():
+    class EveryOther(Manual):
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            self.manual_backward(self.layer(batch).square().mean())
+            if batch_idx % 2:
+                first.step()
+                first.zero_grad()
+
+    module, heard = listening(EveryOther)
+    trainer = trainer_for(heard)
+    trainer.fit(module, loader(4))
+    assert trainer.global_step == 2
+    assert names(module).count("a on_boundary") == 2
+
+
+def test_a_resumed_fit_restores_the_callbacks_before_it_starts_and_checks_nothing():
+    module, heard = listening()
+    trainer_for([*heard, ModelCheckpoint()]).fit(module, loader(1), loader(1))
+    saved = names(module)
+    at = saved.index("a on_save_checkpoint")
+    assert saved[at - 2 : at + 3] == [*c("on_boundary"), *cm("on_save_checkpoint")]
+
+    module, heard = listening()
+    trainer = trainer_for([*heard, ModelCheckpoint()], max_epochs=2, num_sanity_val_steps=2)
+    trainer.fit(module, loader(1), loader(1), ckpt_path="last")
+    assert names(module) == [
+        *begin(),
+        *c("load_state_dict"),
+        *cm("on_load_checkpoint"),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *cm("on_train_epoch_start"),
+        *window(1),
+        *evaluation("validation", 1),
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+        *cm("on_save_checkpoint"),
+        *mc("on_train_end"),
+        *mc("on_fit_end"),
+        *end(),
+    ]
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("boom"), KeyboardInterrupt()])
+def test_an_error_in_a_step_is_told_to_the_callbacks_and_raised_after_teardown(error):
+    module, heard = listening()
+
+    def training_step(batch, batch_idx):
+        raise error
+
+    module.training_step = training_step
+    with pytest.raises(type(error)) as raised:
+        trainer_for(heard).fit(module, datamodule=Data(module.calls))
+    assert raised.value is error
+    assert names(module) == [
+        *begin(data=True),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *cm("on_train_epoch_start"),
+        *cm("on_train_step_start"),
+        *cm("on_train_batch_start"),
+        *c("on_exception"),
+        *end(data=True),
+    ]
+    told = [args for name, args in module.calls if name.endswith("on_exception")]
+    assert [args[2] for args in told] == [error, error]
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_an_error_in_setup_tears_down_too(stage):
+    module, heard = listening()
+
+    def setup(stage):
+        raise ZeroDivisionError
+
+    module.setup = setup
+    with pytest.raises(ZeroDivisionError):
+        getattr(trainer_for(heard), stage)(module, loader(1))
+    assert names(module) == ["m prepare_data", *c("setup"), *c("on_exception"), *end()]
+
+
+def test_a_module_is_usable_again_after_an_error():
+    module = Quiet()
+    trainer = trainer_for([])
+    bad = torch.zeros(2, 7)
+    with pytest.raises(RuntimeError, match="shape"):
+        trainer.fit(module, [bad])
+    trainer.fit(module, loader(2))
+    assert trainer.global_step == 2
+    with pytest.raises(RuntimeError, match="no trainer"):
+        module.trainer
+
+
+def test_hooks_that_nobody_overrides_are_never_called(monkeypatch):
+    def called(self, *args):
+        raise AssertionError("a hook that nobody overrides was called")
+
+    for name in HOOKS:
+        monkeypatch.setattr(Callback, name, called)
+    for name in SHARED:
+        monkeypatch.setattr(TrainModule, name, called)
+    loop_hooks = [name for name in HOOKS if "checkpoint" not in name]
+
+    class One(Callback):
+        def __init__(self):
+            self.steps = 0
+
+        def on_train_step_end(self, trainer, module):
+            self.steps += 1
+
+    assert "on_train_batch_start" in loop_hooks
+    one = One()
+    trainer = trainer_for([one], num_sanity_val_steps=1)
+    trainer.fit(Quiet(), loader(2), loader(1))
+    trainer.validate(Quiet(), loader(1))
+    trainer.test(Quiet(), loader(1))
+    trainer.predict(Quiet(), loader(1))
+    assert one.steps == 2
+
+
+def test_hooks_get_the_arguments_that_their_signatures_name():
+    module, heard = listening()
+    data = loader(1)
+    (batch,) = data
+    trainer = trainer_for(heard)
+    trainer.fit(module, data, [loader(1), loader(1)])
+    optimizers = []
+    for name, args in module.calls:
+        who, hook = name.split()
+        if hook not in HOOKS:
+            continue
+        if who in "ab":
+            assert args[:2] == (trainer, module), name
+            args = args[2:]
+            expected = list(inspect.signature(getattr(Callback, hook)).parameters)[3:]
+        else:
+            expected = list(inspect.signature(getattr(TrainModule, hook)).parameters)[1:]
+        assert len(args) == len(expected), name
+        for argument, value in zip(expected, args, strict=True):
+            if argument == "batch":
+                torch.testing.assert_close(value, batch, rtol=0, atol=0)
+            elif argument == "optimizer":
+                optimizers.append(value)
+            elif argument == "loss":
+                assert value.shape == ()
+                assert value.requires_grad
+            elif argument == "batch_idx":
+                assert value == 0
+    assert {type(one.optimizer) for one in optimizers} == {torch.optim.SGD}
+    ends = [args for name, args in module.calls if name == "a on_train_batch_end"]
+    assert [args[2]["extra"] for args in ends] == [0]
+    assert not any(args[2]["loss"].requires_grad for args in ends)
+    loaders = [args[-1] for name, args in module.calls if name == "a on_validation_batch_end"]
+    assert loaders == [0, 1]
+
+
+def test_with_one_loader_evaluation_hooks_and_steps_are_not_told_its_number():
+    seen = []
+
+    class Plain(Quiet):
+        def validation_step(self, batch, batch_idx):
+            seen.append(batch_idx)
+
+        def on_validation_batch_start(self, batch, batch_idx):
+            seen.append(f"start {batch_idx}")
+
+    trainer_for([]).validate(Plain(), loader(2))
+    assert seen == ["start 0", 0, "start 1", 1]
+
+
+def test_the_state_that_each_hook_finds():
+    """Where the counters, the gradients, the mode and the metrics stand."""
+    states = {}
+
+    class Watch(Callback):
+        def watch(self, name, trainer, module):
+            states.setdefault(name, []).append(
+                (
+                    trainer.global_step,
+                    module.layer.weight.grad is not None,
+                    module.training,
+                    torch.is_grad_enabled(),
+                    sorted(trainer.callback_metrics),
+                )
+            )
+
+    for hook in HOOKS:
+
+        def method(self, trainer, module, *args, _hook=hook):
+            self.watch(_hook, trainer, module)
+
+        setattr(Watch, hook, method)
+
+    class Logging(Quiet):
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch).square().mean()
+            self.log("train", loss, on_step=False, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", 1.0)
+
+        def on_train_epoch_end(self):
+            states["module"] = sorted(self.trainer.callback_metrics)
+
+    trainer_for([Watch()]).fit(Logging(), loader(1), loader(1))
+    on, val, both = (True, True), ["val"], ["train", "val"]
+    expected = {
+        "on_train_start": (0, False, *on, []),
+        "on_train_batch_start": (0, False, *on, []),
+        "on_before_backward": (0, False, *on, []),
+        "on_after_backward": (0, True, *on, []),
+        "on_before_optimizer_step": (0, True, *on, []),
+        "on_train_batch_end": (1, True, *on, []),
+        "on_train_step_end": (1, True, *on, []),
+        "on_before_zero_grad": (1, True, *on, []),
+        "on_validation_start": (1, False, False, False, []),
+        "on_validation_batch_end": (1, False, False, False, []),
+        "on_validation_epoch_end": (1, False, False, False, val),
+        "on_validation_end": (1, False, False, False, val),
+        "on_train_epoch_end": (1, False, *on, both),
+        "on_boundary": (1, False, *on, both),
+        "on_train_end": (1, False, *on, both),
+    }
+    assert {name: states[name] for name in expected} == {k: [v] for k, v in expected.items()}
+    assert states["module"] == val  # the module runs before its epoch is reduced
+
+
+def test_evaluation_puts_back_the_mode_of_every_submodule():
+    module = Quiet()
+    module.frozen = torch.nn.Dropout().eval()
+    modes = []
+
+    class Watch(Callback):
+        def on_boundary(self, trainer, module):
+            modes.append((module.training, module.layer.training, module.frozen.training))
+
+        def on_train_start(self, trainer, module):
+            module.frozen.eval()
+
+    trainer_for([Watch()]).fit(module, loader(1), loader(1))
+    assert modes == [(True, True, False)]
+    module.train()
+    module.layer.eval()
+    for method in ("validate", "test", "predict"):
+        getattr(trainer_for([]), method)(module, loader(1))
+        assert (module.training, module.layer.training) == (True, False)
+
+
+def test_gradients_are_clipped_after_on_before_optimizer_step():
+    norms = []
+
+    class Watch(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            norms.append(module.layer.weight.grad.norm().item())
+
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            grads = torch.cat([p.grad.flatten() for p in module.parameters()])
+            norms.append(grads.norm().item())
+
+    module = Quiet()
+    torch.nn.init.constant_(module.layer.weight, 10.0)
+    trainer_for([Watch()], max_grad_norm=0.5).fit(module, loader(1))
+    assert norms[0] > 1.0
+    assert norms[1] == pytest.approx(0.5, rel=1e-4)
+
+
+def test_callbacks_that_save_run_after_those_that_do_not():
+    order = []
+
+    class Last(Callback):
+        runs_last = True
+
+        def on_boundary(self, trainer, module):
+            order.append("last")
+
+    class First(Callback):
+        def on_boundary(self, trainer, module):
+            order.append("first")
+
+    trainer_for([Last(), First()]).fit(Quiet(), loader(2))
+    assert order == ["first", "last"] * 2
+
+
+def test_a_hook_set_on_the_instance_counts_as_overridden():
+    module, seen = Quiet(), []
+    module.on_train_start = lambda: seen.append("train start")
+    trainer_for([]).fit(module, loader(1))
+    assert seen == ["train start"]

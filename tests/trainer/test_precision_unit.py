@@ -1,0 +1,214 @@
+"""Autocast, the gradient scaler, and the float32 that a prepared model returns."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from trainer.configuration import AutocastKwargs, GradScalerKwargs
+from trainer.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+def fp16(**kwargs: float) -> Precision:
+    return Precision("fp16", CPU, scaler=GradScalerKwargs(**kwargs))
+
+
+def sgd(value: float = 1.0, lr: float = 0.5) -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.tensor([value]))], lr=lr)
+
+
+def weight(optimizer: torch.optim.Optimizer) -> torch.nn.Parameter:
+    return optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_pass_computes_in_the_mode(mode, dtype):
+    x = torch.ones(2, 2)
+    with Precision(mode, CPU).autocast():
+        assert (x @ x).dtype == dtype
+    assert (x @ x).dtype == torch.float32
+
+
+def test_a_handler_overrides_the_constructors():
+    x = torch.ones(2, 2)
+    precision = Precision("bf16", CPU, autocast=AutocastKwargs(enabled=False))
+    with precision.autocast():
+        assert (x @ x).dtype == torch.float32
+        with precision.autocast(AutocastKwargs(enabled=True)):
+            assert (x @ x).dtype == torch.bfloat16
+
+
+def test_without_a_scaler_nothing_is_scaled():
+    precision = Precision("bf16", CPU)
+    loss = torch.ones(())
+    assert precision.scaler is None
+    assert precision.scale(loss) is loss
+    assert precision.state_dict() == {}
+    precision.load_state_dict({"scale": 4.0})  # of another precision: left alone
+
+
+def test_fp16_on_the_cpu_says_what_is_done(caplog):
+    caplog.set_level(logging.WARNING)
+    Precision("bf16", CPU)
+    assert not caplog.records
+    fp16()
+    assert "autocast to float16 with a gradient scaler" in caplog.text
+    assert "'bf16' needs no scaler" in caplog.text
+
+
+def test_scaled_gradients_are_unscaled_for_the_update():
+    precision, optimizer = fp16(init_scale=1024.0), sgd()
+    precision.scale(weight(optimizer).sum() * 3).backward()
+    assert weight(optimizer).grad.item() == 3 * 1024
+    assert precision.step(optimizer)
+    assert weight(optimizer).item() == 1 - 0.5 * 3
+
+
+def test_unscaling_happens_once_an_update():
+    precision, optimizer = fp16(init_scale=1024.0), sgd()
+    for _ in range(2):
+        optimizer.zero_grad()
+        precision.scale(weight(optimizer).sum() * 3).backward()
+        precision.unscale(optimizer)
+        precision.unscale(optimizer)
+        assert weight(optimizer).grad.item() == 3
+        assert precision.step(optimizer)
+    assert weight(optimizer).item() == 1 - 2 * 0.5 * 3
+
+
+def test_an_update_that_overflowed_is_skipped_and_the_scale_backs_off():
+    precision, optimizer = fp16(init_scale=1024.0, backoff_factor=0.25), sgd()
+    precision.scale(weight(optimizer).sum() * float("inf")).backward()
+    assert not precision.step(optimizer)
+    assert weight(optimizer).item() == 1
+    optimizer.zero_grad()
+    assert precision.scale(torch.ones(())).item() == 256
+
+
+def test_the_scale_grows_after_its_interval():
+    precision, optimizer = fp16(init_scale=8.0, growth_factor=4.0, growth_interval=2), sgd()
+    scales = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        scaled = precision.scale(weight(optimizer).sum() * 0 + 1)
+        scales.append(scaled.item())
+        scaled.backward()
+        precision.step(optimizer)
+    assert scales == [8, 8, 32, 32]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_two_optimizers_of_one_loss_share_one_scale(clip):
+    # The scale grows at every update: it must not do so between the two optimizers.
+    precision = fp16(init_scale=4.0, growth_interval=1)
+    first, second = sgd(), sgd()
+    for expected in (0.5, 0.0):
+        first.zero_grad()
+        second.zero_grad()
+        precision.scale(weight(first).sum() + weight(second).sum()).backward()
+        if clip:
+            precision.unscale(first)
+            precision.unscale(second)
+            assert (weight(first).grad.item(), weight(second).grad.item()) == (1, 1)
+        assert precision.step(first)
+        assert precision.step(second)
+        assert (weight(first).item(), weight(second).item()) == (expected, expected)
+    assert precision.scale(torch.ones(())).item() == 16
+
+
+def test_two_optimizers_that_take_turns_are_unscaled_together():
+    # As in a GAN where the gradients of both are unscaled before either is clipped.
+    precision = fp16(init_scale=4.0)
+    first, second = sgd(), sgd()
+    for _ in range(2):
+        for own in (first, second):
+            first.zero_grad()
+            second.zero_grad()
+            precision.scale(weight(first).sum() + weight(second).sum()).backward()
+            precision.unscale(first)
+            precision.unscale(second)
+            assert weight(own).grad.item() == 1
+            assert precision.step(own)
+    assert (weight(first).item(), weight(second).item()) == (0, 0)
+
+
+def test_a_closure_needs_another_precision():
+    with pytest.raises(ValueError, match=r"closure .*mixed_precision='fp16'; use 'bf16'"):
+        fp16().step(sgd(), lambda: None)
+
+
+def test_a_closure_is_called_without_a_scaler():
+    optimizer = sgd()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight(optimizer).sum() * 3
+        loss.backward()
+        return loss
+
+    assert Precision("no", CPU).step(optimizer, closure)
+    assert weight(optimizer).item() == 1 - 0.5 * 3
+
+
+def test_the_scalers_state_goes_on_in_another_run():
+    def run(precision: Precision, optimizer: torch.optim.SGD, updates: int) -> None:
+        for _ in range(updates):
+            optimizer.zero_grad()
+            precision.scale(weight(optimizer).sum()).backward()
+            precision.step(optimizer)
+
+    whole, resumed = fp16(init_scale=8.0, growth_interval=3), fp16(init_scale=2.0)
+    optimizer = sgd()
+    run(whole, optimizer, 2)
+    halfway = whole.state_dict()
+    run(whole, optimizer, 1)
+    resumed.load_state_dict(halfway)
+    run(resumed, optimizer, 1)
+    assert resumed.state_dict() == whole.state_dict()
+    assert whole.state_dict()["scale"] == 16
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+    ids: torch.Tensor
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x, *, extra=0):
+        logits = super().forward(x) + extra
+        self.seen = logits.dtype
+        return {"out": Output(logits, torch.arange(2)), "name": "m"}
+
+
+def test_a_wrapped_model_computes_narrow_and_returns_float32():
+    model = Model(2, 2)
+    Precision("bf16", CPU).wrap_forward(model)
+    output = model(torch.ones(1, 2), extra=1)
+    assert model.seen == torch.bfloat16
+    assert output["out"].logits.dtype == torch.float32
+    assert output["out"].ids.dtype == torch.int64
+    assert output["name"] == "m"
+    output["out"].logits.sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+
+
+def test_a_model_in_full_precision_is_left_as_it_is():
+    model = Model(2, 2)
+    Precision("no", CPU).wrap_forward(model)
+    assert "forward" not in vars(model)
+
+
+def test_one_optimizer_may_step_twice_after_one_backward():
+    precision, optimizer = fp16(init_scale=4.0), sgd()
+    precision.scale(weight(optimizer).sum()).backward()
+    precision.unscale(optimizer)
+    precision.step(optimizer)
+    precision.step(optimizer)
+    assert weight(optimizer).item() == 1 - 0.5 - 0.5 / 4  # the second unscales what was unscaled

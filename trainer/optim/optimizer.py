@@ -45,6 +45,19 @@ class AcceleratedOptimizer(Optimizer):
         self.step_was_skipped = False
         self.steps = 0
 
+    def __getattr__(self, name: str) -> Any:
+        # What is not here is the wrapped optimizer's: its hooks, its own attributes.
+        if name == "optimizer":  # asked for while unpickling, before there is one
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what the process shares: a copy of it would be another one.
+        return {k: v for k, v in vars(self).items() if k != "_gradient_state"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _gradient_state=GradientState())
+
     @property
     def state(self) -> Any:  # type: ignore[override]  # a plain attribute in torch
         """The wrapped optimizer's state."""

@@ -1,0 +1,290 @@
+"""Evaluation is exact: the same metrics on any number of processes (P5).
+
+The references are computed from the whole dataset at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.numerics.running import on_processes, quiet_trainer
+from trackers import read_metrics
+from trainer import TrainModule
+
+CLASSES = 3
+WORLDS = (1, 2, 3)
+every_world = pytest.mark.parametrize("world", WORLDS)
+
+
+def numbers(samples: int, seed: int = 0) -> TensorDataset:
+    """Values far enough apart that a mean of means is another number, and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(samples, CLASSES, generator=generator, dtype=torch.float64).exp() * 10
+    return TensorDataset(values, torch.randint(CLASSES, (samples,), generator=generator))
+
+
+class Measuring(TrainModule):
+    """Logs in all ways what the samples themselves say; there is nothing to learn."""
+
+    def __init__(self, objects: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        self.objects = objects
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.average = MeanMetric().set_dtype(torch.float64)
+
+    def measure(self, batch: Any) -> None:
+        values, labels = batch
+        self.log("mean", values[:, 0].mean())
+        self.log("sum", values[:, 0].sum(), reduce="sum")
+        self.log("min", values.min(), reduce="min")
+        self.log("max", values.max(), reduce="max")
+        self.log("number", float(len(labels)))
+        self.log("classes", (labels == 0).sum(), reduce="sum")
+        present = labels == 1
+        self.log("of_class", values[present, 0].mean(), batch_size=int(present.sum()))
+        if self.objects:
+            self.accuracy.update(values, labels)
+            self.average.update(values[:, 0])
+            self.log("accuracy", self.accuracy)
+            self.log_dict({"average": self.average})
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return batch[0][:, 0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.weight * batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def expected(data: TensorDataset, batch_size: int, *, objects: bool = False) -> dict[str, float]:
+    """What `Measuring.measure` is worth on the whole dataset."""
+    values, labels = data.tensors
+    sizes = [len(part) for part in values.split(batch_size)]
+    metrics = {
+        "mean": values[:, 0].mean(),
+        "sum": values[:, 0].sum(),
+        "min": values.min(),
+        "max": values.max(),
+        "number": sum(size * size for size in sizes) / len(labels),
+        "classes": (labels == 0).sum(),
+    }
+    if (labels == 1).any():  # a mean over nothing has no value
+        metrics["of_class"] = values[labels == 1, 0].mean()
+    if objects:
+        metrics["accuracy"] = (values.argmax(-1) == labels).double().mean()
+        metrics["average"] = values[:, 0].mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def assert_metrics(actual: dict[str, float], wanted: dict[str, float]) -> None:
+    assert actual.keys() == wanted.keys()
+    exact = {name: value for name, value in actual.items() if name != "accuracy"}
+    assert exact == pytest.approx({name: wanted[name] for name in exact}, rel=1e-12)
+    if "accuracy" in wanted:  # torchmetrics divides in float32
+        assert actual["accuracy"] == pytest.approx(wanted["accuracy"], rel=1e-6)
+
+
+def evaluations(stage: str, cases: list[tuple[int, int]], objects: bool) -> list[Any]:
+    """The metrics of datasets of (samples, batch size), evaluated on this process."""
+    evaluate = getattr(quiet_trainer(), stage)
+    return [
+        evaluate(Measuring(objects), DataLoader(numbers(samples), batch_size=size))
+        for samples, size in cases
+    ]
+
+
+@every_world
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("objects", [False, True], ids=["values", "torchmetrics"])
+def test_evaluation_of_any_dataset_size(ranks, world, stage, objects):
+    # Among them are fewer batches than processes.
+    sizes = [1, 2, 5] if stage == "validate" or not objects else [2]
+    cases = [(samples, size) for samples in range(1, 14) for size in sizes]
+    for results in on_processes(ranks, world, evaluations, stage, cases, objects):
+        for (samples, size), result in zip(cases, results, strict=True):
+            assert len(result) == 1
+            assert_metrics(result[0], expected(numbers(samples), size, objects=objects))
+
+
+def several_loaders() -> list[dict[str, float]]:
+    loaders = [
+        DataLoader(numbers(samples, samples), batch_size=size)
+        for samples, size in [(7, 2), (1, 5), (13, 3)]
+    ]
+    return quiet_trainer().validate(Measuring(), loaders)
+
+
+@every_world
+def test_each_of_several_loaders_has_its_own_metrics(ranks, world):
+    for results in on_processes(ranks, world, several_loaders):
+        assert len(results) == 3
+        for index, (samples, size) in enumerate([(7, 2), (1, 5), (13, 3)]):
+            wanted = expected(numbers(samples, samples), size)
+            suffixed = {f"{name}/dataloader_idx_{index}": wanted[name] for name in wanted}
+            assert_metrics(results[index], suffixed)
+
+
+def repeated_evaluations() -> list[dict[str, float]]:
+    """In a fit, after every epoch, with metric objects that are used again and again."""
+
+    class Keeping(Measuring):
+        def on_validation_end(self) -> None:
+            if not self.trainer.sanity_checking:
+                kept.append(dict(self.trainer.callback_metrics))
+
+    kept: list[dict[str, float]] = []
+    quiet_trainer(max_epochs=3, num_sanity_val_steps=2).fit(
+        Keeping(objects=True),
+        DataLoader(numbers(5), batch_size=2),
+        DataLoader(numbers(7), batch_size=4),
+    )
+    return kept
+
+
+@every_world
+def test_validations_of_a_fit_start_anew_each_time(ranks, world):
+    # 7 samples are 2 batches: with 3 processes one never sees a metric object.
+    for kept in on_processes(ranks, world, repeated_evaluations):
+        assert len(kept) == 3
+        for metrics in kept:
+            assert_metrics(metrics, expected(numbers(7), 4, objects=True))
+
+
+class LoggingTraining(Measuring):
+    """Logs the same values on the step, on the epoch, and on both."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        values = batch[0]
+        self.log("step_mean", values[:, 0].mean())
+        self.log("step_sum", values[:, 0].sum(), reduce="sum")
+        self.log("step_max", values.max(), reduce="max")
+        self.log("epoch_mean", values[:, 0].mean(), on_step=False, on_epoch=True)
+        self.log("epoch_min", values.min(), on_epoch=True, on_step=False, reduce="min")
+        self.log("both", values[:, 0].mean(), on_step=True, on_epoch=True)
+        self.accuracy.update(*batch)
+        self.log("accuracy", self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epochs", float(self.trainer.current_epoch))
+
+
+def training_records(samples: int, accumulation: int, project_dir: str) -> None:
+    quiet_trainer(
+        max_epochs=2, gradient_accumulation_steps=accumulation, project_dir=project_dir
+    ).fit(LoggingTraining(), DataLoader(numbers(samples), batch_size=2))
+
+
+@every_world
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("samples", [3, 13])
+def test_training_metrics_are_over_the_window_and_over_the_epoch(
+    ranks, tmp_path, world, accumulation, samples
+):
+    on_processes(ranks, world, training_records, samples, accumulation, str(tmp_path / "run"))
+    values, labels = numbers(samples).tensors
+    windows = values.split(2 * accumulation * world)
+    wanted = [
+        {
+            "step": 1 + epoch * len(windows) + number,
+            "epoch": epoch,
+            "step_mean": window[:, 0].mean().item(),
+            "step_sum": window[:, 0].sum().item(),
+            "step_max": window.max().item(),
+            "both_step": window[:, 0].mean().item(),
+        }
+        for epoch in range(2)
+        for number, window in enumerate(windows)
+    ]
+    ends = [
+        {
+            "step": len(windows) * (1 + epoch),
+            "epoch": epoch,
+            "epoch_mean": values[:, 0].mean().item(),
+            "epoch_min": values.min().item(),
+            "both_epoch": values[:, 0].mean().item(),
+            "accuracy": (values.argmax(-1) == labels).float().mean().item(),
+            "epochs": float(epoch),
+        }
+        for epoch in range(2)
+    ]
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for record in records:
+        del record["time"]
+    for actual, kind in ((steps_of(records), wanted), (epochs_of(records), ends)):
+        assert len(actual) == len(kind)
+        for one, other in zip(actual, kind, strict=True):
+            assert one == pytest.approx(other, rel=1e-6 if "accuracy" in other else 1e-12)
+
+
+def steps_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if "step_mean" in record]
+
+
+def epochs_of(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [record for record in records if "epoch_mean" in record]
+
+
+def predictions(samples: int, size: int) -> Any:
+    return quiet_trainer().predict(
+        Measuring(), DataLoader(numbers(samples), batch_size=size, shuffle=False)
+    )
+
+
+@every_world
+@pytest.mark.parametrize(("samples", "size"), [(1, 2), (4, 2), (7, 2), (13, 1), (13, 5)])
+def test_predictions_come_in_the_order_of_the_dataset_without_duplicates(
+    ranks, world, samples, size
+):
+    first, *others = on_processes(ranks, world, predictions, samples, size)
+    wanted = numbers(samples).tensors[0][:, 0]
+    assert torch.equal(torch.cat(first), wanted)
+    assert [len(batch) for batch in first] == [len(batch) for batch in wanted.split(size)]
+    assert others == [None] * (world - 1)
+
+
+def predictions_of_two() -> Any:
+    loaders = [DataLoader(numbers(n, n), batch_size=2) for n in (5, 8)]
+    return quiet_trainer().predict(Measuring(), loaders)
+
+
+@every_world
+def test_predictions_of_several_loaders(ranks, world):
+    first, *others = on_processes(ranks, world, predictions_of_two)
+    assert [torch.cat(outputs).tolist() for outputs in first] == [
+        numbers(n, n).tensors[0][:, 0].tolist() for n in (5, 8)
+    ]
+    assert others == [None] * (world - 1)
+
+
+def limited(limit: int | float) -> tuple[list[dict[str, float]], Any]:
+    loader = DataLoader(numbers(13), batch_size=2)
+    trainer = quiet_trainer(limit_val_batches=limit, limit_predict_batches=limit)
+    return trainer.validate(Measuring(), loader), trainer.predict(Measuring(), loader)
+
+
+@every_world
+@pytest.mark.parametrize(("limit", "batches"), [(4, 4), (0.5, 3), (100, 7), (1.0, 7)])
+def test_limits_count_the_same_batches_on_any_number_of_processes(ranks, world, limit, batches):
+    whole = numbers(13)
+    part = TensorDataset(*(tensor[: 2 * batches] for tensor in whole.tensors))
+    for rank, (metrics, outputs) in enumerate(on_processes(ranks, world, limited, limit)):
+        assert_metrics(metrics[0], expected(part, 2))
+        if rank == 0:
+            assert torch.equal(torch.cat(outputs), part.tensors[0][:, 0])

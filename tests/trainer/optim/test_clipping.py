@@ -1,0 +1,70 @@
+"""Limits on gradients, against arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.optim.clipping import clip_, validate_limits
+
+
+@pytest.fixture
+def parameters():
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    parameters[0].grad = torch.tensor([3.0, 0.0])
+    parameters[2].grad = torch.tensor([0.0, -4.0])
+    return parameters  # the one in the middle has no gradient
+
+
+def gradients(parameters) -> list[list[float] | None]:
+    return [None if p.grad is None else p.grad.tolist() for p in parameters]
+
+
+def test_the_norm_is_that_of_all_gradients_as_one_vector(parameters):
+    assert clip_(parameters, max_norm=2.5).item() == 5.0
+    assert gradients(parameters) == [
+        pytest.approx([1.5, 0.0], rel=1e-5),
+        None,
+        pytest.approx([0.0, -2.0], rel=1e-5),
+    ]
+
+
+def test_gradients_within_the_norm_stay_as_they_are(parameters):
+    assert clip_(parameters, max_norm=6.0).item() == 5.0
+    assert gradients(parameters) == [[3.0, 0.0], None, [0.0, -4.0]]
+
+
+def test_the_order_of_the_norm_is_taken(parameters):
+    assert clip_(parameters, max_norm=100.0, norm_type=1.0).item() == 7.0
+    assert clip_(parameters, max_norm=100.0, norm_type=float("inf")).item() == 4.0
+
+
+def test_values_are_limited_one_by_one(parameters):
+    assert clip_(parameters, max_value=3.5) is None
+    assert gradients(parameters) == [[3.0, 0.0], None, [0.0, -3.5]]
+
+
+def test_values_are_limited_before_the_norm_is_taken(parameters):
+    assert clip_(parameters, max_value=1.0, max_norm=10.0).item() == pytest.approx(2**0.5)
+
+
+def test_a_generator_of_parameters_serves_both_limits(parameters):
+    norm = clip_((p for p in parameters), max_value=1.0, max_norm=10.0)
+    assert norm.item() == pytest.approx(2**0.5)
+
+
+def test_without_gradients_the_norm_is_zero():
+    assert clip_([torch.nn.Parameter(torch.zeros(2))], max_norm=1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+@pytest.mark.parametrize("name", ["max_grad_norm", "max_grad_value"])
+def test_limits_that_are_not_positive_are_refused(name, limit):
+    given = {"max_grad_norm": None, "max_grad_value": None, name: limit}
+    with pytest.raises(ValueError, match=f"{name} is {limit}; it must be above 0, or None"):
+        validate_limits(**given)
+
+
+def test_positive_limits_and_none_are_taken():
+    validate_limits(None, None)
+    validate_limits(1.0, float("inf"))

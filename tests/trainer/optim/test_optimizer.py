@@ -1,0 +1,193 @@
+"""The prepared optimizer: the wrapped one's own state, and updates at the end of windows only."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from trainer.configuration import GradScalerKwargs
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.precision import Precision
+from trainer.state import GradientState
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def parameter():
+    return torch.nn.Parameter(torch.tensor([1.0]))
+
+
+@pytest.fixture
+def inner(parameter):
+    return torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
+
+
+@pytest.fixture
+def optimizer(inner):
+    return AcceleratedOptimizer(inner, precision=Precision("no", CPU))
+
+
+def accumulate(sync: bool) -> None:
+    GradientState().sync_gradients = sync
+
+
+def test_state_and_groups_are_the_wrapped_ones(optimizer, inner, parameter):
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert inner.param_groups[0]["lr"] == 0.25
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(inner.param_groups) == 2
+
+
+def test_a_state_dict_goes_through(optimizer, inner, parameter):
+    parameter.grad = torch.tensor([2.0])
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state == inner.state_dict()
+    other = torch.optim.SGD([torch.nn.Parameter(torch.tensor([1.0]))], lr=9.0, momentum=0.9)
+    AcceleratedOptimizer(other, precision=Precision("no", CPU)).load_state_dict(state)
+    assert other.state_dict() == state
+    assert other.param_groups[0]["lr"] == 0.5
+
+
+def test_only_the_end_of_a_window_updates_and_clears(optimizer, parameter):
+    parameter.grad = torch.tensor([2.0])
+    accumulate(sync=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert parameter.item() == 1.0
+    assert parameter.grad.item() == 2.0
+    assert optimizer.steps == 0
+    accumulate(sync=True)
+    optimizer.step()
+    assert parameter.item() == 0.0
+    assert optimizer.steps == 1
+    optimizer.zero_grad()
+    assert parameter.grad is None
+
+
+def test_gradients_are_kept_as_zeros_where_asked(optimizer, parameter):
+    parameter.grad = torch.tensor([2.0])
+    optimizer.zero_grad(set_to_none=False)
+    assert parameter.grad.item() == 0.0
+
+
+def test_a_closure_reaches_the_wrapped_optimizer(parameter):
+    inner = torch.optim.LBFGS([parameter], lr=1.0, max_iter=10)
+    optimizer = AcceleratedOptimizer(inner, precision=Precision("no", CPU))
+
+    def closure():
+        inner.zero_grad()
+        loss = (parameter - 3).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert parameter.item() == pytest.approx(3.0)
+
+
+def test_a_skipped_update_is_told_and_forgotten_by_the_next(parameter, inner):
+    precision = Precision("fp16", CPU, scaler=GradScalerKwargs(init_scale=4.0))
+    optimizer = AcceleratedOptimizer(inner, precision=precision)
+    precision.scale(parameter.sum() * float("inf")).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert parameter.item() == 1.0
+    optimizer.zero_grad()
+    precision.scale(parameter.sum()).backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert parameter.item() == 0.5
+
+
+def test_gradients_are_reduced_once_an_update(parameter, inner):
+    reduced = []
+
+    def reduce(given):
+        reduced.append(given)
+        parameter.grad *= 2
+
+    optimizer = AcceleratedOptimizer(inner, precision=Precision("no", CPU), reduce=reduce)
+    for expected in (0.0, -0.9 - 1.0):  # momentum 0.9, so the second moves by (0.9 + 1) × 2 × 0.5
+        optimizer.zero_grad()
+        parameter.grad = torch.tensor([1.0])
+        optimizer.synchronize()  # as clipping does
+        optimizer.synchronize()
+        assert parameter.grad.item() == 2.0
+        optimizer.step()
+        assert parameter.item() == pytest.approx(expected)
+    assert reduced == [inner, inner]
+
+
+def test_a_step_reduces_what_nobody_reduced_before(parameter, inner):
+    reduced = []
+    optimizer = AcceleratedOptimizer(inner, precision=Precision("no", CPU), reduce=reduced.append)
+    parameter.grad = torch.tensor([1.0])
+    accumulate(sync=False)
+    optimizer.step()
+    assert reduced == []
+    accumulate(sync=True)
+    optimizer.step()
+    optimizer.step()
+    assert reduced == [inner, inner]
+
+
+def test_gradients_dropped_after_reducing_are_reduced_anew(parameter, inner):
+    reduced = []
+    optimizer = AcceleratedOptimizer(inner, precision=Precision("no", CPU), reduce=reduced.append)
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    assert len(reduced) == 2
+
+
+def test_hooks_are_called_around_the_wrapped_step(optimizer, parameter):
+    order = []
+    optimizer.register_step_pre_hook(lambda *_: order.append(("before", parameter.item())))
+    optimizer.register_step_post_hook(lambda *_: order.append(("after", parameter.item())))
+    parameter.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert order == [("before", 1.0), ("after", 0.0)]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_a_copy_works_on_its_own(optimizer, parameter, duplicate):
+    other = duplicate(optimizer)
+    (theirs,) = parameters_of([other])
+    theirs.grad = torch.tensor([2.0])
+    other.step()
+    assert (theirs.item(), parameter.item()) == (0.0, 1.0)
+
+
+def test_schedule_free_optimizers_are_switched(optimizer, inner):
+    optimizer.train()  # an optimizer without a switch is left alone
+    calls = []
+    inner.train, inner.eval = lambda: calls.append("train"), lambda: calls.append("eval")
+    optimizer.train()
+    optimizer.eval()
+    assert calls == ["train", "eval"]
+
+
+def test_what_else_the_wrapped_optimizer_has_is_reached(optimizer, inner):
+    inner.rank_of_projection = 4
+    assert optimizer.rank_of_projection == 4
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'nothing'"):
+        optimizer.nothing
+
+
+def test_it_shows_what_it_wraps(optimizer):
+    assert repr(optimizer).startswith("AcceleratedOptimizer(SGD")
+
+
+def test_parameters_are_listed_once_in_order():
+    a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    first = torch.optim.SGD([{"params": [b]}, {"params": [a]}], lr=1)
+    second = torch.optim.SGD([a, c], lr=1)
+    assert [id(p) for p in parameters_of([first, second])] == [id(b), id(a), id(c)]

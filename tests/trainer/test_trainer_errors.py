@@ -1,0 +1,741 @@
+"""Wrong input fails where it enters, with the value, the choices and the fix in the text."""
+
+from collections import UserDict
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+from callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from trainer import Accelerator, Trainer, TrainModule
+from trainer.errors import CheckpointError, MetricError
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.layer(batch[0]).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.layer(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def net(**methods):
+    """A module of which some methods are replaced."""
+    return type("MyNet", (Net,), methods)()
+
+
+def loader(samples=4, **options):
+    return DataLoader(TensorDataset(torch.ones(samples, 2)), batch_size=2, **options)
+
+
+def make(**arguments):
+    return Trainer(**{"max_epochs": 1, "progress_bar": False, "project_dir": "run"} | arguments)
+
+
+def fails(call, kind, *parts):
+    """The call raises `kind`; its text has every part."""
+    with pytest.raises(kind) as raised:
+        call()
+    assert type(raised.value) is kind
+    text = str(raised.value)
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in: {text}"
+    return text
+
+
+def fit_fails(module, kind, *parts, train=None, val=None, **arguments):
+    data = loader() if train is None else train
+    return fails(lambda: make(**arguments).fit(module, data, val), kind, *parts)
+
+
+# -- the Trainer's arguments -----------------------------------------------------------------------
+
+ARGUMENTS = [
+    ({"val_every": "1 epohc"}, ValueError, ["'epohc'", "steps, epochs, items", "'epochs'"]),
+    ({"val_every": "often"}, ValueError, ["'often'", "'30 minutes'"]),
+    ({"val_every": 0}, ValueError, ["0", "above zero"]),
+    ({"val_every": 1.5}, TypeError, ["1.5", "float", "'1 epoch'"]),
+    ({"log_every": "3 stpes"}, ValueError, ["'stpes'", "'steps'"]),
+    ({"log_every": "0.5 steps"}, ValueError, ["0.5", "whole number"]),
+    ({"max_epochs": -1}, ValueError, ["max_epochs is -1", "None for no such limit"]),
+    ({"max_epochs": 1.5}, TypeError, ["max_epochs is 1.5", "int"]),
+    ({"max_steps": True}, TypeError, ["max_steps is True", "int"]),
+    ({"max_epochs": 1, "min_epochs": 2}, ValueError, ["min_epochs is 2", "max_epochs, 1"]),
+    ({"max_steps": 3, "min_steps": 4}, ValueError, ["min_steps is 4", "max_steps, 3"]),
+    ({"max_time": "soon"}, ValueError, ["max_time is 'soon'", "'30 minutes'", "timedelta"]),
+    ({"max_time": "1:2:x:4"}, ValueError, ["max_time is '1:2:x:4'", "'00:12:00:00'"]),
+    ({"max_time": "3 epochs"}, ValueError, ["'3 epochs'", "'30 minutes'", "max_epochs"]),
+    ({"max_time": {"hour": 1}}, ValueError, ["{'hour': 1}", "{'hours': 12}"]),
+    ({"max_time": {"hours": 0}}, ValueError, ["{'hours': 0}", "above zero"]),
+    ({"max_time": 30}, TypeError, ["max_time is 30", "int", "'30 minutes'"]),
+    ({"limit_train_batches": 1.5}, ValueError, ["limit_train_batches is 1.5", "fraction", "int"]),
+    ({"limit_val_batches": -1}, ValueError, ["limit_val_batches is -1", "0 or more"]),
+    ({"limit_test_batches": "2"}, TypeError, ["limit_test_batches is '2'", "int", "float"]),
+    ({"limit_predict_batches": True}, TypeError, ["limit_predict_batches is True"]),
+    ({"overfit_batches": 2.0}, ValueError, ["overfit_batches is 2.0", "fraction"]),
+    ({"num_sanity_val_steps": -2}, ValueError, ["num_sanity_val_steps is -2", "-1 for all"]),
+    ({"max_grad_norm": 0}, ValueError, ["max_grad_norm is 0", "above 0", "None"]),
+    ({"max_grad_value": -1.0}, ValueError, ["max_grad_value is -1.0", "above 0"]),
+    ({"mixed_precision": "fp61"}, ValueError, ["'fp61'", "'bf16', 'fp16', 'no'", "mean 'fp16'"]),
+    ({"log_with": "tensorbord"}, ValueError, ["'tensorbord'", "'tensorboard'", "register_tracker"]),
+    ({"log_with": 3}, TypeError, ["3", "int", "GeneralTracker"]),
+    ({"callbacks": [EarlyStopping]}, TypeError, ["EarlyStopping", "instance of", "Callback"]),
+    ({"callbacks": [None]}, TypeError, ["None", "NoneType", "Callback"]),
+    ({"gradient_accumulation_steps": 0}, ValueError, ["is 0", "at least 1"]),
+    ({"gradient_accumulation_steps": 1.5}, TypeError, ["is 1.5", "int"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "parts"), ARGUMENTS, ids=[str(case[0]) for case in ARGUMENTS]
+)
+def test_a_wrong_argument_is_refused_when_the_trainer_is_made(arguments, kind, parts):
+    fails(lambda: make(**arguments), kind, *parts)
+
+
+def test_arguments_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        Trainer(10)
+    with pytest.raises(TypeError, match="'epochs'"):
+        Trainer(epochs=10)
+
+
+def test_an_accelerator_and_the_arguments_to_make_one_exclude_each_other():
+    fails(
+        lambda: make(accelerator=Accelerator(cpu=True), mixed_precision="bf16"),
+        ValueError,
+        "accelerator",
+        "mixed_precision",
+        "not both",
+    )
+
+
+def test_two_callbacks_that_a_checkpoint_could_not_tell_apart():
+    both = [LearningRateMonitor(), LearningRateMonitor()]
+    fails(lambda: make(callbacks=both), ValueError, "'LearningRateMonitor'", "state_key")
+
+
+def test_two_checkpoint_callbacks_need_two_folders():
+    both = [ModelCheckpoint(), ModelCheckpoint(monitor="val/loss")]
+    text = fit_fails(Net(), ValueError, "dirpath", "Two ModelCheckpoints", callbacks=both)
+    assert "run/checkpoints" in text
+
+
+def test_a_run_that_nothing_ends():
+    fit_fails(Net(), ValueError, "max_epochs", "max_steps", "max_time", max_epochs=None)
+
+
+# -- the module ------------------------------------------------------------------------------------
+
+
+def test_what_is_not_a_train_module():
+    for method in ("fit", "validate", "test", "predict"):
+        for wrong in (torch.nn.Linear(2, 1), Net, None):
+            fails(
+                lambda m=method, w=wrong: getattr(make(), m)(w, loader()),
+                TypeError,
+                method,
+                type(wrong).__name__,
+                "Subclass trainer.TrainModule",
+            )
+
+
+class Empty(TrainModule):
+    """Defines nothing."""
+
+
+@pytest.mark.parametrize(
+    ("method", "missing"),
+    [("fit", "training_step"), ("validate", "validation_step"), ("test", "test_step")],
+)
+def test_a_missing_step_is_named_with_its_signature(method, missing):
+    fails(
+        lambda: getattr(make(), method)(Empty(), loader()),
+        TypeError,
+        f"Empty does not define {missing}",
+        f"def {missing}(self, batch, batch_idx)",
+    )
+
+
+def test_a_missing_configure_optimizers_is_named():
+    class Steps(TrainModule):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    fit_fails(Steps(), TypeError, "Steps does not define configure_optimizers", "(self)")
+
+
+def test_validation_data_without_a_validation_step():
+    class NoValidation(Net):
+        validation_step = TrainModule.validation_step
+
+    fit_fails(NoValidation(), TypeError, "NoValidation", "validation_step(self", val=loader())
+
+
+def test_a_module_whose_constructor_forgot_its_base():
+    class Forgot(TrainModule):
+        def __init__(self):
+            self.size = 3
+
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(AttributeError, match="super"):
+        Forgot().layer = torch.nn.Linear(1, 1)
+    fails(lambda: Net().log("x", 1.0), RuntimeError, "Net has no trainer", "fit, validate, test")
+
+
+# -- configure_optimizers --------------------------------------------------------------------------
+
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def step_lr(optimizer):
+    return StepLR(optimizer, 1)
+
+
+RETURNED = [
+    (lambda o, s: None, TypeError, ["no optimizer", "Return an optimizer", "'scheduler'"]),
+    (lambda o, s: [], TypeError, ["[]", "Return an optimizer"]),
+    (lambda o, s: "sgd", TypeError, ["'sgd'", "str", "Return an optimizer"]),
+    (lambda o, s: torch.optim.SGD, TypeError, ["SGD", "type", "Return an optimizer"]),
+    (lambda o, s: s, TypeError, ["a scheduler, StepLR, where an optimizer belongs"]),
+    (lambda o, s: [o, s], TypeError, ["a scheduler, StepLR", "a pair (optimizer, scheduler)"]),
+    (lambda o, s: (s, o), TypeError, ["a scheduler, StepLR, where an optimizer belongs"]),
+    (lambda o, s: (o, 3), TypeError, ["the scheduler 3 of type int", "step method"]),
+    (lambda o, s: {"scheduler": s}, ValueError, ["without 'optimizer'", "'scheduler'"]),
+    (lambda o, s: {"optimizer": None, "scheduler": s}, TypeError, ["no optimizer"]),
+    (
+        lambda o, s: {"optimizer": o, "schedular": s},
+        ValueError,
+        ["'schedular'", "'frequency', 'interval'", "Did you mean 'scheduler'"],
+    ),
+    (
+        lambda o, s: {"optimizer": o, "scheduler": s, "intervall": "step"},
+        ValueError,
+        ["'intervall'", "Did you mean 'interval'"],
+    ),
+    (
+        lambda o, s: {"optimizer": o, "lr_scheduler": {"scheduler": s, "frequenzy": 2}},
+        ValueError,
+        ["'frequenzy'", "Did you mean 'frequency'"],
+    ),
+    (
+        lambda o, s: ([o], [{"scheduler": s, "monitr": "x"}]),
+        ValueError,
+        ["'monitr'", "Did you mean 'monitor'"],
+    ),
+    (
+        lambda o, s: {"optimizer": o, "scheduler": s, "interval": "steps"},
+        ValueError,
+        ["interval is 'steps'", "'epoch', 'step'", "Did you mean 'step'"],
+    ),
+    (
+        lambda o, s: {"optimizer": o, "scheduler": s, "frequency": 0},
+        ValueError,
+        ["frequency is 0", "1 or more"],
+    ),
+    (
+        lambda o, s: {"optimizer": o, "scheduler": s, "frequency": "1"},
+        TypeError,
+        ["frequency is '1'", "int"],
+    ),
+    (lambda o, s: {"optimizer": o, "interval": "step"}, ValueError, ["'interval'", "'scheduler'"]),
+    (
+        lambda o, s: {"optimizer": o, "scheduler": s, "lr_scheduler": s},
+        ValueError,
+        ["'scheduler'", "'lr_scheduler'", "not as both"],
+    ),
+    (lambda o, s: (o, ReduceLROnPlateau(o)), ValueError, ["ReduceLROnPlateau", "'monitor'"]),
+]
+
+
+@pytest.mark.parametrize(("returned", "kind", "parts"), RETURNED)
+def test_what_configure_optimizers_may_not_return(returned, kind, parts):
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        return returned(optimizer, step_lr(optimizer))
+
+    fit_fails(net(configure_optimizers=configure_optimizers), kind, *parts)
+
+
+def test_a_forgotten_return_is_told():
+    def configure_optimizers(self):
+        sgd(self)
+
+    fit_fails(
+        net(configure_optimizers=configure_optimizers),
+        TypeError,
+        "configure_optimizers returned no optimizer",
+    )
+
+
+def test_an_optimizer_of_another_model_would_train_nothing():
+    def configure_optimizers(self):
+        return torch.optim.Adam(torch.nn.Linear(2, 2).parameters())
+
+    module = net(configure_optimizers=configure_optimizers)
+    fit_fails(module, ValueError, "Adam", "none of the parameters of MyNet", "self.parameters()")
+
+
+@pytest.mark.parametrize("form", [tuple, list])
+def test_several_optimizers_may_come_as_a_tuple_or_a_list(form):
+    """Two optimizers are no pair of optimizer and scheduler, though both have a `step`."""
+    seen = []
+
+    def configure_optimizers(self):
+        parts = (self.layer.weight, self.layer.bias)
+        return form(torch.optim.SGD([part], lr=0.1) for part in parts)
+
+    def on_train_start(self):
+        seen.append((len(self.optimizers()), self.lr_schedulers()))
+
+    make().fit(
+        net(configure_optimizers=configure_optimizers, on_train_start=on_train_start), loader()
+    )
+    assert seen == [(2, None)]
+
+
+def test_the_metric_of_a_plateau_scheduler_must_be_logged():
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        plateau = ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "scheduler": plateau, "monitor": "val/los"}
+
+    module = net(configure_optimizers=configure_optimizers)
+    text = fit_fails(module, ValueError, "'val/los'", "Did you mean 'val/loss'", val=loader())
+    assert "'train/loss_epoch'" in text
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).mean()
+
+    silent = net(configure_optimizers=configure_optimizers, training_step=training_step)
+    fit_fails(silent, ValueError, "'val/los'", "nothing was logged", "self.log('val/los'")
+
+
+def test_a_monitor_beside_a_scheduler_that_takes_no_metric_is_no_error():
+    rates = []
+
+    def configure_optimizers(self):
+        optimizer = sgd(self)
+        return {"optimizer": optimizer, "scheduler": step_lr(optimizer), "monitor": "val/loss"}
+
+    def on_train_epoch_start(self):
+        rates.append(self.optimizers().param_groups[0]["lr"])
+
+    make(max_epochs=2).fit(
+        net(configure_optimizers=configure_optimizers, on_train_epoch_start=on_train_epoch_start),
+        loader(),
+    )
+    assert rates == pytest.approx([0.1, 0.01])
+
+
+# -- training_step ---------------------------------------------------------------------------------
+
+LOSSES = [
+    (lambda self, x: None, TypeError, ["None", "NoneType", "automatic_optimization = False"]),
+    (lambda self, x: 0.5, TypeError, ["0.5", "float", "tensor of one element"]),
+    (lambda self, x: self.layer(x).mean().item(), TypeError, ["float"]),
+    (lambda self, x: {"los": self.layer(x).mean()}, TypeError, ["without 'loss'", "['los']"]),
+    (lambda self, x: {"loss": 1}, TypeError, ["1 of type int", "under 'loss'"]),
+    (lambda self, x: self.layer(x), ValueError, ["(2, 1)", "loss.mean()"]),
+    (lambda self, x: self.layer(x).mean().detach(), ValueError, ["without a graph", "detached"]),
+    (lambda self, x: torch.zeros(()), ValueError, ["without a graph", "frozen"]),
+]
+
+
+@pytest.mark.parametrize(("loss", "kind", "parts"), LOSSES)
+def test_what_training_step_may_not_return(loss, kind, parts):
+    def training_step(self, batch, batch_idx):
+        return loss(self, batch[0])
+
+    fit_fails(net(training_step=training_step), kind, "training_step returned", *parts)
+
+
+def test_a_loss_of_one_element_in_any_shape_is_fine():
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.layer(batch[0]).mean().reshape(1, 1), "more": "text"}
+
+    trainer = make()
+    trainer.fit(net(training_step=training_step), loader())
+    assert trainer.global_step == 2
+
+
+def test_negative_items_are_refused():
+    module = net(count_items=lambda self, batch: -1)
+    fit_fails(module, ValueError, "count_items returned -1", "0 or more")
+
+
+def test_manual_optimisation_does_not_accumulate():
+    fit_fails(
+        net(automatic_optimization=False),
+        ValueError,
+        "gradient_accumulation_steps is 2",
+        "manual",
+        "leave it at 1",
+        gradient_accumulation_steps=2,
+    )
+
+
+def test_manual_backward_belongs_to_manual_optimisation():
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.layer(batch[0]).mean())
+
+    fit_fails(
+        net(training_step=training_step),
+        RuntimeError,
+        "manual_backward",
+        "automatic_optimization = False",
+    )
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+class NoSamples(IterableDataset):
+    def __iter__(self):
+        yield from ()
+
+
+EMPTY = [[], DataLoader([]), DataLoader(TensorDataset(torch.ones(1, 2)), 2, drop_last=True)]
+
+
+@pytest.mark.parametrize("empty", EMPTY, ids=["list", "loader", "drop_last"])
+def test_an_empty_loader_is_named_before_anything_runs(empty):
+    fit_fails(Net(), ValueError, "train loader is empty", "drop_last", train=empty)
+    fit_fails(Net(), ValueError, "is empty", "dataset", "limit_val_batches", val=empty)
+    both = [loader(), empty]
+    fit_fails(Net(), ValueError, "loader number 1 is empty", val=both)
+    for method in ("validate", "test", "predict"):
+        fails(lambda m=method: getattr(make(), m)(Net(), empty), ValueError, method, "is empty")
+
+
+def test_a_stream_that_gives_nothing_is_refused_once_it_was_read():
+    stream = DataLoader(NoSamples(), batch_size=2)
+    fit_fails(Net(), ValueError, "training loader gave no batch in epoch 0", train=stream)
+    fit_fails(Net(), ValueError, "validation loader number 0 gave no batch", val=stream)
+    for method, name in (("validate", "validation"), ("test", "test"), ("predict", "predict")):
+        fails(
+            lambda m=method: getattr(make(), m)(Net(), stream),
+            ValueError,
+            f"The {name} loader number 0 gave no batch",
+        )
+
+
+def test_an_iterator_cannot_be_read_a_second_time():
+    once = iter([[torch.ones(2, 2)]])
+    text = fit_fails(Net(), ValueError, "read only once", "in epoch 1", train=once, max_epochs=2)
+    assert "iterated again" in text
+
+
+def test_a_limit_that_leaves_nothing_is_named():
+    fit_fails(Net(), ValueError, "train loader is empty", "limit_train", limit_train_batches=0)
+    fit_fails(
+        Net(), ValueError, "limit_train_batches is 0.1", "2 batches", "0.5", limit_train_batches=0.1
+    )
+
+
+def test_no_data_at_all():
+    fails(
+        lambda: make().fit(Net()), ValueError, "train_dataloaders", "datamodule", "train_dataloader"
+    )
+    fails(lambda: make().test(Net()), ValueError, "dataloaders", "test_dataloader in Net")
+
+
+def test_data_given_twice():
+    class Data:
+        def train_dataloader(self):
+            return loader()
+
+    fails(
+        lambda: make().fit(Net(), loader(), datamodule=Data()),
+        ValueError,
+        "train_dataloaders or datamodule",
+        "not both",
+    )
+
+
+def test_several_training_loaders():
+    fit_fails(Net(), ValueError, "2 training loaders", train=[loader(), loader()])
+
+
+@pytest.mark.parametrize("wrong", [3, torch.nn.Linear(1, 1)], ids=["int", "module"])
+def test_what_is_no_loader(wrong):
+    text = fit_fails(Net(), TypeError, "DataLoader", "iterable of batches", train=wrong)
+    assert type(wrong).__name__ in text
+
+
+def test_a_distributed_sampler_shares_out_twice():
+    data = TensorDataset(torch.ones(4, 2))
+    sampler = DistributedSampler(data, num_replicas=2, rank=0)
+    fit_fails(
+        Net(),
+        ValueError,
+        "DistributedSampler",
+        "Remove it",
+        train=DataLoader(data, sampler=sampler),
+    )
+
+
+def test_an_order_of_its_own_cannot_be_switched_off_for_overfitting():
+    data = TensorDataset(torch.ones(4, 2))
+    weighted = torch.utils.data.WeightedRandomSampler([1.0] * 4, 4)
+    fit_fails(
+        Net(),
+        ValueError,
+        "WeightedRandomSampler",
+        "overfit_batches",
+        "shuffle=False",
+        train=DataLoader(data, sampler=weighted, batch_size=2),
+        overfit_batches=1,
+    )
+
+
+# -- log -------------------------------------------------------------------------------------------
+
+LOGGED = [
+    (("x", torch.ones(3)), {}, ValueError, ["'x'", "shape (3,)", ".mean()"]),
+    (("x", "high"), {}, TypeError, ["'x'", "'high'", "str", "log_dict"]),
+    (("x", {"a": 1}), {}, TypeError, ["'x'", "dict", "log_dict"]),
+    (("x", None), {}, TypeError, ["'x'", "None", "number"]),
+    ((3, 1.0), {}, TypeError, ["3", "string"]),
+    (("x", 1.0), {"reduce": "avg"}, ValueError, ["'x'", "'avg'", "'max', 'mean', 'min', 'sum'"]),
+    (("x", 1.0), {"reduce": "maxx"}, ValueError, ["Did you mean 'max'"]),
+    (("step", 1.0), {}, ValueError, ["'step'", "field of that name"]),
+    (("epoch", 1.0), {}, ValueError, ["'epoch'"]),
+    (("time", 1.0), {}, ValueError, ["'time'"]),
+]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "kind", "parts"), LOGGED)
+def test_what_cannot_be_logged(args, kwargs, kind, parts):
+    def training_step(self, batch, batch_idx):
+        self.log(*args, **kwargs)
+
+    fit_fails(net(training_step=training_step), kind, *parts)
+
+
+def test_one_name_with_two_reductions():
+    def training_step(self, batch, batch_idx):
+        self.log("x", 1.0)
+        self.log("x", 1.0, reduce="sum")
+
+    fit_fails(net(training_step=training_step), ValueError, "'x'", "'mean'", "'sum'", "the same")
+
+
+def test_log_outside_a_run():
+    fails(lambda: Net().log("x", 1.0), RuntimeError, "no trainer", "fit, validate, test or predict")
+
+
+OUTSIDE = [
+    "configure_optimizers",
+    "on_fit_start",
+    "on_fit_end",
+    "on_train_end",
+    "on_validation_end",
+    "on_predict_start",
+    "on_save_checkpoint",
+]
+
+
+@pytest.mark.parametrize("hook", OUTSIDE)
+def test_log_where_nothing_can_be_recorded(hook):
+    def method(self, *args):
+        self.log("lost", 1.0)
+
+    module = net(**{hook: method})
+
+    def run():
+        trainer = make()
+        trainer.fit(module, loader(), loader())
+        trainer.predict(module, loader())
+
+    if hook == "on_predict_start":
+        module.predict_step = lambda batch, batch_idx: None
+    fails(run, MetricError, "log('lost')", "inside a step")
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_boundary", "on_train_epoch_end", "on_validation_epoch_end", "on_train_end"]
+)
+def test_a_callback_cannot_log_behind_the_reduction(hook):
+    """It would be taken for a value of the next epoch, or lost."""
+
+    class Late(Callback):
+        pass
+
+    setattr(Late, hook, lambda self, trainer, module: module.log("late", 1.0))
+    fit_fails(Net(), MetricError, "log('late')", val=loader(), callbacks=Late())
+
+
+def test_a_step_value_outside_a_step():
+    def on_train_epoch_end(self):
+        self.log("x", 1.0, on_step=True)
+
+    module = net(on_train_epoch_end=on_train_epoch_end)
+    fit_fails(module, ValueError, "log('x', on_step=True)", "on_epoch=True")
+
+
+def test_a_metric_object_that_computes_a_dict():
+    class Dict:
+        def update(self):
+            pass
+
+        def compute(self):
+            return {"a": 1.0}
+
+        def reset(self):
+            pass
+
+    def validation_step(self, batch, batch_idx):
+        self.log("both", Dict())
+
+    fit_fails(net(validation_step=validation_step), ValueError, "'both'", "log_dict", val=loader())
+
+
+# -- monitors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("watcher", [ModelCheckpoint, EarlyStopping])
+def test_a_monitored_metric_that_was_never_logged(watcher):
+    text = fit_fails(
+        Net(),
+        ValueError,
+        "'val/accuracy' was never logged",
+        "train/loss_epoch, ",
+        "val/loss",
+        "self.log('val/accuracy', value)",
+        val=loader(),
+        callbacks=watcher(monitor="val/accuracy"),
+    )
+    assert "accuracy" in text
+
+
+def test_the_nearest_logged_name_is_offered():
+    fit_fails(
+        Net(),
+        ValueError,
+        "'train/loss'",
+        "Did you mean 'train/loss_",
+        callbacks=ModelCheckpoint(monitor="train/loss"),
+    )
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def test_a_fresh_run_does_not_mix_with_the_checkpoints_of_another():
+    make().fit(Net(), loader())
+    fit_fails(
+        Net(), ValueError, "run/checkpoints", "another run", "ckpt_path='auto'", "project_dir"
+    )
+    make(project_dir="another").fit(Net(), loader())
+    make(max_epochs=2).fit(Net(), loader(), ckpt_path="auto")
+
+
+@pytest.mark.parametrize("word", ["auto", "last", "best"])
+def test_a_word_for_a_checkpoint_needs_a_folder_to_look_in(word):
+    fails(
+        lambda: make(project_dir=None).fit(Net(), loader(), ckpt_path=word),
+        ValueError,
+        f"ckpt_path='{word}'",
+        "project_dir",
+    )
+
+
+def test_best_needs_a_monitor():
+    make().fit(Net(), loader())
+    fails(
+        lambda: make().fit(Net(), loader(), ckpt_path="best"),
+        ValueError,
+        "ckpt_path='best'",
+        "ModelCheckpoint",
+        "monitor",
+    )
+    fails(
+        lambda: make(callbacks=ModelCheckpoint(monitor="val/x")).test(
+            Net(), loader(), ckpt_path="best"
+        ),
+        CheckpointError,
+        "'best'",
+        "'val/x'",
+    )
+
+
+def test_last_needs_a_checkpoint_and_auto_does_not():
+    fails(
+        lambda: make().fit(Net(), loader(), ckpt_path="last"),
+        CheckpointError,
+        "ckpt_path='last'",
+        "run/checkpoints",
+    )
+    make().fit(Net(), loader(), ckpt_path="auto")
+
+
+def test_a_path_without_a_checkpoint_or_a_misspelt_word():
+    fails(
+        lambda: make().fit(Net(), loader(), ckpt_path="lst"),
+        CheckpointError,
+        "lst",
+        "'auto', 'best', 'last'",
+        "Did you mean 'last'",
+    )
+
+
+def test_a_checkpoint_of_another_model_names_what_differs():
+    make().fit(Net(), loader())
+
+    class Other(Net):
+        def __init__(self):
+            super().__init__()
+            self.head = torch.nn.Linear(1, 1)
+
+    with pytest.raises(CheckpointError, match=r"head\.weight"):
+        make().fit(Other(), loader(), ckpt_path="last")
+
+
+def test_a_checkpoint_with_other_optimizers_says_how_many():
+    make().fit(Net(), loader())
+
+    def configure_optimizers(self):
+        return tuple(torch.optim.SGD([part], lr=0.1) for part in self.layer.parameters())
+
+    fails(
+        lambda: make().fit(
+            net(configure_optimizers=configure_optimizers), loader(), ckpt_path="last"
+        ),
+        CheckpointError,
+        "1 optimizers",
+        "returned 2",
+    )
+
+
+def test_saving_needs_a_fit():
+    fails(lambda: make().save_checkpoint("x"), RuntimeError, "save_checkpoint", "while fit runs")
+
+
+def test_batches_of_a_mapping_are_batches():
+    """A list of mappings is one loader of ready batches, whatever kind of mapping they are."""
+    batches = [UserDict(x=torch.ones(2, 2))] * 3
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch["x"]).mean()
+
+    trainer = make()
+    trainer.fit(net(training_step=training_step), batches)
+    assert trainer.global_step == 3

@@ -37,7 +37,7 @@ class Digits(TrainModule):
         self.log("val/accuracy", accuracy, prog_bar=True)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
 def load_data():
@@ -51,7 +51,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/digits"))
     parser.add_argument("--max-epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

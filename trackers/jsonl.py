@@ -162,6 +162,9 @@ class JsonlTracker(GeneralTracker):
     def truncate(self, offset: int) -> None:
         """Cut off the records behind an offset, as a run does that resumes from before them.
 
+        A file without any record has nothing to cut: a run that resumes in another folder begins a
+        record there, which a warning says.
+
         Args:
             offset: in bytes, as `offset` or `sync` gave it.
 
@@ -169,7 +172,9 @@ class JsonlTracker(GeneralTracker):
             ValueError: the file is shorter than that, or no record ends there.
         """
         size = self.offset
-        if offset == size == 0:  # there may be no file
+        if size == 0 and offset >= 0:  # there may be no file
+            if offset:
+                _logger.warning("%s begins here: the earlier records are elsewhere.", self.path)
             return
         if not 0 <= offset <= size or not self._is_boundary(offset):
             raise ValueError(

@@ -18,6 +18,7 @@ from trainer.accelerator import Accelerator
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler
 from trainer.data.loader import Feed
 from trainer.distributed.control import local_main_first
+from trainer.errors import CheckpointError
 from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
@@ -316,9 +317,16 @@ class Trainer:
         )
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; every process may call it, rank 0 does it."""
+        """Remove a checkpoint; every process may call it, rank 0 does it.
+
+        What cannot be removed is told in the log: it must not cost the run, and the other processes
+        would not hear of an error here.
+        """
         if self.accelerator.is_main_process:
-            disk.remove(Path(path))
+            try:
+                disk.remove(Path(path))
+            except (CheckpointError, OSError):
+                logger.warning("An old checkpoint was not removed.", exc_info=True)
 
     # -- where the run stands ------------------------------------------------------------------
 

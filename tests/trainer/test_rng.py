@@ -104,9 +104,14 @@ def test_isolation_holds_also_when_an_error_leaves_it():
     state = rng_state()
     expected = draw()
     load_rng_state(state)
-    with pytest.raises(LookupError), isolated_rng():
+
+    @isolated_rng()
+    def fail():
         draw()
         raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
     assert draw() == expected
 
 

@@ -59,9 +59,7 @@ def test_several_processes_without_a_meeting_place_are_refused(monkeypatch):
 
 
 def test_a_group_that_others_started_says_who_we_are(tmp_path):
-    dist.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
-    )
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     state = PartialState(cpu=True)
     assert (state.num_processes, state.process_index) == (1, 0)
 

@@ -82,6 +82,7 @@ class Feed:
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
         self.start_round = 0
+        self.even = even
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
         self._limit: int | None = None
@@ -139,7 +140,8 @@ class Feed:
         total = self.num_batches
         if total is None:
             return None
-        return total // self.world_size + (self.rank < total % self.world_size)
+        full, rest = divmod(total, self.world_size)
+        return full + (rest > 0 if self.even else self.rank < rest)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is read next."""
@@ -195,15 +197,21 @@ class Feed:
             )
             for _ in islice(stream, self.start_round * self.world_size):
                 pass
+        beginning: list[Any] = []
         while batches := list(islice(stream, self.world_size)):
+            real = sum(find_batch_size(batch) or 1 for batch in batches)
+            if self.even:
+                beginning = beginning or batches
+                missing = self.world_size - len(batches)
+                batches += [beginning[i % len(beginning)] for i in range(missing)]
             sizes = [find_batch_size(batch) or 1 for batch in batches]
             total, complete = sum(sizes), len(batches) == self.world_size
             if self.rank < len(batches):
                 batch = batches[self.rank]
                 batch = batch if transfer is None else transfer(batch)
-                yield Round(True, batch, sizes[self.rank], total, total, complete)
+                yield Round(True, batch, sizes[self.rank], total, real, complete)
             else:
-                yield Round(False, None, 0, total, total, complete)
+                yield Round(False, None, 0, total, real, complete)
 
 
 def _own(batch: Any, share: Share, fetched: Any) -> Round:

@@ -192,14 +192,13 @@ class ShardedSampler(Sampler[Any]):
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
         stream = iter(self._order())
         position = 0
-        beginning: list[int] = []
+        beginning: list[Any] = []  # the first round's batches
         for number in range(2**63):
-            batches = list(islice(stream, self.world_size))
+            batches = [_listed(batch) for batch in islice(stream, self.world_size)]
             if not batches:
                 return
+            beginning = beginning or batches
             real = sum(len(_indices(batch)) for batch in batches)
-            if self.even and len(beginning) < self.world_size * (self.batch_size or 1):
-                beginning += [index for batch in batches for index in _indices(batch)]
             if self.even and len(batches) == self.world_size:
                 full = self.batch_size is None or len(_indices(batches[-1])) == self.batch_size
                 batches = batches if full else self._filled(batches, beginning)
@@ -219,16 +218,23 @@ class ShardedSampler(Sampler[Any]):
             stream = seeded_iteration(self._sampler, mix(self.seed, self.epoch))
         return stream if self.limit is None else islice(stream, self.limit)
 
-    def _filled(self, batches: list[Any], beginning: list[int]) -> list[Any]:
+    def _filled(self, batches: list[Any], beginning: list[Any]) -> list[Any]:
         """The last round with a full batch for every process, filled from the beginning."""
-        if not isinstance(batches[0], list):
+        if self.batch_size is None:  # batches of no size in particular are repeated whole
             missing = self.world_size - len(batches)
             return batches + [beginning[i % len(beginning)] for i in range(missing)]
-        size = self.batch_size or len(batches[0])
+        size = self.batch_size
         flat = [index for batch in batches for index in batch]
+        first = [index for batch in beginning for index in batch]
         missing = self.world_size * size - len(flat)
-        flat += [beginning[i % len(beginning)] for i in range(missing)]
+        flat += [first[i % len(first)] for i in range(missing)]
         return [flat[i * size : (i + 1) * size] for i in range(self.world_size)]
+
+
+def _listed(batch: Any) -> Any:
+    """A batch of indices as a list, whatever sequence the user's sampler makes of them."""
+    is_sequence = isinstance(batch, tuple) or getattr(batch, "ndim", 0) > 0
+    return list(batch) if is_sequence else batch
 
 
 def _indices(batch: Any) -> list[int]:

@@ -52,8 +52,9 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, SampleIndex):
-            return self._seeded(index.seed, lambda: self.collate_fn(self.dataset[int(index)]))
+        if isinstance(index, (SampleIndex, BatchIndices)):  # without a batch_sampler: one item
+            plain = int(index) if isinstance(index, SampleIndex) else list(index)
+            return self._seeded(index.seed, lambda: self.collate_fn(self.dataset[plain]))
         return self.dataset[index]
 
     def __getitems__(self, indices: BatchIndices) -> Any:

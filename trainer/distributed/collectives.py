@@ -96,10 +96,15 @@ def broadcast(tree: Any, from_process: int = 0) -> Any:
 
         def broadcast_one(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
-                dist.broadcast(leaf, src=from_process)
+                # The backends read and write one stretch of memory, whatever view of it they get.
+                packed = leaf.contiguous()
+                dist.broadcast(packed, src=from_process)
+                if packed is not leaf:
+                    leaf.copy_(packed)
             return leaf
 
-        return map_tree(broadcast_one, tree)
+        with torch.no_grad():
+            return map_tree(broadcast_one, tree)
     return tree
 
 

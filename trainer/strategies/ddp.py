@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
+from trainer.distributed import collectives
 from trainer.distributed.agreement import FIELDS, Agreement
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
@@ -41,9 +42,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def broadcast_(tensors: list[Tensor]) -> None:
     """Give every process rank 0's values, in place."""
-    with torch.no_grad():
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+    collectives.broadcast(tensors)
 
 
 class _Stage(nn.Module):

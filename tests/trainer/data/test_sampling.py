@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 
 import numpy
 import pytest
@@ -54,7 +55,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert deal(shuffled(20, 4), seed=3, epoch=5) == first
     assert deal(shuffled(20, 4), seed=3, epoch=6) != first
     assert deal(shuffled(20, 4), seed=4, epoch=5) != first
-    assert sorted(sum(first[0], [])) == list(range(20))
+    assert sorted(chain.from_iterable(first[0])) == list(range(20))
 
 
 def test_epochs_can_be_read_in_any_order_and_again():
@@ -153,9 +154,9 @@ def test_processes_seeded_differently_agree_about_a_random_sampler_of_the_users_
 
 def test_a_sampler_of_the_users_own_hears_of_the_epoch():
     coin = Coin()
-    ShardedSampler(
-        BatchSampler(coin, 2, drop_last=False), rank=0, world_size=1, seed=0
-    ).set_epoch(4)
+    ShardedSampler(BatchSampler(coin, 2, drop_last=False), rank=0, world_size=1, seed=0).set_epoch(
+        4
+    )
     ShardedSampler(coin, rank=0, world_size=1, seed=0).set_epoch(5)
     assert coin.epochs == [4, 5]
 
@@ -180,7 +181,7 @@ def test_batch_b_goes_to_rank_b_mod_n_and_nothing_is_repeated():
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_sample_is_dealt_once(items, world_size):
     dealt = deal(shuffled(items, 4), world_size)
-    assert sorted(sum(sum(dealt, []), [])) == list(range(items))
+    assert sorted(chain.from_iterable(chain.from_iterable(dealt))) == list(range(items))
 
 
 # The table of `reference/`, with its lengths.
@@ -216,7 +217,7 @@ def test_the_loaders_own_drop_last_holds_without_even_batches():
 def test_even_batches_of_a_shuffled_epoch_are_filled_from_its_own_beginning():
     (alone,) = deal(shuffled(9, 2))
     dealt = deal(shuffled(9, 2), 2, even=True)
-    beginning = sum(alone, [])
+    beginning = list(chain.from_iterable(alone))
     assert dealt[0][-1] == [beginning[8], beginning[0]]
     assert dealt[1][-1] == beginning[1:3]
 

@@ -1,0 +1,193 @@
+"""Every example runs as a user runs it: a process of its own, warnings as errors."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from sklearn.datasets import load_digits
+
+from trackers import read_metrics
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+DIGITS_FOR_VALIDATION = 359
+
+
+def run(*arguments: object, processes: int = 1, expect: int = 0) -> str:
+    """Run an example in the working folder; return what it printed, errors where it must fail."""
+    launcher = () if processes == 1 else TWO_PROCESSES
+    command = [
+        sys.executable,
+        *launcher,
+        str(EXAMPLES / str(arguments[0])),
+        *map(str, arguments[1:]),
+    ]
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # so that a hanging one ends with its children
+        env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        output, errors = started.communicate(timeout=240)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
+    assert started.returncode == expect, f"{output}\n{errors}"
+    return errors if expect else output
+
+
+def printed(output: str, name: str) -> str:
+    """The rest of the line that begins with `name`."""
+    (value,) = re.findall(rf"^{name}\s+(.*)$", output, re.MULTILINE)
+    return value
+
+
+def series(project_dir: Path, name: str) -> list[float]:
+    """Every recorded value of a metric."""
+    return [r[name] for r in read_metrics(project_dir / "metrics.jsonl") if name in r]
+
+
+def test_the_index_lists_every_example_with_its_command():
+    commands = re.findall(r"`python examples/(\w+\.py)`", (EXAMPLES / "README.md").read_text())
+    assert sorted(commands) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+# -- digits ----------------------------------------------------------------------------------------
+
+
+def test_digits_reaches_its_accuracy_and_a_second_start_adds_nothing(tmp_path):
+    output = run("digits.py", "--project-dir", "runs/digits")
+    final, best = re.findall(r"0\.\d{4}", printed(output, "accuracy"))
+    assert float(final) > 0.96
+    assert float(best) > 0.96
+
+    checkpoint = tmp_path / printed(output, "checkpoint")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert f"{manifest['metrics']['val/accuracy']:.4f}" == best
+    accuracies = series(tmp_path / "runs/digits", "val/accuracy")
+    assert f"{accuracies[-1]:.4f}" == final
+    assert f"{max(accuracies):.4f}" == best
+    logs = tmp_path / printed(output, "curves").removeprefix("tensorboard --logdir ")
+    assert list(logs.rglob("events.out.tfevents.*"))
+
+    assert run("digits.py", "--project-dir", "runs/digits") == output
+    assert series(tmp_path / "runs/digits", "val/accuracy") == accuracies
+
+
+def test_digits_is_the_same_run_on_two_processes(tmp_path):
+    run("digits.py", "--project-dir", "one", "--max-epochs", 4, "--batch-size", 32)
+    run("digits.py", "--project-dir", "two", "--max-epochs", 4, "--batch-size", 16, processes=2)
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert series(two, "val/accuracy") == pytest.approx(series(one, "val/accuracy"), abs=1e-7)
+    assert series(two, "train/loss") == pytest.approx(series(one, "train/loss"), rel=1e-3)
+    assert len(series(two, "val/accuracy")) == 4
+
+
+# -- own loop --------------------------------------------------------------------------------------
+
+
+def test_own_loop_has_the_same_accuracy_on_two_processes():
+    one = run("own_loop.py", "--max-epochs", 6, "--batch-size", 16)
+    two = run("own_loop.py", "--max-epochs", 6, "--batch-size", 8, processes=2)
+    assert two == one
+    accuracies = [float(value) for value in re.findall(r"accuracy (\S+)", one)]
+    assert len(accuracies) == 6
+    assert accuracies[-1] > 0.9
+    for accuracy in accuracies:  # a share of the samples there are: none counted twice
+        correct = round(accuracy * DIGITS_FOR_VALIDATION)
+        assert accuracy == round(correct / DIGITS_FOR_VALIDATION, 4)
+
+
+# -- GAN -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "batch_size"), [(1, 64), (2, 32)])
+def test_gan_generates_what_looks_like_digits(tmp_path, processes, batch_size):
+    output = run("gan.py", "--max-epochs", 15, "--batch-size", batch_size, processes=processes)
+    for name in ("generator", "discriminator"):
+        values = series(tmp_path / "runs/gan", f"loss/{name}")
+        assert len(values) > 10
+        assert numpy.isfinite(values).all()
+        assert float(printed(output, name)) == pytest.approx(values[-1], abs=1e-4)
+
+    header, pixels = (tmp_path / printed(output, "samples")).read_bytes().split(b"\n", 1)
+    assert header == b"P5 80 80 255"
+    grid = numpy.frombuffer(pixels, dtype=numpy.uint8).reshape(8, 10, 8, 10)
+    samples = grid.swapaxes(1, 2)[:, :, 1:9, 1:9].reshape(64, 64)
+    real = load_digits(return_X_y=True)[0]
+    # Untrained, the mean sample has nothing to do with the mean digit.
+    assert numpy.corrcoef(samples.mean(0), real.mean(0))[0, 1] > 0.8
+    assert samples.std(0).mean() > 10  # and they are not all the same
+
+
+# -- Fashion-MNIST ---------------------------------------------------------------------------------
+
+
+def write_idx(path: Path, array: numpy.ndarray) -> None:
+    sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+    content = bytes([0, 0, 8, array.ndim]) + sizes + array.astype(numpy.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_data(folder: Path, suffix: str) -> None:
+    """Ten kinds of images that differ in the rows that are bright."""
+    folder.mkdir()
+    random = numpy.random.default_rng(0)
+    for part, size in (("train", 480), ("t10k", 70)):
+        labels = numpy.arange(size) % 10
+        images = random.integers(0, 100, (size, 28, 28))
+        for image, label in zip(images, labels, strict=True):
+            image[2 * label : 2 * label + 4] += 150
+        write_idx(folder / f"{part}-images-idx3-ubyte{suffix}", images)
+        write_idx(folder / f"{part}-labels-idx1-ubyte{suffix}", labels)
+
+
+def test_fashion_mnist_learns_from_compressed_and_plain_files(tmp_path):
+    outputs = []
+    for suffix in ("", ".gz"):
+        name = f"data{suffix}"
+        write_data(tmp_path / name, suffix)
+        options = ("--data-dir", name, "--project-dir", f"runs/{name}", "--batch-size", 16)
+        outputs.append(printed(run("fashion_mnist.py", *options), "test accuracy"))
+    assert outputs[0] == outputs[1]
+    assert float(outputs[0]) > 0.95
+    assert series(tmp_path / "runs/data", "test/accuracy") == pytest.approx(
+        [float(outputs[0])], abs=1e-4
+    )
+
+
+def test_fashion_mnist_says_where_missing_files_are_to_be_had(tmp_path):
+    write_data(tmp_path / "data", "")
+    (tmp_path / "data" / "t10k-labels-idx1-ubyte").unlink()
+    errors = run("fashion_mnist.py", "--data-dir", "data", expect=1)
+    assert errors.startswith("data lacks t10k-labels-idx1-ubyte (")
+    assert "apt install dataset-fashion-mnist" in errors
+    assert "--data-dir" in errors
+    assert "Traceback" not in errors
+
+
+def test_fashion_mnist_reads_idx_files_as_they_were_written(tmp_path):
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "fashion_mnist.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    array = numpy.arange(3 * 4 * 5).reshape(3, 4, 5)
+    for name in ("plain", "packed.gz"):
+        write_idx(tmp_path / name, array)
+        assert example.read_idx(tmp_path / name).tolist() == array.tolist()
+    (tmp_path / "other").write_bytes(b"no idx file")
+    with pytest.raises(SystemExit, match="other is not an idx file of bytes"):
+        example.read_idx(tmp_path / "other")

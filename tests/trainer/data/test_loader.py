@@ -1,0 +1,419 @@
+"""Epochs in rounds, one batch ahead, and the loader that `Accelerator.prepare` returns."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from trainer.data.loader import DataLoaderShard, Feed
+from trainer.state import GradientState
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    def __init__(self, size: int):
+        self.size = size
+        self.epochs = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+    def set_epoch(self, epoch):
+        self.epochs.append(epoch)
+
+
+class Stream(IterableDataset):
+    """Numbers one by one; how many it gave is counted."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.given = 0
+
+    def __iter__(self):
+        for number in range(self.size):
+            self.given += 1
+            yield number
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.size
+
+
+class RandomStream(Stream):
+    def __iter__(self):
+        for _ in range(self.size):
+            yield int(torch.randint(10**6, ()))
+
+
+def listed(batch) -> list[int]:
+    return batch.tolist()
+
+
+def read(source, world_size: int = 1, *, epoch: int = 0, limit: int | None = None, **kwargs):
+    """The batches of each process in one epoch; None where it has none in a round."""
+    feeds = [Feed(source, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
+    found = []
+    for feed in feeds:
+        feed.limit = limit
+        feed.set_epoch(epoch)
+        found.append([listed(r.batch) if r.present else None for r in feed.rounds()])
+    return found
+
+
+def shard(source, rank: int = 0, world_size: int = 1, *, even: bool = True) -> DataLoaderShard:
+    return DataLoaderShard(
+        source,
+        rank=rank,
+        world_size=world_size,
+        seed=0,
+        even_batches=even,
+        device=CPU,
+        non_blocking=False,
+    )
+
+
+def shards(source, world_size: int = 2, *, even: bool = True) -> list[list[list[int]]]:
+    """What each process reads, checked against the lengths that it announces."""
+    found = []
+    for rank in range(world_size):
+        own = shard(source, rank, world_size, even=even)
+        batches = [listed(batch) for batch in own]
+        assert len(own) == len(batches)
+        found.append(batches)
+    return found
+
+
+# -- rounds ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_process_sees_every_round(workers):
+    loader = DataLoader(Numbers(9), 2, num_workers=workers)
+    assert read(loader, 2) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], None]]
+    assert read(loader, 3) == [[[0, 1], [6, 7]], [[2, 3], [8]], [[4, 5], None]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stream", [Stream, SizedStream])
+def test_a_stream_is_dealt_out_like_a_dataset(stream, workers):
+    loader = DataLoader(stream(9), 2, num_workers=workers and 1)
+    assert read(loader, 2) == read(DataLoader(Numbers(9), 2), 2)
+    assert read(loader, 3) == read(DataLoader(Numbers(9), 2), 3)
+
+
+def test_any_iterable_of_batches_is_dealt_out():
+    batches = [torch.tensor([0, 1]), torch.tensor([2]), torch.tensor([3])]
+    assert read(batches, 2) == [[[0, 1], [3]], [[2], None]]
+    assert Feed(batches, world_size=2).num_batches == 3
+
+
+def test_a_source_that_cannot_be_read_is_refused():
+    with pytest.raises(TypeError, match=r"A loader is 7 of type int; it must be a DataLoader"):
+        Feed(7)
+
+
+@pytest.mark.parametrize("source", [DataLoader(Numbers(9), 2), DataLoader(Stream(9), 2)])
+def test_rounds_tell_sizes_and_the_end_alike_on_all_processes(source):
+    rounds = []
+    for rank in (0, 1):
+        feed = Feed(source, rank=rank, world_size=2)
+        feed.set_epoch(0)
+        rounds.append(list(feed.rounds()))
+    for own in rounds:
+        assert [r.last for r in own] == [False, False, True]
+        assert [r.round_samples for r in own] == [4, 4, 1]
+        assert [r.real_samples for r in own] == [4, 4, 1]
+        assert [r.complete for r in own] == [True, True, False]
+    assert [r.samples for r in rounds[0]] == [2, 2, 1]
+    assert [r.samples for r in rounds[1]] == [2, 2, 0]
+
+
+def test_an_epoch_without_data_has_no_round():
+    assert read(DataLoader(Numbers(0), 2), 2) == [[], []]
+    assert read(DataLoader(Stream(0), 2), 2) == [[], []]
+
+
+@pytest.mark.parametrize("source", [Numbers(9), Stream(9), SizedStream(9)])
+def test_limits_count_batches_over_all_processes(source):
+    loader = DataLoader(source, 2)
+    assert read(loader, 2, limit=3) == [[[0, 1], [4, 5]], [[2, 3], None]]
+    assert read(loader, 2, limit=50) == read(loader, 2)
+    feed = Feed(loader, rank=1, world_size=2)
+    feed.limit = 3
+    assert (feed.num_batches, feed.num_rounds, feed.num_own_batches) == (3, 2, 1)
+
+
+def test_a_limited_stream_is_not_read_further():
+    dataset = Stream(100)
+    read(DataLoader(dataset, 2), limit=2)
+    assert dataset.given == 4
+
+
+def test_numbers_of_batches_are_known_where_something_has_a_length():
+    feed = Feed(DataLoader(Numbers(9), 2), rank=1, world_size=2)
+    assert (feed.num_batches, feed.num_rounds, feed.num_own_batches) == (5, 3, 2)
+    feed = Feed(DataLoader(SizedStream(9), 2), rank=0, world_size=2)
+    assert (feed.num_batches, feed.num_rounds, feed.num_own_batches) == (5, 3, 3)
+    feed = Feed(DataLoader(Stream(9), 2), world_size=2)
+    assert (feed.num_batches, feed.num_rounds, feed.num_own_batches) == (None, None, None)
+
+
+def test_the_transfer_is_called_one_batch_ahead():
+    moved = []
+
+    def transfer(batch):
+        moved.append(listed(batch))
+        return batch + 100
+
+    feed = Feed(DataLoader(Numbers(3), 1))
+    feed.set_epoch(0)
+    seen = [(listed(r.batch), len(moved)) for r in feed.rounds(transfer)]
+    assert seen == [([100], 2), ([101], 3), ([102], 3)]
+
+
+def test_the_size_of_a_ready_made_batch_is_read_from_it():
+    dataset = [torch.arange(3), torch.arange(1), torch.tensor(7)]
+    feed = Feed(DataLoader(dataset, batch_size=None), rank=0, world_size=2)
+    feed.set_epoch(0)
+    rounds = list(feed.rounds())
+    assert [(r.samples, r.round_samples) for r in rounds] == [(3, None), (1, None)]
+
+
+def test_samples_without_batches_are_read():
+    loader = DataLoader([torch.tensor([i]) for i in range(5)], batch_size=None)
+    assert read(loader, 2) == [[[0], [2], [4]], [[1], [3], None]]
+
+
+def test_reading_can_start_inside_an_epoch():
+    feed = Feed(DataLoader(Numbers(9), 2, shuffle=True), rank=0, world_size=2)
+    feed.set_epoch(3)
+    whole = [listed(r.batch) for r in feed.rounds()]
+    feed.start_round = 1
+    feed.set_epoch(3)
+    assert [listed(r.batch) for r in feed.rounds()] == whole[1:]
+
+
+def test_a_stream_read_again_from_inside_says_what_it_costs(caplog):
+    caplog.set_level(logging.WARNING)
+    feed = Feed(DataLoader(Stream(9), 2), rank=0, world_size=2)
+    feed.set_epoch(0)
+    feed.start_round = 2
+    assert [listed(r.batch) for r in feed.rounds()] == [[8]]
+    assert "4 batches are read again and thrown away" in caplog.text
+
+
+# -- the order ---------------------------------------------------------------------------------
+
+
+def test_the_order_of_a_loader_is_a_function_of_seed_and_epoch():
+    loader = DataLoader(Numbers(20), 4, shuffle=True)
+    first = read(loader, seed=3, epoch=5)
+    torch.manual_seed(99)
+    assert read(loader, seed=3, epoch=5) == first
+    assert read(loader, seed=3, epoch=6) != first
+    assert read(loader, seed=4, epoch=5) != first
+    feed = Feed(loader, seed=3)
+    feed.reseed(4)
+    feed.set_epoch(5)
+    assert [[listed(r.batch) for r in feed.rounds()]] == read(loader, seed=4, epoch=5)
+
+
+def test_samplers_that_draw_globally_are_a_function_of_seed_and_epoch():
+    sampler = WeightedRandomSampler([1.0] * 20, 20)
+    loader = DataLoader(Numbers(20), 4, sampler=sampler)
+    torch.manual_seed(1)
+    first = read(loader, 2, epoch=1)
+    torch.manual_seed(2)
+    assert read(loader, 2, epoch=1) == first
+    assert read(loader, 2, epoch=2) != first
+
+
+def test_streams_that_draw_globally_are_alike_on_all_processes():
+    loader = DataLoader(RandomStream(8), 2)
+    (alone,) = read(loader, seed=3, epoch=1)
+    found = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        feed = Feed(loader, rank=rank, world_size=2, seed=3)
+        feed.set_epoch(1)
+        found.append([listed(r.batch) for r in feed.rounds()])
+    assert found == [alone[0::2], alone[1::2]]
+    assert read(loader, seed=3, epoch=2) != [alone]
+
+
+def test_reading_leaves_the_global_generators_alone():
+    for source in (
+        DataLoader(Numbers(8), 2, shuffle=True),
+        DataLoader(Numbers(8), 2, shuffle=True, num_workers=1),
+        DataLoader(RandomStream(8), 2),
+    ):
+        state = torch.get_rng_state()
+        read(source)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_dataset_hears_of_the_epoch():
+    dataset = Numbers(4)
+    read(DataLoader(dataset, 2), epoch=7)
+    assert dataset.epochs == [7]
+
+
+def test_persistent_workers_read_the_next_epoch_after_one_that_was_left():
+    loader = DataLoader(Numbers(12), 2, shuffle=True, num_workers=1, persistent_workers=True)
+    feed = Feed(loader)
+    feed.set_epoch(0)
+    rounds = feed.rounds()
+    next(rounds)
+    rounds.close()
+    feed.set_epoch(1)
+    left = [(listed(r.batch), r.samples) for r in feed.rounds()]
+    assert [batch for batch, _ in left] == read(DataLoader(Numbers(12), 2, shuffle=True), epoch=1)[
+        0
+    ]
+    assert [samples for _, samples in left] == [2] * 6
+    del feed, rounds
+
+
+# -- the prepared loader -----------------------------------------------------------------------
+
+# The table of `reference/` for two processes.
+
+
+def test_even_batches_are_filled_from_the_beginning():
+    loader = DataLoader(Numbers(9), 2)
+    assert shards(loader) == [[[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]]
+    assert shards(DataLoader(Numbers(3), 4)) == [[[0, 1, 2, 0]], [[1, 2, 0, 1]]]
+
+
+def test_uneven_batches_are_left_as_they_are():
+    assert shards(DataLoader(Numbers(9), 2), even=False) == [
+        [[0, 1], [4, 5], [8]],
+        [[2, 3], [6, 7]],
+    ]
+
+
+def test_drop_last_leaves_full_rounds():
+    loader = DataLoader(Numbers(9), 2, drop_last=True)
+    assert shards(loader) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+@pytest.mark.parametrize("stream", [Stream, SizedStream])
+def test_every_process_gets_as_many_batches_of_a_stream(stream):
+    def read_by_both(items: int, batch_size: int) -> list[list[list[int]]]:
+        loader = DataLoader(stream(items), batch_size)
+        return [[listed(batch) for batch in shard(loader, rank, 2)] for rank in (0, 1)]
+
+    assert read_by_both(8, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert read_by_both(9, 2) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [0, 1]]]
+    assert read_by_both(3, 4) == [[[0, 1, 2]], [[0, 1, 2]]]
+
+
+def test_the_remainder_of_a_stream_counts_no_repeated_samples():
+    for rank in (0, 1):
+        loader = shard(DataLoader(Stream(9), 2), rank, 2)
+        assert [loader.remainder for _ in loader] == [-1, -1, 1]
+
+
+def test_one_process_repeats_nothing():
+    assert shards(DataLoader(Numbers(3), 2), 1) == [[[0, 1], [2]]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_end_and_the_remainder_are_known_while_the_last_batch_is_at_hand(rank):
+    loader = shard(DataLoader(Numbers(9), 2), rank, 2)
+    state = GradientState()
+    seen = [(state.end_of_dataloader, state.remainder) for _ in loader]
+    assert seen == [(False, -1), (False, -1), (True, 1)]
+    assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (False, False, -1)
+
+
+def test_the_remainder_of_a_full_last_round_is_the_round():
+    loader = shard(DataLoader(Numbers(8), 2), 0, 2)
+    assert [loader.remainder for _ in loader] == [-1, 4]
+
+
+def test_a_process_that_has_no_batch_in_the_last_round_ends_early():
+    loader = shard(DataLoader(Numbers(9), 2), 1, 2, even=False)
+    assert [loader.end_of_dataloader for _ in loader] == [False, False]
+
+
+def test_a_loop_left_by_break_leaves_no_active_loader():
+    state = GradientState()
+    loader = shard(DataLoader(Numbers(9), 2))
+    for _ in loader:
+        assert state.active_dataloader is loader
+        break
+    assert not state.in_dataloader
+
+
+def test_a_loader_inside_another_is_the_active_one():
+    state = GradientState()
+    outer, inner = shard(DataLoader(Numbers(1), 1)), shard(DataLoader(Numbers(2), 1))
+    for _ in outer:
+        assert state.end_of_dataloader
+        assert [state.end_of_dataloader for _ in inner] == [False, True]
+        assert state.end_of_dataloader
+        assert state.active_dataloader is outer
+
+
+def test_each_pass_shuffles_anew_and_alike_on_all_processes():
+    loader = DataLoader(Numbers(20), 2, shuffle=True)
+    ours, theirs = shard(loader, 0, 2), shard(loader, 1, 2)
+    passes = [([listed(b) for b in ours], [listed(b) for b in theirs]) for _ in range(2)]
+    assert passes[0] != passes[1]
+    for own, other in passes:
+        assert sorted(chain.from_iterable(own + other)) == list(range(20))
+    ours.set_epoch(0)
+    assert [listed(b) for b in ours] == passes[0][0]
+    assert [listed(b) for b in ours] == passes[1][0]  # and on from there
+
+
+def test_batches_are_put_on_the_device():
+    source = DataLoader(TensorDataset(torch.zeros(4)), 2)
+    kwargs = {"rank": 0, "world_size": 1, "seed": 0, "even_batches": True, "non_blocking": True}
+    moved = DataLoaderShard(source, device=torch.device("meta"), **kwargs)
+    assert {batch[0].device.type for batch in moved} == {"meta"}
+    stays = DataLoaderShard(source, device=None, **kwargs)
+    assert {batch[0].device.type for batch in stays} == {"cpu"}
+
+
+def test_it_is_a_data_loader_with_the_users_settings():
+    source = DataLoader(
+        Numbers(9), 2, num_workers=1, prefetch_factor=3, timeout=5, collate_fn=torch.tensor
+    )
+    prepared = shard(source)
+    assert isinstance(prepared, DataLoader)
+    assert (prepared.num_workers, prepared.prefetch_factor, prepared.timeout) == (1, 3, 5)
+    assert prepared.feed.loader.num_workers == 1
+    assert prepared.dataset.size == 9
+
+
+def test_a_stream_without_length_has_none():
+    with pytest.raises(TypeError, match="reads a stream that has no length"):
+        len(shard(DataLoader(Stream(9), 2)))
+    assert len(shard(DataLoader(SizedStream(9), 2), 1, 2, even=False)) == 2
+    assert len(shard(DataLoader(SizedStream(9), 2), 1, 2)) == 3
+
+
+def test_batches_of_a_sampler_of_the_users_own_are_read():
+    sampler = BatchSampler(SequentialSampler(range(9)), 4, drop_last=True)
+    assert shards(DataLoader(Numbers(9), batch_sampler=sampler), 1) == [
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+    ]

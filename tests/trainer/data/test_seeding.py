@@ -1,0 +1,196 @@
+"""Random augmentation is a function of a batch's place in the epoch."""
+
+from __future__ import annotations
+
+import pickle
+import random
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
+
+from trainer.data.loader import Feed
+from trainer.data.seeding import SeededDataset, draws_nothing
+
+
+class Noisy(Dataset):
+    """Each item is its index and what all three generators drew for it."""
+
+    def __init__(self, size: int = 12):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index, random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+class NoisyAtOnce(Noisy):
+    def __getitems__(self, indices):
+        noise = torch.rand(len(indices))
+        return [(index, float(value)) for index, value in zip(indices, noise, strict=True)]
+
+
+def noisy_collate(items):
+    return [(index, random.random()) for index, *_ in items]
+
+
+def plain(items):
+    return items
+
+
+def drawn(
+    loader: DataLoader, *, world_size: int = 1, epoch: int = 0, seed: int = 0
+) -> dict[int, tuple[float, ...]]:
+    """Index of each sample -> what was drawn for it, over all processes of one epoch."""
+    found = {}
+    for rank in range(world_size):
+        torch.manual_seed(1000 + rank)  # processes are not seeded alike
+        feed = Feed(loader, rank=rank, world_size=world_size, seed=seed)
+        feed.set_epoch(epoch)
+        for current in feed.rounds():
+            if current.present:
+                found |= {item[0]: tuple(item[1:]) for item in current.batch}
+    return found
+
+
+def loader(dataset, batch_size: int | None = 3, **kwargs) -> DataLoader:
+    return DataLoader(
+        dataset, batch_size=batch_size, **{"shuffle": True, "collate_fn": plain, **kwargs}
+    )
+
+
+@pytest.mark.parametrize("dataset", [Noisy(), NoisyAtOnce()])
+def test_augmentation_does_not_depend_on_the_number_of_workers(dataset):
+    alone = drawn(loader(dataset))
+    assert len(alone) == 12
+    assert len(set(alone.values())) == 12  # every sample is augmented differently
+    assert drawn(loader(dataset, num_workers=1)) == alone
+    assert drawn(loader(dataset, num_workers=2)) == alone
+
+
+def test_augmentation_does_not_depend_on_the_number_of_processes():
+    alone = drawn(loader(Noisy()))
+    assert drawn(loader(Noisy()), world_size=2) == alone
+    assert drawn(loader(Noisy()), world_size=3) == alone
+
+
+def test_augmentation_changes_with_epoch_and_run():
+    first = set(drawn(loader(Noisy())).values())
+    assert not first & set(drawn(loader(Noisy()), epoch=1).values())
+    assert not first & set(drawn(loader(Noisy()), seed=1).values())
+
+
+def test_a_collate_function_that_draws_is_seeded_too():
+    alone = drawn(loader(Noisy(), collate_fn=noisy_collate))
+    assert len(set(alone.values())) == 12
+    assert drawn(loader(Noisy(), collate_fn=noisy_collate, num_workers=2)) == alone
+
+
+def one(item):
+    return [item]
+
+
+def test_samples_without_batches_are_seeded_one_by_one():
+    alone = drawn(loader(Noisy(), batch_size=None, collate_fn=one))
+    assert len(set(alone.values())) == 12
+    assert drawn(loader(Noisy(), batch_size=None, collate_fn=one, num_workers=2)) == alone
+    assert drawn(loader(Noisy(), batch_size=None, collate_fn=one), world_size=2) == alone
+
+
+class Bulk(Dataset):
+    """Reads many samples at once, as databases do: its index is a list."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, indices):
+        assert type(indices) is list
+        return {"index": numpy.asarray(indices), "noise": torch.rand(len(indices))}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_read_in_bulk_are_seeded_and_converted(workers):
+    sampler = BatchSampler(SequentialSampler(range(5)), 2, drop_last=False)
+    bulk = DataLoader(Bulk(), sampler=sampler, batch_size=None, num_workers=workers)
+    batches = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        feed = Feed(bulk, rank=rank, world_size=2)
+        feed.set_epoch(0)
+        batches.append([current.batch for current in feed.rounds() if current.present])
+    assert [[b["index"].tolist() for b in own] for own in batches] == [[[0, 1], [4]], [[2, 3]]]
+    torch.manual_seed(7)
+    feed = Feed(bulk)
+    feed.set_epoch(0)
+    whole = [current.batch["noise"].tolist() for current in feed.rounds()]
+    assert [b["noise"].tolist() for b in batches[0]] == whole[0::2]
+    assert [b["noise"].tolist() for b in batches[1]] == whole[1::2]
+
+
+def test_reading_leaves_the_generators_of_the_process_alone():
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state()
+    feed = Feed(loader(Noisy()))
+    feed.set_epoch(0)
+    list(feed.rounds())
+    assert random.getstate() == states[0]
+    assert numpy.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_an_error_in_the_dataset_leaves_the_generators_alone():
+    class Broken(Noisy):
+        def __getitem__(self, index):
+            torch.rand(())
+            raise LookupError(index)
+
+    state = torch.get_rng_state()
+    feed = Feed(loader(Broken()))
+    feed.set_epoch(0)
+    with pytest.raises(LookupError):
+        next(feed.rounds())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_plain_tensors_draw_nothing():
+    tensors = TensorDataset(torch.arange(4))
+    assert draws_nothing(tensors, default_collate)
+    assert draws_nothing(Subset(Subset(tensors, [0, 1]), [1]), default_collate)
+    assert not draws_nothing(tensors, noisy_collate)
+    assert not draws_nothing(Noisy(), default_collate)
+
+    class Augmented(TensorDataset):
+        pass
+
+    assert not draws_nothing(Augmented(torch.arange(4)), default_collate)
+
+
+def test_plain_tensors_are_read_as_they_are():
+    dataset = TensorDataset(torch.arange(4))
+    assert Feed(DataLoader(dataset, 2)).loader.dataset is dataset
+    assert type(Feed(DataLoader(Noisy(), 2)).loader.dataset) is SeededDataset
+
+
+def test_a_seeded_dataset_has_the_users_attributes_and_items():
+    dataset = Noisy(7)
+    seeded = SeededDataset(dataset, default_collate)
+    assert (seeded.size, len(seeded)) == (7, 7)
+    assert seeded[3][0] == 3
+    with pytest.raises(AttributeError, match="'Noisy' object has no attribute 'nothing'"):
+        seeded.nothing
+
+
+def test_a_seeded_dataset_travels_to_workers():
+    copy = pickle.loads(pickle.dumps(SeededDataset(RandomSampler(range(3)), default_collate)))
+    assert copy.replacement is False

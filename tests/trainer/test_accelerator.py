@@ -1,0 +1,527 @@
+"""The `Accelerator` on one process, in a loop of the user's own."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import Accelerator
+from trainer.configuration import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+)
+from trainer.data.loader import DataLoaderShard
+from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.scheduler import AcceleratedScheduler
+from trainer.state import AcceleratorState, GradientState, PartialState
+
+META = torch.device("meta")
+
+
+def accelerate(**kwargs) -> Accelerator:
+    return Accelerator(cpu=True, **kwargs)
+
+
+def model_and_optimizer(lr: float = 0.1) -> tuple[nn.Linear, torch.optim.SGD]:
+    model = nn.Linear(3, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def loader(items: int = 4, batch_size: int = 1, **kwargs) -> DataLoader:
+    x = torch.randn(items, 3, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size, **kwargs)
+
+
+def loss_of(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+# -- the constructor ---------------------------------------------------------------------------
+
+
+def test_one_process_is_told_as_it_is():
+    accelerator = accelerate()
+    assert accelerator.device == torch.device("cpu")
+    assert accelerator.distributed_type is DistributedType.NO
+    assert accelerator.num_processes == 1
+    assert accelerator.process_index == accelerator.local_process_index == 0
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert not accelerator.use_distributed
+    assert accelerator.mixed_precision == "no"
+    assert accelerator.gradient_accumulation_steps == 1
+    assert accelerator.sync_gradients
+    assert repr(accelerator).startswith("Accelerator(\nDistributed environment: NO")
+    assert not torch.distributed.is_initialized()
+
+
+def test_variables_speak_where_arguments_do_not(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    accelerator = accelerate()
+    assert accelerator.gradient_accumulation_steps == 4
+    assert accelerator.mixed_precision == "bf16"
+
+
+def test_a_variable_that_is_no_number_of_steps_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "four")
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'four'"):
+        accelerate()
+
+
+def test_a_window_comes_from_the_argument_or_from_the_plugin():
+    assert accelerate(gradient_accumulation_steps=3).gradient_accumulation_steps == 3
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator = accelerate(gradient_accumulation_plugin=plugin)
+    assert accelerator.gradient_accumulation_steps == 2
+    assert not accelerator.gradient_state.sync_with_dataloader
+    with pytest.raises(ValueError, match="not both; the plugin says 2, the argument 3"):
+        accelerate(gradient_accumulation_steps=3, gradient_accumulation_plugin=plugin)
+    assert not accelerate(
+        gradient_accumulation_steps=1, gradient_accumulation_plugin=plugin
+    ).gradient_state.sync_with_dataloader
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"mixed_precision": "bf61"}, ValueError, r"mixed_precision is 'bf61'; .*'bf16'\?"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "num_steps is 0"),
+        ({"gradient_accumulation_steps": 1.5}, TypeError, "num_steps is 1.5"),
+        ({"scheduler_tick": "batch"}, ValueError, "scheduler_tick is 'batch'; .* 'update'"),
+        ({"kwargs_handlers": [3]}, TypeError, r"kwargs_handlers holds 3; it takes AutocastKwargs"),
+        ({"kwargs_handlers": [KwargsHandler()]}, TypeError, r"kwargs_handlers holds KwargsHandler"),
+        (
+            {"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]},
+            ValueError,
+            "holds two AutocastKwargs; give one",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        accelerate(**arguments)
+
+
+def test_a_second_accelerator_shares_the_state_and_cannot_change_it():
+    first = accelerate(mixed_precision="bf16")
+    assert Accelerator().mixed_precision == "bf16"
+    assert Accelerator().state.__dict__ is first.state.__dict__
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16' and cannot be changed.*'fp16'"):
+        Accelerator(mixed_precision="fp16")
+
+
+def test_attributes_after_a_reset_say_what_happened():
+    accelerator = accelerate()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(AttributeError, match=r"`AcceleratorState._reset_state\(\)` was called"):
+        accelerator.num_processes
+
+
+def test_handlers_reach_what_they_are_for():
+    accelerator = accelerate(
+        mixed_precision="fp16",
+        kwargs_handlers=[
+            GradScalerKwargs(init_scale=8.0),
+            AutocastKwargs(enabled=False),
+            DistributedDataParallelKwargs(find_unused_parameters=True),
+            InitProcessGroupKwargs(backend="gloo"),
+        ],
+    )
+    assert accelerator.precision.scale(torch.ones(())).item() == 8
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    assert accelerator.ddp_kwargs.find_unused_parameters
+
+
+# -- prepare -----------------------------------------------------------------------------------
+
+
+def test_prepare_takes_any_order_and_number():
+    objects = {}
+    objects["model"], objects["optimizer"] = model_and_optimizer()
+    objects["scheduler"] = StepLR(objects["optimizer"], 1)
+    objects["loader"] = loader()
+    objects["other"] = object()
+    kinds = {
+        "model": nn.Linear,
+        "optimizer": AcceleratedOptimizer,
+        "scheduler": AcceleratedScheduler,
+        "loader": DataLoaderShard,
+        "other": object,
+    }
+    names = list(objects)
+    for seed in range(6):
+        random.Random(seed).shuffle(names)
+        accelerator = accelerate()
+        prepared = accelerator.prepare(*(objects[name] for name in names))
+        assert [type(each) for each in prepared] == [kinds[name] for name in names]
+        found = dict(zip(names, prepared, strict=True))
+        assert found["model"] is objects["model"]
+        assert found["other"] is objects["other"]
+        assert found["optimizer"].optimizer is objects["optimizer"]
+        assert found["scheduler"].optimizers == [found["optimizer"]]
+
+
+def test_prepare_of_one_object_returns_it_bare():
+    accelerator = accelerate()
+    assert type(accelerator.prepare(loader())) is DataLoaderShard
+    assert accelerator.prepare(None) is None
+    assert accelerator.prepare(nn.Linear(3, 1), None)[1] is None
+
+
+def test_prepare_without_anything_is_refused():
+    with pytest.raises(ValueError, match="without anything to prepare"):
+        accelerate().prepare()
+
+
+def test_preparing_twice_returns_the_same():
+    accelerator = accelerate(mixed_precision="bf16")
+    model, optimizer = model_and_optimizer()
+    first = accelerator.prepare(model, optimizer, loader(), StepLR(optimizer, 1))
+    forward = model.forward
+    assert accelerator.prepare(*first) == first
+    assert model.forward is forward
+    assert [len(kept) for kept in (accelerator._models, accelerator._optimizers)] == [1, 1]
+    assert [len(kept) for kept in (accelerator._dataloaders, accelerator._schedulers)] == [1, 1]
+
+
+def test_two_accelerators_do_not_wrap_a_model_twice_over():
+    prepared = accelerate().prepare(model_and_optimizer()[1])
+    assert Accelerator().prepare(prepared) is prepared
+
+
+def test_a_scheduler_is_linked_to_its_own_optimizer():
+    accelerator = accelerate()
+    first, second = model_and_optimizer()[1], model_and_optimizer()[1]
+    one, two = accelerator.prepare(first, second)
+    assert accelerator.prepare(StepLR(second, 1)).optimizers == [two]
+    assert accelerator.prepare(StepLR(one, 1)).optimizers == [one]  # made for the prepared one
+    _, stranger = model_and_optimizer()
+    assert accelerator.prepare(StepLR(stranger, 1)).optimizers == [one, two]
+
+
+def test_device_placement_is_the_constructors_or_each_objects_own():
+    def prepared(*placement: bool, **kwargs):
+        accelerator = accelerate(**kwargs)
+        accelerator.state.__dict__["device"] = META
+        given = list(placement) if placement else None
+        model, data = accelerator.prepare(nn.Linear(3, 1), loader(), device_placement=given)
+        found = [model.weight.device.type, next(iter(data))[0].device.type]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return found
+
+    assert prepared() == ["meta", "meta"]
+    assert prepared(device_placement=False) == ["cpu", "cpu"]
+    assert prepared(True, False) == ["meta", "cpu"]
+    assert prepared(False, True) == ["cpu", "meta"]
+    assert prepared(True, True, device_placement=False) == ["meta", "meta"]
+
+
+def test_device_placement_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="device_placement has 1 elements for 2 objects"):
+        accelerate().prepare(1, 2, device_placement=[True])
+
+
+def test_data_loader_configuration_reaches_the_loader():
+    accelerator = accelerate(
+        dataloader_config=DataLoaderConfiguration(even_batches=False, non_blocking=True)
+    )
+    assert accelerator.prepare(loader()).non_blocking
+    accelerator.state.__dict__["num_processes"] = 2
+    PartialState().__dict__["num_processes"] = 1  # nobody is there to agree with
+    assert [len(batch[0]) for batch in accelerator.prepare(loader(3, 2))] == [2]
+
+
+def test_the_order_follows_the_seed_of_the_process():
+    def order(seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        data = DataLoader(TensorDataset(torch.arange(20)), 20, shuffle=True)
+        return next(iter(accelerate().prepare(data)))[0].tolist()
+
+    assert order(1) == order(1) != order(2)
+
+
+# -- accumulation ------------------------------------------------------------------------------
+
+
+def test_a_window_ends_with_its_steps_or_with_the_data():
+    accelerator = accelerate(gradient_accumulation_steps=3)
+    data = accelerator.prepare(loader(4))
+    for _ in range(2):  # the second epoch starts afresh
+        seen = []
+        for _ in data:
+            with accelerator.accumulate():
+                seen.append((accelerator.sync_gradients, accelerator.step))
+        assert seen == [(False, 1), (False, 2), (True, 3), (True, 0)]
+
+
+def test_a_window_crosses_the_end_of_the_data_where_asked():
+    plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)
+    accelerator = accelerate(gradient_accumulation_plugin=plugin)
+    data = accelerator.prepare(loader(4))
+    seen = []
+    for _ in range(2):
+        for _ in data:
+            with accelerator.accumulate():
+                seen.append(accelerator.sync_gradients)
+    assert seen == [False, False, True, False, False, True, False, False]
+
+
+def test_without_a_prepared_loader_windows_are_counted_alone():
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    seen = []
+    for _ in range(5):
+        with accelerator.accumulate():
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, True, False, True, False]
+
+
+def test_a_loop_left_by_break_leaves_the_next_window_alone():
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    data = accelerator.prepare(loader(1))
+    for _ in data:
+        assert accelerator.gradient_state.end_of_dataloader
+        break
+    assert not accelerator.gradient_state.end_of_dataloader
+    with accelerator.accumulate():
+        assert not accelerator.sync_gradients
+
+
+def test_a_validation_inside_the_loop_does_not_end_a_window():
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    data, held_out = accelerator.prepare(loader(4), loader(1))
+    seen = []
+    for _ in data:
+        for _ in held_out:
+            pass
+        with accelerator.accumulate():
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, True, False, True]
+
+
+def test_the_window_may_change_during_training():
+    accelerator = accelerate(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=1, sync_with_dataloader=False
+        )
+    )
+    accelerator.gradient_accumulation_steps = 2
+    assert accelerator.gradient_accumulation_steps == GradientState().num_steps == 2
+    assert not accelerator.gradient_state.sync_with_dataloader
+    with pytest.raises(ValueError, match="num_steps is 0"):
+        accelerator.gradient_accumulation_steps = 0
+
+
+def test_sync_can_be_set_by_hand():
+    accelerator = accelerate()
+    accelerator.sync_gradients = False
+    assert not GradientState().sync_gradients
+
+
+def test_accumulated_micro_batches_update_like_the_whole_batch():
+    model, optimizer = model_and_optimizer()
+    reference = copy.deepcopy(model)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for batch in loader(8, 4):
+        plain.zero_grad()
+        loss_of(reference, batch).backward()
+        plain.step()
+
+    accelerator = accelerate(gradient_accumulation_steps=4)
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader(8, 1))
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.steps == 2
+    torch.testing.assert_close(model.weight, reference.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_no_sync_is_entered_for_every_model_of_an_open_window():
+    class Recording(nn.Linear):
+        def __init__(self):
+            super().__init__(1, 1)
+            self.inside = 0
+
+        def no_sync(self):
+            owner = self
+
+            class Context:
+                def __enter__(self):
+                    owner.inside += 1
+
+                def __exit__(self, *_):
+                    owner.inside -= 1
+
+            return Context()
+
+    models = Recording(), Recording()
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    for expected in (1, 0):
+        with accelerator.accumulate(*models):
+            assert [model.inside for model in models] == [expected] * 2
+        assert [model.inside for model in models] == [0, 0]
+    with accelerator.no_sync(nn.Linear(1, 1)):
+        pass  # a model without peers has nothing to hold back
+
+
+# -- precision, clipping, steps ----------------------------------------------------------------
+
+
+def test_autocast_computes_in_the_precision_unless_a_handler_forbids():
+    accelerator = accelerate(mixed_precision="bf16")
+    x = torch.ones(2, 2)
+    with accelerator.autocast():
+        assert (x @ x).dtype == torch.bfloat16
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            assert (x @ x).dtype == torch.float32
+
+
+def test_a_prepared_model_computes_narrow_and_returns_float32():
+    accelerator = accelerate(mixed_precision="bf16")
+    model = accelerator.prepare(nn.Linear(64, 1))
+    x = torch.randn(4, 64)
+    wide = nn.functional.linear(x, model.weight, model.bias)
+    assert model(x).dtype == torch.float32
+    assert not torch.equal(model(x), wide)
+    torch.testing.assert_close(model(x), wide, rtol=0.05, atol=0.05)
+
+
+def test_backward_divides_by_the_window_and_passes_arguments_on():
+    accelerator = accelerate(gradient_accumulation_steps=4)
+    weight = torch.ones(1, requires_grad=True)
+    loss = weight.sum() * 2
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss)
+    assert weight.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_clipping_works_on_real_gradients(precision):
+    accelerator = accelerate(
+        mixed_precision=precision, kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]
+    )
+    weight = nn.Parameter(torch.tensor([1.0, 1.0]))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=1.0))
+    accelerator.backward((weight * torch.tensor([3.0, 4.0])).sum())
+    assert accelerator.clip_grad_norm_((p for p in [weight]), 1.0).item() == 5.0
+    assert weight.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([0.4, 0.2], rel=1e-5)
+    optimizer.zero_grad()
+    accelerator.backward((weight * torch.tensor([3.0, -4.0])).sum())
+    assert accelerator.clip_grad_value_([weight], 0.5) is None
+    assert weight.grad.tolist() == [0.5, -0.5]
+
+
+def test_clipping_takes_the_order_of_the_norm():
+    accelerator = accelerate()
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert accelerator.clip_grad_norm_([weight], 100.0, norm_type=1).item() == 7.0
+
+
+def test_gradients_are_unscaled_for_one_for_some_and_for_all():
+    accelerator = accelerate(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=16.0)]
+    )
+    weights = [nn.Parameter(torch.ones(1)) for _ in range(3)]
+    prepared = accelerator.prepare(*(torch.optim.SGD([w], lr=1.0) for w in weights))
+    accelerator.backward(sum(w.sum() for w in weights))
+    accelerator.unscale_gradients(prepared[0])
+    assert [w.grad.item() for w in weights] == [1, 16, 16]
+    accelerator.unscale_gradients([prepared[1].optimizer])
+    assert [w.grad.item() for w in weights] == [1, 1, 16]
+    accelerator.unscale_gradients()
+    assert [w.grad.item() for w in weights] == [1, 1, 1]
+
+
+def test_an_update_that_overflowed_is_skipped_with_its_tick():
+    accelerator = accelerate(
+        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
+    )
+    weight = nn.Parameter(torch.ones(1))
+    sgd = torch.optim.SGD([weight], lr=0.5)
+    optimizer, scheduler = accelerator.prepare(sgd, StepLR(sgd, 1, gamma=0.5))
+    seen = []
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        accelerator.backward(weight.sum() * factor)
+        optimizer.step()
+        scheduler.step()
+        seen.append(
+            (accelerator.optimizer_step_was_skipped, weight.item(), *scheduler.get_last_lr())
+        )
+    assert seen == [(False, 0.5, 0.25), (True, 0.5, 0.25), (False, 0.25, 0.125)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rates"),
+    [
+        ({}, [1.0, 1.0, 0.5, 0.25]),
+        ({"scheduler_tick": "update"}, [1.0, 1.0, 0.5, 0.25]),
+        ({"step_scheduler_with_optimizer": False}, [0.5, 0.25, 0.125, 0.0625]),
+    ],
+)
+@pytest.mark.parametrize("on_prepared", [False, True])
+def test_a_scheduler_ticks_with_the_updates_of_its_optimizer(arguments, rates, on_prepared):
+    accelerator = accelerate(gradient_accumulation_steps=3, **arguments)
+    model, sgd = model_and_optimizer(lr=1.0)
+    model, optimizer, data = accelerator.prepare(model, sgd, loader(4))
+    chosen = optimizer if on_prepared else sgd
+    scheduler = accelerator.prepare(StepLR(chosen, 1, gamma=0.5))
+    chosen.step()  # a schedule that ticks before any update is torch's warning
+    seen = []
+    for batch in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seen.append(scheduler.get_last_lr()[0])
+    assert seen == rates
+
+
+def test_a_plateau_scheduler_is_prepared_like_the_others():
+    accelerator = accelerate()
+    _, sgd = model_and_optimizer(lr=1.0)
+    scheduler = accelerator.prepare(ReduceLROnPlateau(sgd, factor=0.5, patience=0))
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    assert scheduler.get_last_lr() == [0.5]
+
+
+# -- together ----------------------------------------------------------------------------------
+
+
+def test_collectives_of_one_process_answer_at_once():
+    accelerator = accelerate()
+    tree = {"a": torch.ones(2), "b": "text"}
+    assert accelerator.gather(tree) is tree
+    tensor = torch.tensor([2.0])
+    reduced = accelerator.reduce({"x": tensor}, "mean", scale=3.0)["x"]
+    assert (reduced.item(), tensor.item()) == (6.0, 2.0)
+    assert accelerator.reduce(tensor) is not tensor
+    with pytest.raises(ValueError, match="reduction is 'max'; it must be one of 'mean', 'none'"):
+        accelerator.reduce(tensor, "max")
+    accelerator.wait_for_everyone()
+
+
+def test_print_is_heard(capsys):
+    accelerate().print("hello", end="!")
+    assert capsys.readouterr().out == "hello!"

@@ -1,0 +1,533 @@
+"""What becomes of a logged value: names, reductions, records, trackers, what callbacks see."""
+
+import json
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torchmetrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from callbacks import Callback, LearningRateMonitor
+from trackers import GeneralTracker, read_metrics, register_tracker
+from trackers.base import _REGISTRY
+from trainer import Trainer, TrainModule
+
+
+class Net(TrainModule):
+    """Its batches are the numbers 1, 2, 3, …, a given number of them at a time."""
+
+    def __init__(self, log=None, val_log=None):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.log_train, self.log_val = log, val_log
+
+    def training_step(self, batch, batch_idx):
+        if self.log_train is not None:
+            self.log_train(self, batch, batch_idx)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log_val(self, batch, batch_idx)
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(samples, batch_size=1):
+    numbers = torch.arange(1.0, samples + 1).reshape(-1, 1)
+    return DataLoader(numbers, batch_size=batch_size)
+
+
+def make(**arguments):
+    arguments = {"max_epochs": 1, "num_sanity_val_steps": 0, "log_every": 1} | arguments
+    return Trainer(progress_bar=False, checkpointing=False, project_dir="run", **arguments)
+
+
+def records(trainer):
+    """What was recorded, without the time."""
+    lines = read_metrics(trainer.metrics_path)
+    for line in lines:
+        del line["time"]
+    return lines
+
+
+def fit_records(log, train, val_log=None, val=None, **arguments):
+    trainer = make(**arguments)
+    trainer.fit(Net(log, val_log), train, val)
+    return records(trainer)
+
+
+# -- names, places, reductions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps", "epoch"),
+    [
+        ({}, ["x"], []),
+        ({"on_step": True}, ["x"], []),
+        ({"on_step": False}, [], ["x"]),
+        ({"on_epoch": True}, ["x_step"], ["x_epoch"]),
+        ({"on_step": True, "on_epoch": True}, ["x_step"], ["x_epoch"]),
+        ({"on_step": False, "on_epoch": True}, [], ["x"]),
+        ({"on_step": False, "on_epoch": False}, [], []),
+    ],
+)
+def test_a_name_says_step_or_epoch_only_where_there_are_both(flags, steps, epoch):
+    lines = fit_records(lambda m, b, i: m.log("x", b.mean(), **flags), loader(2))
+    values = [(line["step"], name, line[name]) for line in lines for name in line if "x" in name]
+    assert values == [
+        *[(step, name, float(step)) for step in (1, 2) for name in steps],
+        *[(2, name, 1.5) for name in epoch],
+    ]
+
+
+def test_evaluation_logs_its_epoch_under_the_update_it_belongs_to():
+    lines = fit_records(
+        None, loader(2), lambda m, b, i: m.log("val", b.mean()), loader(3), val_every=1
+    )
+    assert lines == [{"step": step, "epoch": 0, "val": 2.0} for step in (1, 2)]
+
+
+REDUCED = {"mean": (1 * 1 + 2 * 2 + 4 * 3) / 7, "sum": 6.0, "min": 1.0, "max": 3.0}
+
+
+@pytest.mark.parametrize("kind", REDUCED)
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_an_epoch_reduces_by_kind_and_a_mean_weighs_by_items(kind, as_tensor):
+    """Batches log 1, 2, 3 with 1, 2 and 4 samples."""
+    batches = [torch.zeros(size, 1) for size in (1, 2, 4)]
+
+    def log(module, batch, batch_idx):
+        value = batch_idx + 1.0
+        value = torch.tensor(value) if as_tensor else value
+        module.log("x", value, on_step=False, on_epoch=True, reduce=kind)
+
+    (line,) = fit_records(log, batches)
+    assert line["x"] == pytest.approx(REDUCED[kind], rel=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "values"), [("mean", [7 / 3, 5.0]), ("sum", [4.0, 5.0])])
+def test_a_step_reduces_its_window_of_micro_batches(kind, values):
+    """Windows of samples (1, 2 | 3) with values 1 and 3, then 5."""
+    batches = [torch.zeros(1, 1), torch.zeros(2, 1), torch.zeros(3, 1)]
+
+    def log(module, batch, batch_idx):
+        module.log("x", 2.0 * batch_idx + 1.0, reduce=kind)
+
+    lines = fit_records(log, batches, gradient_accumulation_steps=2)
+    assert [line["x"] for line in lines] == pytest.approx(values)
+
+
+def test_batch_size_and_count_items_are_the_weights():
+    def log(module, batch, batch_idx):
+        flags = {"on_step": False, "on_epoch": True}
+        module.log("samples", float(batch_idx), **flags)
+        module.log("given", float(batch_idx), batch_size=1 + 2 * batch_idx, **flags)
+
+    batches = [torch.zeros(3, 1), torch.zeros(1, 1)]
+    (line,) = fit_records(log, batches)
+    assert line["samples"] == 0.25
+    assert line["given"] == 0.75
+
+    class Tokens(Net):
+        def count_items(self, batch):
+            return batch.sum()
+
+    trainer = make()
+    trainer.fit(Tokens(log), [torch.ones(3, 1), torch.full((1, 1), 9.0)])
+    assert trainer.callback_metrics["samples"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2, 2.0, True, numpy.float32(2), torch.tensor(2), torch.tensor([[2.0]], requires_grad=True)],
+)
+def test_every_kind_of_number_can_be_logged(value):
+    (line,) = fit_records(lambda m, b, i: m.log("x", value), loader(1))
+    assert line["x"] == torch.as_tensor(value).item()
+    assert type(line["x"]) is float
+
+
+def test_a_logged_tensor_may_be_changed_in_place_afterwards():
+    running = torch.zeros(())
+
+    def log(module, batch, batch_idx):
+        running.add_(1.0)
+        module.log("sum", running, on_step=False, on_epoch=True, reduce="sum")
+
+    (line,) = fit_records(log, loader(3))
+    assert line["sum"] == 6.0
+
+
+def test_a_long_epoch_keeps_the_digits_of_its_sum():
+    def log(module, batch, batch_idx):
+        value = torch.tensor(2.0**24 if batch_idx == 0 else 1.0)
+        module.log("sum", value, on_step=False, on_epoch=True, reduce="sum")
+
+    (line,) = fit_records(log, loader(5))
+    assert line["sum"] == 2.0**24 + 4  # float32 would stay at 2 ** 24
+
+
+def test_log_dict_logs_each_with_the_same_options():
+    def log(module, batch, batch_idx):
+        module.log_dict({"a": batch.mean(), "b": 2.0}, on_epoch=True, reduce="max")
+
+    first, second, epoch = fit_records(log, loader(2))
+    assert first == {"step": 1, "epoch": 0, "a_step": 1.0, "b_step": 2.0}
+    assert second == {"step": 2, "epoch": 0, "a_step": 2.0, "b_step": 2.0}
+    assert epoch == {"step": 2, "epoch": 0, "a_epoch": 2.0, "b_epoch": 2.0}
+
+
+def test_each_epoch_starts_anew():
+    def log(module, batch, batch_idx):
+        module.log("x", float(module.current_epoch), on_step=False, on_epoch=True, reduce="sum")
+
+    lines = fit_records(log, loader(2), max_epochs=3)
+    assert [(line["epoch"], line["x"]) for line in lines] == [(0, 0.0), (1, 2.0), (2, 4.0)]
+
+
+def test_hooks_of_the_module_log_into_their_epoch():
+    class Hooks(Net):
+        def on_train_epoch_start(self):
+            self.log("start", 1.0)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.log("batch", float(batch_idx))
+
+        def on_train_epoch_end(self):
+            self.log("end", 3.0)
+
+        def on_validation_epoch_end(self):
+            self.log("val end", 4.0)
+
+    trainer = make(val_every="1 epoch")
+    trainer.fit(Hooks(None, lambda m, b, i: None), loader(2), loader(1))
+    assert records(trainer) == [
+        {"step": 1, "epoch": 0, "batch": 0.0},
+        {"step": 2, "epoch": 0, "batch": 1.0},
+        {"step": 2, "epoch": 0, "val end": 4.0},
+        {"step": 2, "epoch": 0, "start": 1.0, "end": 3.0},
+    ]
+
+
+def test_a_callback_logs_through_the_module():
+    class Speaks(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            module.log("spoken", float(batch_idx), on_epoch=True)
+
+    *_, epoch = fit_records(None, loader(3), callbacks=Speaks())
+    assert epoch["spoken_epoch"] == 1.0
+
+
+def test_the_same_name_in_training_and_validation_stays_apart():
+    trainer = make(val_every=1)
+    log = lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True)  # noqa: E731
+    trainer.fit(Net(log, log), loader(2), loader(4))
+    assert [line["x"] for line in records(trainer)] == [2.5, 2.5, 1.5]
+
+
+# -- metric objects --------------------------------------------------------------------------------
+
+
+@dataclass
+class Largest:
+    """The least that a metric object needs."""
+
+    value: float = 0.0
+    resets: int = 0
+
+    def update(self, value):
+        self.value = max(self.value, value)
+
+    def compute(self):
+        return torch.tensor(self.value)
+
+    def reset(self):
+        self.value, self.resets = 0.0, self.resets + 1
+
+
+def test_a_metric_object_is_computed_and_reset_once_an_epoch():
+    largest = Largest()
+
+    def log(module, batch, batch_idx):
+        largest.update(batch.max().item() - module.current_epoch)
+        module.log("largest", largest)
+
+    lines = fit_records(log, loader(3), max_epochs=2)
+    assert [line["largest"] for line in lines] == [3.0, 2.0]
+    assert largest.resets == 2
+
+
+def test_a_torchmetrics_metric_is_exact_over_uneven_batches():
+    class Accurate(Net):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = torchmetrics.classification.BinaryAccuracy()
+
+        def validation_step(self, batch, batch_idx):
+            self.accuracy.update(batch.flatten() > 2, torch.ones(len(batch)))
+            self.log("accuracy", self.accuracy)
+
+    trainer = make()
+    (returned,) = trainer.validate(Accurate(), loader(5, batch_size=2))
+    assert returned == {"accuracy": pytest.approx(3 / 5)}
+
+
+# -- what callbacks and users see ------------------------------------------------------------------
+
+
+def test_callback_metrics_hold_the_latest_value_of_every_name():
+    seen = []
+
+    class Watch(Callback):
+        def on_boundary(self, trainer, module):
+            seen.append((dict(trainer.callback_metrics), dict(trainer.metric_updates)))
+
+    trainer = make(callbacks=Watch(), log_every=2)
+    log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)  # noqa: E731
+    trainer.fit(Net(log, lambda m, b, i: m.log("val", 7.0)), loader(3), loader(1))
+    assert seen == [
+        ({}, {}),  # nothing was due
+        ({"x_step": 2.0}, {"x_step": 2}),
+        (
+            {"x_step": 2.0, "val": 7.0, "x_epoch": 2.0},
+            {"x_step": 2, "val": 3, "x_epoch": 3},
+        ),
+    ]
+    assert trainer.callback_metrics == seen[-1][0]  # also when the run is over
+
+
+def test_only_values_with_prog_bar_are_shown():
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(trainer.progress_values())
+
+    def log(module, batch, batch_idx):
+        module.log("shown", batch.mean(), prog_bar=True)
+        module.log("hidden", 1.0)
+
+    fit_records(log, loader(2), callbacks=Watch(), log_every=100)
+    assert seen == [{"shown": 1.0}, {"shown": 2.0}]
+
+
+# -- the local record ------------------------------------------------------------------------------
+
+
+def test_a_record_is_one_json_object_a_line_with_step_epoch_and_time(monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1234.5)
+    trainer = make(max_epochs=2)
+    log = lambda m, b, i: m.log("train/loss", b.mean(), on_epoch=True)  # noqa: E731
+    trainer.fit(Net(log, lambda m, b, i: m.log("val", 7.0)), loader(1), loader(1))
+    lines = trainer.metrics_path.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "epoch": 0, "time": 1234.5, "train/loss_step": 1.0},
+        {"step": 1, "epoch": 0, "time": 1234.5, "val": 7.0},
+        {"step": 1, "epoch": 0, "time": 1234.5, "train/loss_epoch": 1.0},
+        {"step": 2, "epoch": 1, "time": 1234.5, "train/loss_step": 1.0},
+        {"step": 2, "epoch": 1, "time": 1234.5, "val": 7.0},
+        {"step": 2, "epoch": 1, "time": 1234.5, "train/loss_epoch": 1.0},
+    ]
+    assert list(json.loads(lines[0]))[:3] == ["step", "epoch", "time"]
+
+
+def test_values_that_are_not_finite_are_recorded():
+    lines = fit_records(lambda m, b, i: m.log("x", float("nan") if i else float("inf")), loader(2))
+    assert str([line["x"] for line in lines]) == "[inf, nan]"
+
+
+def test_a_new_run_in_the_same_folder_sets_the_old_record_aside(tmp_path):
+    log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
+    first = fit_records(log, loader(1))
+    second = fit_records(log, loader(2))
+    assert len(second) == 2
+    assert [line["x"] for line in read_metrics("run/metrics.1.jsonl")] == [first[0]["x"]]
+
+
+def test_evaluations_after_a_fit_are_recorded_under_its_last_update():
+    trainer = make()
+    module = Net(None, lambda m, b, i: m.log("seen", b.mean()))
+    trainer.fit(module, loader(3))
+    trainer.test(module, loader(3))
+    assert records(trainer) == [{"step": 3, "epoch": 0, "seen": 2.0}]
+
+
+def test_the_learning_rate_that_a_step_ends_with_is_recorded():
+    class Scheduled(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+            return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+    trainer = make(callbacks=LearningRateMonitor(), log_every=2)
+    trainer.fit(Scheduled(), loader(4))
+    rates = [(line["step"], line["lr-SGD"]) for line in records(trainer)]
+    assert rates == [(2, pytest.approx(0.1 / 3)), (4, pytest.approx(0.1 / 5))]
+
+
+# -- trackers --------------------------------------------------------------------------------------
+
+
+def scalars(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_holds_what_was_logged():
+    trainer = make(log_with="tensorboard", project_name="project", run_name="first")
+    log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)  # noqa: E731
+    trainer.fit(Net(log, lambda m, b, i: m.log("val/y", 0.5)), loader(2), loader(1))
+    assert scalars("run/logs/first") == {
+        "x_step": [(1, 1.0), (2, 2.0)],
+        "x_epoch": [(2, 1.5)],
+        "val/y": [(2, 0.5)],
+    }
+
+
+def test_tensorboard_goes_on_where_a_run_is_resumed():
+    log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
+    for epochs in (1, 2):
+        trainer = Trainer(
+            max_epochs=epochs,
+            log_every=1,
+            log_with="tensorboard",
+            project_dir="run",
+            progress_bar=False,
+        )
+        trainer.fit(Net(log), loader(2), ckpt_path="auto")
+    assert scalars("run/logs/run")["x"] == [(1, 1.0), (2, 2.0), (3, 1.0), (4, 2.0)]
+    assert [line["step"] for line in records(trainer)] == [1, 2, 3, 4]
+
+
+@dataclass(eq=False)
+class Remembers(GeneralTracker):
+    """A tracker that keeps all calls."""
+
+    run_name: str = "given"
+    calls: list[Any] = field(default_factory=list)
+
+    name = "remembers"
+    requires_logging_directory = False
+    made = []
+
+    def __post_init__(self):
+        self.made.append(self)
+
+    @property
+    def tracker(self):
+        return self.calls
+
+    def start(self):
+        self.calls.append("start")
+
+    def store_init_configuration(self, values):
+        self.calls.append(("configuration", values))
+
+    def log(self, values, step, **kwargs):
+        self.calls.append((values, step))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@pytest.mark.parametrize("form", ["class", "instance", "name", "list"])
+def test_a_tracker_of_ones_own(form, monkeypatch):
+    monkeypatch.setattr(Remembers, "made", [])
+    monkeypatch.setitem(_REGISTRY, "unused", Remembers)  # puts the registry back
+    register_tracker(Remembers)
+    given = {"class": Remembers, "name": "remembers", "list": [Remembers]}.get(form) or Remembers()
+    trainer = make(log_with=given, run_name="mine", seed=3)
+    trainer.fit(Net(lambda m, b, i: m.log("x", b.mean())), loader(2))
+    monkeypatch.delitem(_REGISTRY, "remembers")
+    (tracker,) = Remembers.made
+    start, (_, configuration), *rest = tracker.calls
+    assert start == "start"
+    assert configuration["max_epochs"] == 1
+    assert configuration["seed"] == 3
+    assert rest == [({"x": 1.0}, 1), ({"x": 2.0}, 2), "finish"]
+    assert tracker.run_name == ("given" if form == "instance" else "mine")
+
+
+@pytest.mark.parametrize("where", ["start", "store_init_configuration", "log", "finish"])
+def test_a_tracker_that_raises_does_not_stop_the_run(where, caplog):
+    def fail(self, *args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    broken = type("Broken", (Remembers,), {where: fail, "name": "broken"})()
+    well = Remembers()
+    trainer = make(log_with=[broken, well])
+    with caplog.at_level(logging.WARNING, logger="trackers"):
+        trainer.fit(Net(lambda m, b, i: m.log("x", b.mean())), loader(2))
+    assert [line["x"] for line in records(trainer)] == [1.0, 2.0]
+    assert well.calls[2:] == [({"x": 1.0}, 1), ({"x": 2.0}, 2), "finish"]
+    assert f"'broken' failed in `{where}`" in caplog.text
+    assert "no route to host" in caplog.text
+
+
+def test_trackers_are_finished_when_the_run_fails():
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                raise ZeroDivisionError
+            self.log("x", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    tracker = Remembers()
+    trainer = make(log_with=tracker)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(Fails(), loader(2))
+    assert tracker.calls[2:] == [({"x": 1.0}, 1), "finish"]
+    assert len(records(trainer)) == 1
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def test_two_ranks_record_what_one_does(ranks2):
+    def run():
+        torch.manual_seed(0)
+        trainer = make(max_epochs=2, log_with="tensorboard")
+
+        def log(module, batch, batch_idx):
+            flags = {"on_step": False, "on_epoch": True}
+            module.log("mean", batch.mean(), **flags)
+            module.log("sum", batch.sum(), reduce="sum", **flags)
+            module.log("max", batch.max(), reduce="max", **flags)
+
+        module = Net(log, lambda m, b, i: m.log("val", b.mean()))
+        trainer.fit(module, loader(7, batch_size=2), loader(5))
+        return dict(trainer.callback_metrics)
+
+    expected = {"mean": 4.0, "sum": 28.0, "max": 7.0, "val": 3.0}
+    assert ranks2(run) == [expected, expected]
+    # one process wrote each
+    assert [line["step"] for line in read_metrics("run/metrics.jsonl")] == [2, 2, 4, 4]
+    assert scalars("run/logs/run")["val"] == [(2, 3.0), (4, 3.0)]
+
+
+def test_a_metric_of_one_rank_alone_is_an_error_that_names_both(ranks2):
+    def run():
+        def log(module, batch, batch_idx):
+            if module.trainer.accelerator.is_main_process:
+                module.log("mine", 1.0)
+
+        with pytest.raises(Exception, match="mine") as raised:
+            make().fit(Net(log), loader(4))
+        return type(raised.value).__name__, str(raised.value)
+
+    for kind, text in ranks2(run):
+        assert kind == "MetricError"
+        assert "Rank 1 did not log 'mine'" in text
+        assert "rank 0 did" in text

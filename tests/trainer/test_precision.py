@@ -1,0 +1,215 @@
+"""Mixed precision through the Trainer, on the CPU, which does all of it."""
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback
+from tests.helpers.isolation import reset_trainer_state
+from trainer import Trainer, TrainModule
+from trainer.configuration import GradScalerKwargs
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.computed_in, self.losses, self.scales = set(), [], []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.layer(x)
+        self.computed_in.add(("train", out.dtype))
+        loss = torch.nn.functional.mse_loss(out.float(), y)
+        self.losses.append(loss.item())
+        return loss * self.scales[batch_idx] if self.scales else loss
+
+    def validation_step(self, batch, batch_idx):
+        self.computed_in.add(("validation", self.layer(batch[0]).dtype))
+
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Scheduled(Net):
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda tick: 1 / (1 + tick))
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+def loader(batches=8):
+    x = torch.randn(4 * batches, 2, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True) + 1), batch_size=4)
+
+
+def make(precision, *callbacks, scale=None, **arguments):
+    reset_trainer_state()  # a process has one precision; here each Trainer has its own
+    handlers = None if scale is None else [GradScalerKwargs(init_scale=scale)]
+    return Trainer(
+        mixed_precision=precision,
+        cpu=True,
+        kwargs_handlers=handlers,
+        callbacks=list(callbacks),
+        progress_bar=False,
+        project_dir="run",
+        **{"max_epochs": 1, "checkpointing": False} | arguments,
+    )
+
+
+def fit(precision, module=None, *callbacks, batches=8, **arguments):
+    module = module or Net()
+    trainer = make(precision, *callbacks, **arguments)
+    trainer.fit(module, loader(batches), loader(1))
+    return module, trainer
+
+
+DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_each_precision_trains_with_its_type_and_float32_weights(precision):
+    module, trainer = fit(precision, max_epochs=4, num_sanity_val_steps=1)
+    dtype = DTYPES[precision]
+    assert module.computed_in == {("train", dtype), ("validation", dtype)}
+    assert module.layer.weight.dtype == torch.float32
+    assert trainer.global_step == 32
+    assert sum(module.losses[-8:]) < 0.1 * sum(module.losses[:8])
+    (prediction,) = make(precision).predict(module, loader(1))
+    assert prediction.dtype == dtype
+
+
+def test_low_precision_follows_float32():
+    weights = {}
+    for precision in DTYPES:
+        torch.manual_seed(0)
+        module, _ = fit(precision, max_grad_norm=0.5, scale=256.0)
+        weights[precision] = module.layer.weight.detach()
+    torch.testing.assert_close(weights["fp16"], weights["no"], rtol=5e-3, atol=5e-3)
+    torch.testing.assert_close(weights["bf16"], weights["no"], rtol=5e-2, atol=5e-2)
+    assert not torch.equal(weights["fp16"], weights["no"])
+
+
+def test_fp16_on_the_cpu_says_what_is_done(caplog):
+    with caplog.at_level(logging.WARNING):
+        make("bf16")
+        assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        make("fp16")
+    assert "mixed_precision='fp16' on the CPU" in caplog.text
+    assert "gradient scaler" in caplog.text
+    assert "'bf16'" in caplog.text
+
+
+class Watch(Callback):
+    """What each update left behind, and the scale that its gradients had."""
+
+    def __init__(self):
+        self.updates = []
+
+    def on_after_backward(self, trainer, module):
+        self.scale = trainer.accelerator.precision.scaler.get_scale()
+
+    def on_train_step_end(self, trainer, module):
+        self.updates.append(
+            (
+                trainer.global_step,
+                self.scale,
+                trainer.optimizers[0].param_groups[0]["lr"],
+                module.layer.weight.detach().clone(),
+            )
+        )
+
+
+def test_the_scaler_leaves_out_an_update_that_overflows_and_counts_it():
+    module, watch = Scheduled(), Watch()
+    module.scales = [1.0, float("inf"), 1.0]
+    fit("fp16", module, watch, batches=3, scale=1024.0)
+    steps, scales, rates, weights = zip(*watch.updates, strict=True)
+    assert steps == (1, 2, 3)
+    assert scales == (1024.0, 1024.0, 512.0)
+    assert rates == pytest.approx((0.1 / 2, 0.1 / 3, 0.1 / 4))  # the schedule goes on
+    assert torch.equal(weights[0], weights[1])  # left out
+    assert not torch.equal(weights[1], weights[2])
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+def test_gradients_are_unscaled_before_hooks_and_clipping():
+    norms = []
+
+    class Norms(Callback):
+        def norm(self, module):
+            norms.append(torch.cat([p.grad.flatten() for p in module.parameters()]).norm().item())
+
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            self.norm(module)
+
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            self.norm(module)
+
+    arguments = {"max_grad_norm": 0.01, "max_steps": 1}
+    for precision in ("no", "fp16"):
+        torch.manual_seed(0)
+        fit(precision, None, Norms(), **arguments)
+    (whole, clipped), (whole16, clipped16) = norms[:2], norms[2:]
+    assert clipped == pytest.approx(0.01, rel=1e-3)
+    assert clipped16 == pytest.approx(0.01, rel=1e-3)
+    assert whole16 == pytest.approx(whole, rel=1e-2)
+
+
+def test_the_scale_is_saved_and_restored():
+    first = Net()
+    first.scales = [1.0, float("inf")]
+    fit("fp16", first, batches=2, scale=1024.0, checkpointing=True)
+    watch, second = Watch(), Net()
+    trainer = make("fp16", watch, scale=1024.0, max_epochs=2)
+    trainer.fit(second, loader(2), ckpt_path="last")
+    assert watch.updates[0][1] == 512.0
+
+
+def test_manual_optimisation_is_scaled_too():
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, max_grad_norm=10.0)
+            optimizer.step()
+
+    weights = []
+    for precision in ("no", "fp16"):
+        torch.manual_seed(0)
+        module, trainer = fit(precision, Manual(), scale=256.0)
+        assert trainer.global_step == 8
+        weights.append(module.layer.weight.detach())
+    torch.testing.assert_close(*weights, rtol=5e-3, atol=5e-3)
+
+
+def test_two_ranks_leave_the_same_update_out(ranks2):
+    """The gradients of rank 1 alone overflow: both leave the update out."""
+
+    def run():
+        torch.manual_seed(0)
+        module = Net()
+        watch = Watch()
+        trainer = make("fp16", watch, scale=256.0)
+        bad = trainer.accelerator.process_index == 1
+        module.scales = [1.0, float("inf") if bad else 1.0, 1.0]
+        trainer.fit(module, loader(6))
+        return watch.updates
+
+    first, second = ranks2(run)
+    for one, other in zip(first, second, strict=True):
+        assert one[:3] == other[:3]
+        assert torch.equal(one[3], other[3])
+    assert [scale for _, scale, *_ in first] == [256.0, 256.0, 128.0]
+    assert torch.equal(first[0][3], first[1][3])
+    assert not torch.equal(first[1][3], first[2][3])

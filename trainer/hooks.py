@@ -7,12 +7,14 @@ first, after it the module does, so that callbacks see what it logged.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from callbacks import Callback
 
 Hook = Callable[..., None]
+logger = logging.getLogger(__name__)
 
 _CALLBACKS_FIRST = (
     "on_fit_start",
@@ -53,7 +55,7 @@ _AROUND_REDUCTION = (
     "on_test_epoch_end",
     "on_predict_epoch_end",
 )
-_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end", "on_boundary", "on_exception")
+_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end", "on_boundary")
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -72,6 +74,21 @@ def _one_after_another(calls: Sequence[Hook]) -> Hook:
             call(*args)
 
     return call_all
+
+
+def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
+    """One function that calls all; an error of theirs must not hide the one they are told."""
+
+    def call_each(*args: Any) -> None:
+        for call in calls:
+            try:
+                call(*args)
+            except Exception:
+                logger.exception(
+                    "on_exception of a callback failed; the error it was told follows."
+                )
+
+    return call_each
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:
@@ -120,6 +137,7 @@ class HookTable:
             table[f"{name}_callbacks"] = _one_after_another(of_callbacks(name))
         for name in _CALLBACKS_ONLY:
             table[name] = _one_after_another(of_callbacks(name))
+        table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
         self._table = table
         self.__dict__.update(table)
 

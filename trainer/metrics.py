@@ -9,6 +9,7 @@ items and never a mean of means (P5).
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
 RESERVED = frozenset({"step", "epoch", "time"})
 KINDS = ("mean", "sum", "min", "max")
+_LOADER = re.compile(r"/dataloader_idx_\d+$")  # ends the names of each of several loaders
 _EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 
 
@@ -89,19 +91,24 @@ class Cells:
         objects: Those with ``compute`` and ``reset``, by name.
         known: Those of earlier intervals too, and copies of those that only others have.
         agreed: The (name, kind) pairs that all processes have, as they last agreed.
-        active: This process has run a batch in the interval.
+        ran: The suffixes of the loaders of which this process has run a batch in the interval.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     known: dict[str, Any] = field(default_factory=dict)
     agreed: tuple[tuple[str, str], ...] = ()
-    active: bool = False
+    ran: set[str] = field(default_factory=set)
 
     def names(self) -> set[tuple[str, str]]:
         """What this process has, as (name, kind)."""
         pairs = {(name, cell.kind) for name, cell in self.cells.items()}
         return pairs | {(name, "object") for name in self.objects}
+
+    def differs(self) -> bool:
+        """This process has a name that was not agreed, or lacks one that it owes."""
+        own, agreed = self.names(), set(self.agreed)
+        return not own <= agreed or any(_owes(name, self.ran) for name, _ in agreed - own)
 
 
 class MetricStore:
@@ -142,8 +149,8 @@ class MetricStore:
         assert self.scope is not None
         self.items = items
         self.loader_suffix = loader_suffix
-        self.step.active = True
-        self.epoch(self.scope.phase).active = True
+        self.step.ran.add(loader_suffix)
+        self.epoch(self.scope.phase).ran.add(loader_suffix)
 
     def begin_epoch_values(self) -> None:
         """No batch is at hand: what is logged now counts once for each process."""
@@ -195,7 +202,7 @@ class MetricStore:
             on_epoch = not on_step
         if not is_object:
             value = _scalar(name, value)
-        weight = self.items if batch_size is None else float(batch_size)
+        weight = self.items if batch_size is None else _weight(name, batch_size)
         suffix = self.loader_suffix
         both = on_step and on_epoch
         if on_step and scope.phase == "train":  # an evaluation's steps have no place in the record
@@ -247,7 +254,7 @@ class MetricStore:
         """A new window begins."""
         self.step.cells.clear()
         self.step.objects.clear()
-        self.step.active = False
+        self.step.ran.clear()
 
     def reduce_epoch(self, phase: str) -> dict[str, Value]:
         """The epoch's values over all processes, which start anew; collective."""
@@ -260,7 +267,7 @@ class MetricStore:
                 cells.known[name].reset()
         cells.cells.clear()
         cells.objects.clear()
-        cells.active = False
+        cells.ran.clear()
         return values
 
     def _reduce(self, cells: Cells, what: str) -> dict[str, Value]:
@@ -288,10 +295,7 @@ class MetricStore:
         only then are they exchanged.
         """
         while True:
-            own = cells.names()
-            known = set(cells.agreed)
-            changed = not own <= known or (cells.active and own != known)
-            totals: list[Value] = [float(changed)]
+            totals: list[Value] = [float(cells.differs())]
             for name, kind in cells.agreed:
                 if kind in ("mean", "sum"):
                     cell = cells.cells.get(name)
@@ -301,7 +305,7 @@ class MetricStore:
             read = summed.tolist()
             if not read[0]:
                 break
-            cells.agreed = _agree(own, cells.active, what)
+            cells.agreed = _agree(cells.names(), cells.ran, what)
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
@@ -364,21 +368,33 @@ class MetricStore:
         return shown
 
 
-def _agree(own: set[tuple[str, str]], active: bool, what: str) -> tuple[tuple[str, str], ...]:
-    """Exchange the names; a rank that ran batches and lacks some is an error on all ranks."""
-    reports = all_gather_object((sorted(own), active))
+def _owes(name: str, ran: set[str]) -> bool:
+    """A process that ran batches of these loaders should have logged the name."""
+    loader = _LOADER.search(name)
+    return bool(ran) if loader is None else loader[0] in ran
+
+
+def _agree(own: set[tuple[str, str]], ran: set[str], what: str) -> tuple[tuple[str, str], ...]:
+    """Exchange the names; a rank that ran a loader's batches and lacks some is an error on all."""
+    reports = all_gather_object((sorted(own), ran))
     union = sorted({pair for names, _ in reports for pair in names})
-    for rank, (names, ran) in enumerate(reports):
-        missing = [name for name, kind in union if (name, kind) not in names]
-        if ran and missing:
-            having = [r for r, (others, _) in enumerate(reports) if len(others) > len(names)]
+    for rank, (names, ran_there) in enumerate(reports):
+        missing = [pair for pair in union if pair not in names and _owes(pair[0], ran_there)]
+        if missing:
+            having = next(r for r, (others, _) in enumerate(reports) if missing[0] in others)
             raise MetricError(
-                f"Rank {rank} did not log {', '.join(map(repr, missing))} in {what}, but rank "
-                f"{having[0] if having else 1 - min(rank, 1)} did. Every rank that runs a "
-                "batch must log the same names with the same `reduce`: move the call out of "
-                "the condition that only some ranks meet."
+                f"Rank {rank} did not log {', '.join(repr(name) for name, _ in missing)} in "
+                f"{what}, but rank {having} did. Every rank that runs a batch must log the same "
+                "names with the same `reduce`: move the call out of the condition that only some "
+                "ranks meet."
             )
     return tuple(union)
+
+
+def _weight(name: str, batch_size: float) -> float:
+    if not batch_size >= 0:
+        raise ValueError(f"batch_size of the metric {name!r} is {batch_size}; give 0 or more.")
+    return float(batch_size)
 
 
 def _scalar(name: str, value: Any) -> Value:

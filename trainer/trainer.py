@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,19 +17,19 @@ from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler
 from trainer.data.loader import Feed
-from trainer.distributed.control import local_main_first
 from trainer.errors import CheckpointError
 from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
 from trainer.loops.fit import fit
-from trainer.loops.loaders import call_if_there, check_module
+from trainer.loops.loaders import check_module
 from trainer.loops.predict import predict
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Limit, Settings
 from trainer.loops.snapshot import save_run
+from trainer.loops.stage import stage_of
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
@@ -125,6 +125,11 @@ class Trainer:
         dataloader_config: DataLoaderConfiguration | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
     ) -> None:
+        if not isinstance(accelerator, (Accelerator, type(None))):
+            raise TypeError(
+                f"accelerator is {accelerator!r}; it must be an Accelerator. The device is found "
+                "by itself; cpu=True keeps away from accelerators."
+            )
         if accelerator is not None and gradient_accumulation_steps == 1:
             gradient_accumulation_steps = accelerator.gradient_accumulation_steps
         settings = Settings(
@@ -147,7 +152,7 @@ class Trainer:
             log_every=log_every,
         )
         if fast_dev_run:
-            settings = settings.for_a_trial(int(fast_dev_run))
+            settings = settings.for_a_trial(fast_dev_run)
         if seed is not None:
             set_seed(seed)
         if accelerator is None:
@@ -402,7 +407,8 @@ class Trainer:
     @property
     def metrics(self) -> MetricStore:
         """What is logged and not yet reduced."""
-        assert self._run is not None
+        if self._run is None:  # a store that records nothing, and says so
+            return MetricStore(self.accelerator.device)
         return self._run.metrics
 
     @property
@@ -533,40 +539,19 @@ class Trainer:
             raise RuntimeError(f"{what} is there only while fit runs.")
         return self._run
 
-    @contextmanager
-    def _stage(self, stage: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
-        """What surrounds every entry point: set-up before, tear-down after, also after an error."""
-        check_module(module, stage)
-        module.__dict__["_trainer"] = self
-        hooks = HookTable(self, module, self.callbacks, TrainModule)
+    def _stage(
+        self, name: str, module: TrainModule, datamodule: Any
+    ) -> AbstractContextManager[HookTable]:
+        check_module(module, name)
         self._stop_requested = False
-        try:
-            local_main_first(lambda: _prepare_data(module, datamodule))
-            call_if_there(datamodule, "setup", stage)
-            for callback in self.callbacks:
-                callback.setup(self, module, stage)
-            module.setup(stage)
-            module.configure_model()
-            yield hooks
-        except BaseException as error:
-            _tell(hooks, error)
-            raise
-        finally:
-            self._tear_down(stage, module, datamodule)
+        return stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish)
 
-    def _tear_down(self, stage: str, module: TrainModule, datamodule: Any) -> None:
+    def _finish(self) -> None:
         if isinstance(self._run, FitRun):
             self._items_seen = self._run.agreement.items_seen
-        try:
-            call_if_there(datamodule, "teardown", stage)
-            for callback in self.callbacks:
-                callback.teardown(self, module, stage)
-            module.teardown(stage)
-        finally:
-            if self._recorder is not None:
-                self._recorder.finish()
-            self._run = self._feed = None
-            module.__dict__["_trainer"] = None
+        self._run = self._feed = None
+        if self._recorder is not None:
+            self._recorder.finish()
 
     def _evaluate(
         self,
@@ -605,7 +590,11 @@ def _complete(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
     """The user's callbacks with the defaults, those that save last."""
-    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
+    if isinstance(callbacks, Callback):
+        callbacks = [callbacks]
+    if not isinstance(callbacks, (list, tuple, type(None))):
+        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
+    given = list(callbacks or [])
     for callback in given:
         if not isinstance(callback, Callback):
             raise TypeError(
@@ -624,16 +613,3 @@ def _complete(
     if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
         given.append(ModelCheckpoint())
     return sorted(given, key=lambda callback: callback.runs_last)
-
-
-def _tell(hooks: HookTable, error: BaseException) -> None:
-    """Let the callbacks hear of an error; one of theirs is logged, and must not hide it."""
-    try:
-        hooks.on_exception(error)
-    except Exception:
-        logger.exception("on_exception of a callback failed; the error that it was told follows.")
-
-
-def _prepare_data(module: TrainModule, datamodule: Any) -> None:
-    call_if_there(datamodule, "prepare_data")
-    module.prepare_data()

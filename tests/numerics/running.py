@@ -50,13 +50,14 @@ def copy_of(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def quiet_trainer(**kwargs: Any) -> Trainer:
-    """A Trainer on the CPU that shows and saves nothing and records every update."""
+    """A Trainer on the CPU that shows and saves nothing and records every update in run/."""
     defaults: dict[str, Any] = {
         "cpu": True,
         "progress_bar": False,
         "checkpointing": False,
         "log_every": 1,
         "num_sanity_val_steps": 0,
+        "project_dir": "run",
     }
     return Trainer(**(defaults | kwargs))
 

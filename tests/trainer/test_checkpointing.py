@@ -399,7 +399,6 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     assert stopping.best_score == 3.0
 
 
-@pytest.mark.xfail(reason="load_run does not read should_stop")
 def test_a_run_that_was_stopped_stays_stopped_when_it_is_started_again():
     """Killed right after its last save, it must end as the run that was not killed."""
     scores = [3.0, 4.0, 5.0, 6.0, 1.0]

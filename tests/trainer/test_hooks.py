@@ -366,6 +366,31 @@ def test_an_error_in_setup_tears_down_too(stage):
     assert names(module) == ["m prepare_data", *c("setup"), *c("on_exception"), *end()]
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        "on_exception",
+        "teardown",
+    ],
+)
+def test_an_error_is_not_hidden_by_one_in_the_clean_up_after_it(hook):
+    class Worse(Callback):
+        pass
+
+    def fail(self, *args):
+        raise OSError
+
+    setattr(Worse, hook, fail)
+
+    def training_step(batch, batch_idx):
+        raise ZeroDivisionError
+
+    module = Quiet()
+    module.training_step = training_step
+    with pytest.raises(ZeroDivisionError):
+        trainer_for([Worse()]).fit(module, loader(1))
+
+
 def test_a_module_is_usable_again_after_an_error():
     module = Quiet()
     trainer = trainer_for([])

@@ -396,9 +396,11 @@ def test_tensorboard_holds_what_was_logged():
     }
 
 
-def test_tensorboard_goes_on_where_a_run_is_resumed():
+def test_tensorboard_goes_on_where_a_run_is_resumed(monkeypatch):
     log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
     for epochs in (1, 2):
+        # TensorBoard reads the files of a run in the order of the seconds in their names
+        monkeypatch.setattr("time.time", lambda now=1000.0 * epochs: now)
         trainer = Trainer(
             max_epochs=epochs,
             log_every=1,
@@ -445,12 +447,12 @@ class Remembers(GeneralTracker):
 @pytest.mark.parametrize("form", ["class", "instance", "name", "list"])
 def test_a_tracker_of_ones_own(form, monkeypatch):
     monkeypatch.setattr(Remembers, "made", [])
-    monkeypatch.setitem(_REGISTRY, "unused", Remembers)  # puts the registry back
+    monkeypatch.setitem(_REGISTRY, "remembers", None)  # taken back at the end, as it was not there
+    del _REGISTRY["remembers"]
     register_tracker(Remembers)
     given = {"class": Remembers, "name": "remembers", "list": [Remembers]}.get(form) or Remembers()
     trainer = make(log_with=given, run_name="mine", seed=3)
     trainer.fit(Net(lambda m, b, i: m.log("x", b.mean())), loader(2))
-    monkeypatch.delitem(_REGISTRY, "remembers")
     (tracker,) = Remembers.made
     start, (_, configuration), *rest = tracker.calls
     assert start == "start"

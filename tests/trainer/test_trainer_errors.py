@@ -530,10 +530,8 @@ def test_log_outside_a_run():
 
 
 OUTSIDE = [
-    pytest.param("setup", marks=pytest.mark.xfail(raises=AssertionError, reason="an assert")),
-    pytest.param(
-        "configure_optimizers", marks=pytest.mark.xfail(raises=AssertionError, reason="an assert")
-    ),
+    "setup",
+    "configure_optimizers",
     "on_fit_start",
     "on_fit_end",
     "on_train_end",
@@ -715,11 +713,20 @@ def test_a_checkpoint_with_other_optimizers_says_how_many():
     )
 
 
+def test_saving_waits_for_the_end_of_a_window():
+    class Hasty(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.save_checkpoint("hasty")
+
+    fit_fails(
+        Net(), RuntimeError, "inside a window", "on_boundary", "on_train_end", callbacks=Hasty()
+    )
+
+
 def test_saving_needs_a_fit():
     fails(lambda: make().save_checkpoint("x"), RuntimeError, "save_checkpoint", "while fit runs")
 
 
-@pytest.mark.xfail(raises=ValueError, reason="only dicts are told from loaders")
 def test_batches_of_a_mapping_are_batches():
     """A list of mappings is one loader of ready batches, whatever kind of mapping they are."""
     batches = [UserDict(x=torch.ones(2, 2))] * 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.accelerator import Accelerator
@@ -32,6 +32,10 @@ def check_module(module: Any, stage: str) -> None:
         raise TypeError(
             f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
             "TrainModule. Subclass trainer.TrainModule and define its steps."
+        )
+    if "_modules" not in module.__dict__:
+        raise TypeError(
+            f"{type(module).__name__} did not call super().__init__() first thing in its __init__."
         )
     needed = [_STEPS[stage][0]] if stage != "predict" else []
     if stage == "fit":
@@ -87,7 +91,7 @@ def find_loaders(
 def _holds_loaders(given: Sequence[Any]) -> bool:
     """A list of loaders, rather than a list of ready batches that is one loader itself."""
     return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
-        isinstance(one, (list, tuple, dict)) for one in given
+        isinstance(one, (list, tuple, Mapping)) for one in given
     )
 
 

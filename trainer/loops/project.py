@@ -51,6 +51,8 @@ class Project:
         log_with: Any,
         writes: bool,
     ) -> None:
+        if not isinstance(folder, (str, os.PathLike, type(None))):
+            raise TypeError(f"project_dir is {folder!r}; it must be a path.")
         self._folder = None if folder is None else Path(folder).expanduser()
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name

@@ -96,12 +96,17 @@ class Recorder:
             cut_at: The local record's length at the checkpoint that is resumed; what was written
                 after it is dropped.
         """
-        for tracker in (self._local, *self._trackers):
-            tracker.start()
-        for tracker in self._trackers:
-            tracker.store_init_configuration(configuration)
-        if cut_at is not None and isinstance(self._local, BackgroundTracker):
-            self._local.submit(lambda record: cast(JsonlTracker, record).truncate(cut_at)).result()
+        try:
+            for tracker in (self._local, *self._trackers):
+                tracker.start()
+            for tracker in self._trackers:
+                tracker.store_init_configuration(configuration)
+            if cut_at is not None and isinstance(self._local, BackgroundTracker):
+                cut = self._local.submit(lambda record: cast(JsonlTracker, record).truncate(cut_at))
+                cut.result()
+        except BaseException:
+            self.finish()
+            raise
 
     def sync(self) -> int | None:
         """Put the local record on the disk.

@@ -53,13 +53,15 @@ class Settings:
         for name in (*LIMITS.values(), "overfit_batches"):
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
-        if self.num_sanity_val_steps < -1:
-            raise ValueError(
-                f"num_sanity_val_steps is {self.num_sanity_val_steps}; give 0 for none, -1 for all "
-                "batches, or a number of them."
-            )
+        _whole("num_sanity_val_steps", self.num_sanity_val_steps, -1, "0 for none, -1 for all")
+        _whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1, "1 for none")
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, "None for no seed")
         for name in ("val_every", "log_every"):
-            object.__setattr__(self, name, Interval.parse(getattr(self, name)))
+            try:
+                object.__setattr__(self, name, Interval.parse(getattr(self, name)))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name}: {error}") from None
         assert self.length is not None  # made here so that it is checked here
 
     @property
@@ -79,8 +81,11 @@ class Settings:
             return "overfit_batches", self.overfit_batches
         return LIMITS[kind], getattr(self, LIMITS[kind])
 
-    def for_a_trial(self, batches: int) -> Settings:
-        """The same with one epoch of a few batches of everything."""
+    def for_a_trial(self, batches: bool | int) -> Settings:
+        """The same with one epoch of a few batches of everything; True is one batch."""
+        if batches is not True:
+            _whole("fast_dev_run", batches, 1, "True for one batch, False for none")
+        batches = int(batches)
         return replace(
             self,
             limit_train_batches=batches,
@@ -103,3 +108,10 @@ class Settings:
             for name, value in values.items()
             if value is not None
         }
+
+
+def _whole(name: str, value: Any, least: int, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an int ({hint}).")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")

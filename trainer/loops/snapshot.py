@@ -142,6 +142,9 @@ def load_run(run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callb
             path,
             run.rank,
         )
+    run.stop_now = state["should_stop"]
+    if run.stop_now:
+        logger.warning("%s was saved by a run that had decided to stop: it ends here again.", path)
     run.run_id = state["run_id"]
     offset: int | None = state["record_offset"]
     return offset

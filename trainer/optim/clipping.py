@@ -15,6 +15,8 @@ def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -
         ValueError: One of them is zero, negative or not a number.
     """
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
+        if isinstance(limit, bool) or not isinstance(limit, (int, float, type(None))):
+            raise TypeError(f"{name} is {limit!r}; it must be a number, or None for no limit.")
         if limit is not None and not limit > 0:
             raise ValueError(f"{name} is {limit}; it must be above 0, or None for no limit.")
 

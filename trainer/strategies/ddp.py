@@ -7,6 +7,7 @@ optimizer averages its own gradients when it steps.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,10 +29,14 @@ def wrap(
 ) -> DistributedDataParallel:
     """Wrap a module, already on its device, for this process group."""
     device = PartialState().device
+    arguments = (kwargs or DistributedDataParallelKwargs()).to_kwargs()
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        # The newer name, of torch 2.13; under it buffers start alike whatever is said.
+        arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
     return DistributedDataParallel(
         module,
         device_ids=None if device.type == "cpu" else [device.index],
-        **(kwargs or DistributedDataParallelKwargs()).to_kwargs(),
+        **arguments,
     )
 
 
@@ -70,6 +75,9 @@ class DataParallel:
         module: The user's module, on its device.
         agreement: Told the sums over the processes.
         kwargs: Arguments of DDP.
+
+    Raises:
+        ValueError: A static graph is asked for.
     """
 
     def __init__(
@@ -78,6 +86,13 @@ class DataParallel:
         agreement: Agreement,
         kwargs: DistributedDataParallelKwargs | None = None,
     ) -> None:
+        if kwargs is not None and kwargs.static_graph:
+            raise ValueError(
+                "DistributedDataParallelKwargs(static_graph=True) cannot be used with the Trainer: "
+                "the micro-batches of a window, and rounds for which a process has no data, are "
+                "different graphs. Leave it out; for a module that leaves out some of its "
+                "parameters there is find_unused_parameters=True."
+            )
         state = PartialState()
         self.module = module
         self._agreement = agreement
@@ -86,7 +101,7 @@ class DataParallel:
         self._ddp = wrap(self._stage, kwargs)
         self._searches = self._ddp.find_unused_parameters
         self._ballot: Tensor = self._stage.ballot
-        if not self._searches and not self._ddp.static_graph:
+        if not self._searches:
             self._fix_bucket_layout()
 
     def _trained(self) -> list[nn.Parameter]:
@@ -129,7 +144,8 @@ class DataParallel:
         self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
     ) -> float | Tensor:
         """See `SingleDevice.finish_window`; without a loss the others still get their sums."""
-        ballot = self._agreement.ballot(items, stop, seconds)
+        # DDP divides by the number of processes: undone beforehand, the sums of integers are exact.
+        ballot = self._agreement.ballot(items, stop, seconds) * self._world_size
         if loss is not None:
             torch.autograd.backward([loss, self._ride], [None, ballot])
         else:
@@ -139,7 +155,7 @@ class DataParallel:
             else:
                 self._backward_nothing([ride], [ballot])
         assert self._ballot.grad is not None
-        total = self._ballot.grad * self._world_size
+        total = self._ballot.grad
         self._ballot.grad = None
         self._agreement.count(total)
         return self._agreement.latest.items if total.device.type == "cpu" else total[0]

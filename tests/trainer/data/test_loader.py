@@ -258,6 +258,15 @@ def test_streams_that_draw_globally_are_alike_on_all_processes():
     assert read(loader, seed=3, epoch=2) != [alone]
 
 
+def test_streams_that_draw_in_a_worker_are_a_function_of_seed_and_epoch():
+    loader = DataLoader(RandomStream(4), 2, num_workers=1)
+    first = read(loader, 2, seed=3, epoch=1)
+    torch.manual_seed(99)
+    assert read(loader, 2, seed=3, epoch=1) == first
+    assert read(loader, 2, seed=3, epoch=2) != first
+    assert read(loader, 2, seed=4, epoch=1) != first
+
+
 def test_reading_leaves_the_global_generators_alone():
     for source in (
         DataLoader(Numbers(8), 2, shuffle=True),

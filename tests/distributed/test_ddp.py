@@ -1,0 +1,453 @@
+"""The engines of several processes, against one process that does the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.ranks import RankError
+from trainer.configuration import DistributedDataParallelKwargs
+from trainer.distributed.agreement import Agreement, Tally
+from trainer.state import PartialState
+from trainer.strategies import ddp
+from trainer.strategies.choose import choose_engine
+from trainer.strategies.ddp import DataParallel, Replicas, average_gradients
+from trainer.strategies.single import SingleDevice
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Two layers and a running count; `training_step` is what the loop would call."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.first = nn.Linear(3, 4).double()
+        self.last = nn.Linear(4, 1).double()
+        self.register_buffer("seen", torch.zeros(()))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.last(self.first(x).tanh()).square().mean()
+
+
+def data(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+
+
+def engine(module: nn.Module, **kwargs: Any) -> tuple[DataParallel, Agreement]:
+    agreement = Agreement(CPU)
+    handler = DistributedDataParallelKwargs(**kwargs)
+    return DataParallel(module, agreement, handler), agreement
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def window(
+    own: DataParallel, batches: list[Any], *, items: float = 1.0, stop: bool = False
+) -> float | torch.Tensor:
+    """One window of these micro-batches; None is a micro-batch of which this rank has nothing."""
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        own.begin_micro_batch(sync=last)
+        loss = None if batch is None else own.step("training_step", batch)
+        if last:
+            return own.finish_window(loss, items=items, stop=stop, seconds=float(dist.get_rank()))
+        if loss is not None:
+            own.backward(loss)
+    raise AssertionError
+
+
+def assert_same(found: list[dict[str, Any]], expected: dict[str, torch.Tensor | None]) -> None:
+    for own in found:
+        for name, gradient in expected.items():
+            torch.testing.assert_close(own[name], gradient, rtol=1e-13, atol=1e-15)
+
+
+def mean_gradients(losses: Callable[[Model], list[torch.Tensor]], ranks: int) -> dict[str, Any]:
+    """The gradients of the sum of all losses, divided by the number of ranks."""
+    model = Model()
+    (sum(losses(model)) / ranks).backward()
+    return gradients(model)
+
+
+# -- the numbers that ride along ---------------------------------------------------------------
+
+
+def test_ballots_are_summed_exactly(ranks3):
+    numbers = [0.0, 1.0, 3.0, 7.0, 23.0, 1e6 + 1, 2.0**40 + 1]
+
+    def sums() -> list[tuple[Any, Tally, float]]:
+        rank = dist.get_rank()
+        own, agreement = engine(Model())
+        found = []
+        for number in numbers:
+            total = window(own, [data(2)], items=number + rank, stop=rank == 2)
+            found.append((total, agreement.latest, agreement.items_seen))
+        return found
+
+    for found in ranks3(sums):
+        expected = [3 * number + 3 for number in numbers]
+        assert [total for total, _, _ in found] == expected
+        assert [tally for _, tally, _ in found] == [Tally(total, 1.0, 3.0) for total in expected]
+        assert found[-1][2] == sum(expected)
+
+
+def test_the_ballot_leaves_no_trace_in_the_module(ranks2):
+    def names() -> tuple[list[str], bool]:
+        model = Model()
+        own, _ = engine(model)
+        window(own, [data(2)], items=3.0)
+        window(own, [None], items=3.0)
+        return sorted(model.state_dict()), own._ballot.grad is None
+
+    assert ranks2(names) == [(sorted(Model().state_dict()), True)] * 2
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_average_over_ranks(ranks3):
+    def own_gradients() -> dict[str, Any]:
+        model = Model()
+        own, _ = engine(model)
+        window(own, [data(6)[dist.get_rank() :: 3]])
+        return gradients(model)
+
+    expected = mean_gradients(lambda m: [m.training_step(data(6)[r::3]) for r in range(3)], 3)
+    assert_same(ranks3(own_gradients), expected)
+
+
+def test_micro_batches_add_up_before_they_are_averaged_once(ranks2):
+    def own_gradients() -> tuple[dict[str, Any], Any]:
+        rank = dist.get_rank()
+        model = Model()
+        own, _ = engine(model)
+        parts = data(12)[rank::2].split(2)
+        own.begin_micro_batch(sync=False)
+        own.backward(own.step("training_step", parts[0]))
+        alone = model.last.bias.grad.clone()
+        for parameter in model.parameters():
+            parameter.grad = None
+        window(own, list(parts))
+        return gradients(model), alone
+
+    found = ranks2(own_gradients)
+    expected = mean_gradients(
+        lambda m: [m.training_step(part) for r in (0, 1) for part in data(12)[r::2].split(2)], 2
+    )
+    assert_same([own for own, _ in found], expected)
+    assert not torch.equal(found[0][1], found[1][1])  # nothing was averaged inside the window
+
+
+def test_a_rank_starts_with_the_weights_of_the_first(ranks2):
+    def weights() -> dict[str, Any]:
+        model = Model(seed=dist.get_rank())
+        engine(model)
+        return model.state_dict()
+
+    for found in ranks2(weights):
+        for name, value in Model(seed=0).state_dict().items():
+            assert torch.equal(found[name], value)
+
+
+@pytest.mark.parametrize("searches", [False, True])
+@pytest.mark.parametrize("batches", [[None], [0, None], [None, None]])
+def test_a_rank_without_a_batch_counts_as_zero(ranks3, searches, batches):
+    def own_gradients() -> dict[str, Any]:
+        rank = dist.get_rank()
+        model = Model()
+        own, _ = engine(model, find_unused_parameters=searches)
+        full = [data(6)[rank::3], data(9)[rank::3]][-len(batches) :]
+        mine = full if rank != 1 else [None if b is None else full[b] for b in batches]
+        window(own, mine)
+        return gradients(model)
+
+    def losses(model: Model) -> list[torch.Tensor]:
+        found = []
+        for rank in range(3):
+            full = [data(6)[rank::3], data(9)[rank::3]][-len(batches) :]
+            mine = full if rank != 1 else [full[b] for b in batches if b is not None]
+            found += [model.training_step(batch) for batch in mine]
+        return found
+
+    assert_same(ranks3(own_gradients), mean_gradients(losses, 3))
+
+
+class Forked(Model):
+    """Ranks go different ways, so that some parameters have no gradient on some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 1).double()
+        self.right = nn.Linear(4, 1).double()
+        self.never = nn.Linear(4, 1).double()
+        with torch.no_grad():
+            for module in (self.left, self.right):
+                module.weight.fill_(0.5)
+                module.bias.fill_(0.25)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        branch = self.left if PartialState().process_index == 0 else self.right
+        return branch(self.first(x).tanh()).square().mean()
+
+
+def test_parameters_without_a_gradient_are_found_where_asked(ranks2):
+    def own_gradients() -> dict[str, Any]:
+        model = Forked()
+        own, _ = engine(model, find_unused_parameters=True)
+        for _ in range(2):
+            model.zero_grad()
+            window(own, [data(4)[:2], data(4)[2:]])
+        return gradients(model)
+
+    left, right = (found for found in ranks2(own_gradients))
+    for name, gradient in left.items():
+        if name.startswith(("never", "last")):
+            assert gradient is None
+            assert right[name] is None
+        else:
+            assert gradient.abs().sum() > 0
+            assert torch.equal(gradient, right[name])
+
+
+def test_a_static_graph_is_refused_with_the_reason(ranks2):
+    with pytest.raises(RankError, match=r"ValueError: .*static_graph=True\) cannot be used"):
+        ranks2(lambda: engine(Model(), static_graph=True))
+
+
+# -- the layout of buckets ---------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Enough parameters for several buckets of a megabyte, in float32 where order shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        widths = [37, 401, 503, 307, 5]
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.square().mean()
+
+
+def train_wide(rebuild_at: int | None, **kwargs: Any) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    model = Wide()
+    own, _ = engine(model, bucket_cap_mb=1, **kwargs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for update in range(4):
+        if update == rebuild_at:
+            own, _ = engine(model, bucket_cap_mb=1, **kwargs)
+        generator = torch.Generator().manual_seed(100 * update + rank)
+        optimizer.zero_grad()
+        window(own, [torch.randn(7, 37, generator=generator)])
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}])
+def test_a_run_whose_engine_was_rebuilt_half_way_is_bit_identical(ranks3, kwargs):
+    whole = ranks3(lambda: train_wide(None, **kwargs))
+    resumed = ranks3(lambda: train_wide(2, **kwargs))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_fixing_the_layout_changes_nothing_else(ranks2):
+    def untouched() -> tuple[bool, bool, bool, float]:
+        model = Model()
+        before = copy.deepcopy(model.state_dict())
+        state = torch.get_rng_state()
+        engine(model)
+        return (
+            all(torch.equal(before[name], value) for name, value in model.state_dict().items()),
+            all(parameter.grad is None for parameter in model.parameters()),
+            torch.equal(torch.get_rng_state(), state),
+            model.seen.item(),
+        )
+
+    assert ranks2(untouched) == [(True, True, True, 0.0)] * 2
+
+
+# -- buffers, frozen parts, settings -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["engine", "replicas"])
+def test_buffers_become_those_of_the_first_rank_when_asked(ranks2, kind):
+    def buffers() -> float:
+        model = Model()
+        own = engine(model)[0] if kind == "engine" else Replicas(model, Agreement(CPU))
+        model.seen.fill_(dist.get_rank() + 3.0)
+        own.broadcast_buffers()
+        return model.seen.item()
+
+    assert ranks2(buffers) == [3.0, 3.0]
+
+
+def test_frozen_parameters_have_no_part_in_it(ranks2):
+    def own_gradients() -> tuple[Any, Any]:
+        model = Model()
+        model.first.requires_grad_(False)
+        own, _ = engine(model)
+        window(own, [data(2) + dist.get_rank()])
+        window(own, [None])
+        return model.first.weight.grad, model.last.weight.grad
+
+    first, second = ranks2(own_gradients)
+    assert first[0] is None
+    assert torch.equal(first[1], second[1])
+
+
+def test_settings_left_out_are_those_of_torch(ranks2):
+    def settings() -> list[list[Any]]:
+        PartialState()
+        plain, ours = (
+            nn.parallel.DistributedDataParallel(nn.Linear(1, 1)),
+            ddp.wrap(nn.Linear(1, 1)),
+        )
+        handler = DistributedDataParallelKwargs()
+        names = [
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "static_graph",
+        ]
+        found = [
+            [*(getattr(each, name) for name in names), each.bucket_bytes_cap / 2**20]
+            for each in (plain, ours)
+        ]
+        return [*found, [*(getattr(handler, name) for name in names), handler.bucket_cap_mb]]
+
+    for plain, ours, handler in ranks2(settings):
+        assert plain == ours == handler
+
+
+def test_settings_reach_torch(ranks2):
+    def wrapped() -> tuple[Any, ...]:
+        PartialState()
+        handler = DistributedDataParallelKwargs(
+            bucket_cap_mb=3, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+        model = ddp.wrap(nn.Linear(1, 1), handler)
+        return model.bucket_bytes_cap, model.gradient_as_bucket_view, model.broadcast_buffers
+
+    assert ranks2(wrapped) == [(3 * 2**20, True, False)] * 2
+
+
+def test_unwrapping_gives_the_users_module(ranks2):
+    def same() -> tuple[bool, bool]:
+        PartialState()
+        module = nn.Linear(1, 1)
+        return ddp.unwrap(ddp.wrap(module)) is module, ddp.unwrap(module) is module
+
+    assert ranks2(same) == [(True, True)] * 2
+
+
+# -- manual optimisation -----------------------------------------------------------------------
+
+
+def test_replicas_start_alike_and_average_when_an_optimizer_steps(ranks3):
+    def own_gradients() -> tuple[dict[str, Any], Any, dict[str, Any]]:
+        rank = dist.get_rank()
+        model = Model(seed=rank)
+        own = Replicas(model, Agreement(CPU))
+        start = copy.deepcopy(model.state_dict())
+        own.begin_micro_batch(sync=True)
+        own.backward(own.step("training_step", data(6)[rank::3]))
+        alone = model.last.bias.grad.clone()
+        average_gradients(torch.optim.SGD(model.parameters(), lr=0.1))
+        return gradients(model), alone, start
+
+    found = ranks3(own_gradients)
+    expected = mean_gradients(lambda m: [m.training_step(data(6)[r::3]) for r in range(3)], 3)
+    assert_same([averaged for averaged, _, _ in found], expected)
+    assert not torch.equal(found[0][1], found[1][1])
+    for _, _, start in found:
+        assert all(torch.equal(start[name], v) for name, v in Model(seed=0).state_dict().items())
+
+
+def test_replicas_sum_their_numbers(ranks3):
+    def sums() -> tuple[Any, Tally]:
+        agreement = Agreement(CPU)
+        own = Replicas(Model(), agreement)
+        rank = dist.get_rank()
+        total = own.finish_window(None, items=rank + 0.5, stop=rank == 1, seconds=float(rank))
+        return total, agreement.latest
+
+    assert ranks3(sums) == [(4.5, Tally(4.5, 1.0, 3.0))] * 3
+
+
+def test_averaging_knows_gradients_that_only_some_ranks_have(ranks2):
+    def averaged() -> list[Any]:
+        rank = dist.get_rank()
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2)) for _ in range(4)], lr=1.0)
+        both, one, none, half = optimizer.param_groups[0]["params"]
+        both.grad = torch.tensor([1.0, 2.0]) + rank
+        if rank == 1:
+            one.grad = torch.tensor([4.0, 6.0])
+        half.data = half.data.half()
+        half.grad = torch.tensor([1.0, 3.0]).half() * (rank + 1)
+        average_gradients(optimizer)
+        return [p.grad if p.grad is None else p.grad.tolist() for p in (both, one, none, half)]
+
+    assert ranks2(averaged) == [[[1.5, 2.5], [2.0, 3.0], None, [1.5, 4.5]]] * 2
+
+
+# -- which engine ------------------------------------------------------------------------------
+
+
+def test_one_process_has_the_module_as_it_is():
+    model, agreement = Model(), Agreement(CPU)
+    own = choose_engine(model, agreement, world_size=1, automatic=True)
+    assert type(own) is SingleDevice
+    own.begin_micro_batch(sync=False)
+    own.backward(own.step("training_step", data(2)))
+    loss = own.step("training_step", data(4))
+    assert own.finish_window(loss, items=3.0, stop=True, seconds=2.0) == 3.0
+    assert agreement.latest == Tally(3.0, 1.0, 2.0)
+    own.finish_window(None, items=2.0, stop=False, seconds=3.0)
+    assert agreement.items_seen == 5.0
+    own.broadcast_buffers()
+    expected = mean_gradients(lambda m: [m.training_step(data(2)), m.training_step(data(4))], 1)
+    assert_same([gradients(model)], expected)
+
+
+def test_several_processes_have_ddp_or_for_manual_optimisation_replicas(ranks2):
+    def chosen() -> list[str]:
+        return [
+            type(choose_engine(Model(), Agreement(CPU), world_size=2, automatic=automatic)).__name__
+            for automatic in (True, False)
+        ]
+
+    assert ranks2(chosen) == [["DataParallel", "Replicas"]] * 2
+
+
+def test_an_error_in_the_users_step_is_the_users(ranks2):
+    def fail() -> None:
+        model = Model()
+        own, _ = engine(model)
+        own.step("training_stpe", data(2))
+
+    with pytest.raises(RankError, match="'Model' object has no attribute 'training_stpe'"):
+        ranks2(fail)

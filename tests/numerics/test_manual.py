@@ -1,0 +1,165 @@
+"""Manual optimisation: a plain loop on one process, the mean of the gradients on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
+from trainer import TrainModule
+
+SEED, EPOCHS, BATCH = 3, 2, 4
+
+
+def tensors(samples: int) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 5, generator=torch.Generator().manual_seed(6)))
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator; the first draws noise, the second drops units."""
+
+    def __init__(self, noisy: bool) -> None:
+        super().__init__()
+        self.noisy = noisy
+        torch.manual_seed(7)
+        self.generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.discriminator = nn.Sequential(
+            nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.3 if noisy else 0.0), nn.Linear(8, 1)
+        )
+
+    def fakes(self, real: Tensor) -> Tensor:
+        return self.generator(torch.randn(len(real), 2) if self.noisy else real[:, :2])
+
+    def losses(self, real: Tensor, which: str) -> Tensor:
+        fake = self.fakes(real)
+        if which == "generator":
+            return -self.discriminator(fake).mean()
+        return (self.discriminator(fake.detach()) - self.discriminator(real)).mean()
+
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=1e-2),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9),
+        ]
+
+
+NAMES = ("generator", "discriminator")
+
+
+class Adversarial(TrainModule):
+    def __init__(self, noisy: bool, max_grad_norm: float | None = None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.pair = Pair(noisy)
+        self.max_grad_norm = max_grad_norm
+        self.losses: list[float] = []
+        self.own: list[dict[str, Tensor]] = []  # gradients before and after they were reduced
+        self.reduced: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for name, optimizer in zip(NAMES, self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            loss = self.pair.losses(batch[0], name)
+            self.manual_backward(loss)
+            self.own.append(gradients(self.pair, name))
+            if self.max_grad_norm is not None:
+                self.clip_gradients(optimizer, max_grad_norm=self.max_grad_norm)
+            optimizer.step()
+            self.reduced.append(gradients(self.pair, name))
+            self.losses.append(loss.item())
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return self.pair.make_optimizers()
+
+
+def gradients(pair: Pair, name: str) -> dict[str, Tensor]:
+    parameters = pair.get_submodule(name).named_parameters()
+    return {key: parameter.grad.clone() for key, parameter in parameters}
+
+
+def manual_fit(samples: int, noisy: bool, max_grad_norm: float | None) -> dict[str, Any]:
+    module = Adversarial(noisy, max_grad_norm)
+    trainer = quiet_trainer(max_epochs=EPOCHS, seed=SEED)
+    trainer.fit(module, DataLoader(tensors(samples), batch_size=BATCH))
+    return {
+        "losses": module.losses,
+        "own": module.own,
+        "reduced": module.reduced,
+        "weights": copy_of(module.pair),
+        "steps": trainer.global_step,
+    }
+
+
+def plain_loop(samples: int, noisy: bool, max_grad_norm: float | None) -> tuple[Any, list[float]]:
+    pair = Pair(noisy)
+    optimizers = pair.make_optimizers()
+    torch.manual_seed(SEED)
+    losses = []
+    for _ in range(EPOCHS):
+        for real in tensors(samples).tensors[0].split(BATCH):
+            for name, optimizer in zip(NAMES, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss = pair.losses(real, name)
+                loss.backward()
+                if max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm)
+                optimizer.step()
+                losses.append(loss.item())
+    return copy_of(pair), losses
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_one_process_is_a_plain_loop(noisy, max_grad_norm):
+    trained = manual_fit(18, noisy, max_grad_norm)
+    weights, losses = plain_loop(18, noisy, max_grad_norm)
+    assert_same(trained["losses"], losses)
+    assert_same(trained["weights"], weights)
+    assert trained["steps"] == EPOCHS * 5  # a training_step in which optimizers step is one update
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("noisy", [False, True])
+def test_each_optimizer_steps_with_the_mean_over_the_ranks(ranks, world, noisy):
+    # 18 samples are 5 batches: in the last round there is one rank that has none, and adds zero.
+    results = on_processes(ranks, world, manual_fit, 18, noisy, None)
+    first = results[0]
+    assert first["steps"] == EPOCHS * -(-5 // world)
+    for result in results:
+        assert_same(result["weights"], first["weights"])
+        assert_same(result["reduced"], first["reduced"])
+    for number, reduced in enumerate(first["reduced"]):
+        for name, gradient in reduced.items():
+            mean = torch.stack([result["own"][number][name] for result in results]).mean(0)
+            torch.testing.assert_close(gradient, mean, rtol=1e-5, atol=1e-7)
+    last = results[-1]["own"][2 * (-(-5 // world)) - 1]
+    assert not any(gradient.any() for gradient in last.values())
+
+
+def simulated(samples: int, world: int, max_grad_norm: float | None) -> dict[str, Tensor]:
+    """The reference: in each round the mean of the gradients of its batches, over all ranks."""
+    pair = Pair(noisy=False)
+    optimizers = pair.make_optimizers()
+    for _ in range(EPOCHS):
+        batches = tensors(samples).tensors[0].split(BATCH)
+        for start in range(0, len(batches), world):
+            for name, optimizer in zip(NAMES, optimizers, strict=True):
+                optimizer.zero_grad()
+                for real in batches[start : start + world]:
+                    (pair.losses(real, name) / world).backward()
+                if max_grad_norm is not None:
+                    nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_grad_norm)
+                optimizer.step()
+    return copy_of(pair)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_weights_are_those_of_a_loop_over_the_batches_of_all_ranks(ranks, world, max_grad_norm):
+    weights = simulated(22, world, max_grad_norm)
+    for result in on_processes(ranks, world, manual_fit, 22, False, max_grad_norm):
+        torch.testing.assert_close(result["weights"], weights, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,229 @@
+"""A run that was interrupted and resumed is one that was not, to the last bit (P1)."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from callbacks import Callback, EarlyStopping, ModelCheckpoint
+from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
+from trackers import read_metrics
+from trainer import TrainModule
+
+CLASSES, FEATURES = 3, 5
+every_world = pytest.mark.parametrize("world", [1, 2, 3])
+every_workers = pytest.mark.parametrize("workers", [0, 2])
+
+
+class Augmented(Dataset[Any]):
+    """Every sample is noisy, with noise from all three generators."""
+
+    def __init__(self, samples: int) -> None:
+        generator = torch.Generator().manual_seed(8)
+        self.values = torch.randn(samples, FEATURES, generator=generator)
+        self.labels = torch.randint(CLASSES, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(FEATURES) * (1 + random.random()) + float(numpy.random.rand())
+        return self.values[index] + 0.3 * noise, self.labels[index]
+
+
+class Noisy(TrainModule):
+    """Dropout, batch normalisation, momentum and a schedule: state of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 16),
+            nn.BatchNorm1d(16, track_running_stats=True),
+            nn.ReLU(),
+            nn.Dropout(0.4),
+            nn.Linear(16, CLASSES),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", cross_entropy(self.net(batch[0]), batch[1]))
+        # Never better than in the first epoch, so that it ends the run where one asks for that.
+        self.log("val/epoch", float(self.trainer.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "scheduler": StepLR(optimizer, 3, 0.9), "interval": "step"}
+
+
+class NoisyEpochs(Noisy):
+    """Logs over the epoch too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("epoch/loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+class End(Callback):
+    """Keeps the state of the optimizer and of its schedule, which are gone after the fit."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.optimizer = copy.deepcopy(trainer.optimizers[0].state_dict())
+        self.schedule = copy.deepcopy(trainer.schedulers[0].scheduler.state_dict())
+
+
+def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train on this process, or go on; `begin` seeds what a resumed run must not depend on.
+
+    Returns:
+        What may not differ at the end.
+    """
+    options = dict(options)
+    every, patience = options.pop("every", "1 epoch"), options.pop("patience", 50)
+    workers, kind = options.pop("workers"), options.pop("kind", NoisyEpochs)
+    random.seed(begin)
+    numpy.random.seed(begin)
+    torch.manual_seed(begin)
+    watch, end = Watch(), End()
+    ranked = ModelCheckpoint(monitor="val/loss", every=every, save_top_k=-1)
+    early = EarlyStopping("val/epoch", patience=patience)
+    trainer = quiet_trainer(
+        project_dir=folder, callbacks=[watch, end, early, ranked], num_sanity_val_steps=1, **options
+    )
+    module = kind()
+    train = DataLoader(Augmented(26), batch_size=4, shuffle=True, num_workers=workers)
+    held_out = Augmented(10)
+    validation = DataLoader(TensorDataset(held_out.values, held_out.labels), batch_size=3)
+    trainer.fit(module, train, validation, ckpt_path="auto")
+    return {
+        "weights": copy_of(module),
+        "optimizer": end.optimizer,
+        "schedule": end.schedule,
+        "callbacks": [early.state_dict(), ranked.state_dict()],
+        "counters": (trainer.global_step, trainer.current_epoch, trainer.samples_seen),
+        "items": trainer.items_seen,
+        "drawn": (torch.rand(3), random.random(), numpy.random.rand()),
+        "losses": watch.losses,
+        "rates": watch.rates,
+        "gradients": watch.gradients,
+    }
+
+
+PER_UPDATE = ("losses", "rates", "gradients")
+
+
+def assert_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, after: int) -> None:
+    """The end is the same, and so is every update that the resumed run made."""
+    for name in PER_UPDATE:
+        assert len(whole[name]) > after
+        assert_same(resumed[name], whole[name][after:])
+    assert whole.keys() == resumed.keys()
+    for name in whole.keys() - set(PER_UPDATE):
+        if name == "callbacks":
+            assert resumed[name] == whole[name]
+        else:
+            assert_same(resumed[name], whole[name])
+
+
+def assert_same_record(one: Path, other: Path) -> None:
+    records = [
+        [{key: value for key, value in record.items() if key != "time"} for record in records]
+        for records in (read_metrics(path / "metrics.jsonl") for path in (one, other))
+    ]
+    assert len(records[0]) > 0
+    assert records[0] == records[1]
+
+
+def interrupted_at_epoch_two(ranks: Any, world: int, folder: Path, **options: Any) -> None:
+    """Compare four epochs with two and two, the second two in new processes' stead."""
+    whole = on_processes(
+        ranks, world, noisy_fit, str(folder / "whole"), 1, {"max_epochs": 4, **options}
+    )
+    parts = str(folder / "parts")
+    on_processes(ranks, world, noisy_fit, parts, 1, {"max_epochs": 2, **options})
+    resumed = on_processes(ranks, world, noisy_fit, parts, 99, {"max_epochs": 4, **options})
+    for one, other in zip(whole, resumed, strict=True):
+        half = len(one["losses"]) - len(other["losses"])
+        assert half == 2 * len(one["losses"]) // 4
+        assert_resumed(one, other, after=half)
+    assert_same_record(folder / "whole", folder / "parts")
+
+
+@every_world
+@every_workers
+def test_resume_between_epochs(ranks, tmp_path, world, workers):
+    interrupted_at_epoch_two(ranks, world, tmp_path, workers=workers)
+
+
+@every_world
+def test_resume_between_epochs_with_a_seed_and_accumulation(ranks, tmp_path, world):
+    interrupted_at_epoch_two(
+        ranks, world, tmp_path, workers=0, seed=5, gradient_accumulation_steps=2, max_grad_norm=0.5
+    )
+
+
+def test_resume_between_epochs_in_bf16(ranks, tmp_path):
+    interrupted_at_epoch_two(ranks, 1, tmp_path, workers=0, mixed_precision="bf16")
+
+
+@every_world
+def test_early_stopping_counts_on_after_a_resume(ranks, tmp_path, world):
+    options = {"max_epochs": 9, "workers": 0, "patience": 3}
+    whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
+    parts = str(tmp_path / "parts")
+    on_processes(ranks, world, noisy_fit, parts, 1, {**options, "max_epochs": 2})
+    resumed = on_processes(ranks, world, noisy_fit, parts, 99, options)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one["counters"][1] == 3  # epochs 1, 2 and 3 were no better than epoch 0
+        assert one["callbacks"][0]["stopped_epoch"] == 3
+        assert_resumed(one, other, after=2 * len(one["losses"]) // 4)
+    assert_same_record(tmp_path / "whole", tmp_path / "parts")
+
+
+def cut_back(whole: Path, folder: Path, step: int) -> None:
+    """A copy of a run as if it had been killed after the checkpoint of this update."""
+    shutil.copytree(whole, folder)
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+    assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+@every_world
+@every_workers
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
+    options = {
+        "max_epochs": 3,
+        "workers": workers,
+        "every": 1 if world > 1 else 3,
+        "gradient_accumulation_steps": accumulation,
+        "kind": Noisy,
+    }
+    whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
+    updates = whole[0]["counters"][0]
+    each = updates // 3  # an epoch is 7 batches
+    middle = {1: 3, 2: 1, 3: 1}[world]
+    steps = [middle, middle + (3 if world == 1 else each)] if workers == 0 else [middle]
+    for step in steps:
+        folder = tmp_path / f"from-{step}"
+        cut_back(tmp_path / "whole", folder, step)
+        resumed = on_processes(ranks, world, noisy_fit, str(folder), 99, options)
+        for one, other in zip(whole, resumed, strict=True):
+            assert_resumed(one, other, after=step)
+        assert_same_record(tmp_path / "whole", folder)

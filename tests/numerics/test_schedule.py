@@ -1,0 +1,205 @@
+"""One optimizer update is one tick, whatever the number of processes and micro-batches (P6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback
+from tests.numerics.running import on_processes, quiet_trainer
+from trainer import Accelerator, TrainModule
+
+EPOCHS, SAMPLES = 3, 23
+WORLDS = (1, 2, 3)
+every_world = pytest.mark.parametrize("world", WORLDS)
+every_accumulation = pytest.mark.parametrize("accumulation", [1, 2, 5])
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(SAMPLES, 3)), batch_size=2)
+
+
+def updates_of(world: int, accumulation: int) -> int:
+    """Updates in an epoch of 12 batches."""
+    rounds = -(-12 // world)
+    return -(-rounds // accumulation)
+
+
+def halving(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, lambda tick: 0.5**tick)
+
+
+class Scheduled(TrainModule):
+    """Its learning rate tells how many ticks there were."""
+
+    def __init__(self, interval: str = "step", frequency: int = 1, one_cycle: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+        self.interval, self.frequency, self.one_cycle = interval, frequency, one_cycle
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule: Any = halving(optimizer)
+        if self.one_cycle:
+            total = self.trainer.estimated_stepping_batches
+            schedule = OneCycleLR(optimizer, max_lr=0.5, total_steps=total)
+        return {
+            "optimizer": optimizer,
+            "scheduler": schedule,
+            "interval": self.interval,
+            "frequency": self.frequency,
+        }
+
+
+class Rates(Callback):
+    """The learning rate and the step that each update was made at, and those after it."""
+
+    def __init__(self) -> None:
+        self.used: list[float] = []
+        self.steps: list[int] = []
+        self.after: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.used.append(optimizer.param_groups[0]["lr"])
+
+    def on_boundary(self, trainer: Any, module: Any) -> None:
+        self.steps.append(trainer.global_step)
+        self.after.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def rates(accumulation: int, *module_args: Any, **module_kwargs: Any) -> Rates:
+    seen = Rates()
+    trainer = quiet_trainer(
+        max_epochs=EPOCHS, gradient_accumulation_steps=accumulation, callbacks=[seen]
+    )
+    trainer.fit(Scheduled(*module_args, **module_kwargs), loader())
+    assert trainer.global_step == len(seen.used)
+    return seen
+
+
+@every_world
+@every_accumulation
+def test_one_update_is_one_tick_and_one_step(ranks, world, accumulation):
+    updates = EPOCHS * updates_of(world, accumulation)
+    for seen in on_processes(ranks, world, rates, accumulation):
+        assert seen.steps == list(range(1, updates + 1))
+        assert seen.used == [0.5**tick for tick in range(updates)]
+        assert seen.after == [0.5**tick for tick in range(1, updates + 1)]
+
+
+@every_world
+def test_a_frequency_counts_updates(ranks, world):
+    updates = EPOCHS * updates_of(world, 2)
+    for seen in on_processes(ranks, world, rates, 2, "step", 3):
+        assert seen.after == [0.5 ** (update // 3) for update in range(1, updates + 1)]
+
+
+@every_world
+def test_an_epoch_is_one_tick_of_an_epoch_wise_schedule(ranks, world):
+    each = updates_of(world, 2)
+    for seen in on_processes(ranks, world, rates, 2, "epoch"):
+        assert seen.used == [0.5**epoch for epoch in range(EPOCHS) for _ in range(each)]
+
+
+def one_cycle(accumulation: int) -> Rates:
+    return rates(accumulation, one_cycle=True)
+
+
+@every_world
+@every_accumulation
+def test_one_cycle_over_the_estimated_updates_reaches_its_end_exactly(ranks, world, accumulation):
+    updates = EPOCHS * updates_of(world, accumulation)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = OneCycleLR(optimizer, max_lr=0.5, total_steps=updates)
+    wanted = []
+    for _ in range(updates):
+        wanted.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    for seen in on_processes(ranks, world, one_cycle, accumulation):
+        assert seen.used == wanted
+        assert seen.used[-1] == min(seen.used) == pytest.approx(0.5 / 25 / 1e4, rel=1e-9)
+
+
+def own_loop(tick: str, accumulation: int) -> list[float]:
+    """The learning rate after each micro-batch of a loop of one's own."""
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=accumulation, scheduler_tick=tick
+    )
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    net, optimizer, data, schedule = accelerator.prepare(
+        net, optimizer, loader(), halving(optimizer)
+    )
+    seen = []
+    for (x,) in data:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).square().mean())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+@every_world
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("tick", ["process", "update"])
+def test_own_loop_ticks_as_often_as_it_was_asked_to(ranks, world, accumulation, tick):
+    rounds = 12 // world
+    ticks = world if tick == "process" else 1
+    # The last micro-batch of the loader ends its window early.
+    updates = [
+        batch // accumulation if batch < rounds else -(-rounds // accumulation)
+        for batch in range(1, rounds + 1)
+    ]
+    for seen in on_processes(ranks, world, own_loop, tick, accumulation):
+        assert seen == [0.5 ** (ticks * made) for made in updates]
+
+
+def own_one_cycle(tick: str) -> list[float]:
+    accelerator = Accelerator(cpu=True, scheduler_tick=tick)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    # In batches of one process, as scripts for the documented API count.
+    schedule: Any = OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
+    net, optimizer, data, schedule = accelerator.prepare(net, optimizer, loader(), schedule)
+    for (x,) in data:
+        accelerator.backward(net(x).square().mean())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return schedule.get_last_lr()
+
+
+@every_world
+def test_own_one_cycle_counted_in_batches_ends_with_the_data(ranks, world):
+    for last in on_processes(ranks, world, own_one_cycle, "process"):
+        assert last == pytest.approx([0.5 / 25 / 1e4], rel=1e-9)
+
+
+def step_lr(accumulation: int) -> list[float]:
+    class Stepping(Scheduled):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [{"scheduler": StepLR(optimizer, 4), "interval": "step"}]
+
+    seen = Rates()
+    quiet_trainer(max_steps=10, gradient_accumulation_steps=accumulation, callbacks=[seen]).fit(
+        Stepping(), loader()
+    )
+    return seen.used
+
+
+@every_world
+def test_max_steps_counts_updates_over_epochs(ranks, world):
+    for used in on_processes(ranks, world, step_lr, 2):
+        assert used == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 2)

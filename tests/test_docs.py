@@ -1,0 +1,194 @@
+"""What README.md and docs/ say is true: their code runs, their links lead somewhere.
+
+The Python blocks of a page share a namespace and a temporary folder, in which its shell commands
+run too, in the order of the page; the examples are there as well. A block with a title
+(```python title="train.py") is also a file of that name. What sets up an environment is not run;
+it must exist.
+
+``python tests/test_docs.py`` writes docs/reference.md anew.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = ROOT / "docs" / "reference.md"
+LANGUAGES = {"python", "bash", "console", "text"}
+
+FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+each_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT)).removesuffix(".md")
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    language: str
+    options: str
+    text: str
+    line: int  # of its first line of text
+
+    @property
+    def commands(self) -> list[str]:
+        """The shell commands in it, without comments; in a console what follows the prompt."""
+        lines = self.text.splitlines()
+        if self.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        words = [shlex.split(line, comments=True) for line in lines]
+        return [line for line, any_words in zip(lines, words, strict=True) if any_words]
+
+
+def blocks_of(text: str) -> list[Block]:
+    return [
+        Block(match[1], match[2], match[3], text[: match.start(3)].count("\n") + 1)
+        for match in FENCE.finditer(text)
+    ]
+
+
+def sets_up(command: str) -> bool:
+    """Whether a command sets up an environment; if so, check that there is such a thing."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(words[1:]) <= set(targets), f"the Makefile has no such target: {command}"
+        return True
+    if words[:2] == ["pip", "install"]:
+        (what,) = [word for word in words[2:] if word != "-e"]
+        path, extras = re.fullmatch(r"([^\[]+)(?:\[(.*)\])?", what).groups()
+        known = metadata.metadata("cadence-trainer").get_all("Provides-Extra")
+        assert (ROOT / path / "pyproject.toml").is_file()
+        assert set((extras or known[0]).split(",")) <= set(known), f"no such extra: {command}"
+        return True
+    return False
+
+
+def run_shell(command: str) -> None:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    started = subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that a hanging one ends with its children
+        env={**os.environ, "PATH": path, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        output, _ = started.communicate(timeout=200)
+    finally:
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
+    assert started.returncode == 0, f"{command}\n{output}"
+
+
+@each_page
+def test_every_block_runs(page, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    namespace: dict[str, object] = {"__name__": "page"}
+    for block in blocks_of(page.read_text()):
+        if block.language == "python":
+            source = "\n" * (block.line - 1) + block.text  # errors then give the page's lines
+            exec(compile(source, str(page), "exec"), namespace)
+            if title := re.search(r'title="(.*?)"', block.options):
+                (tmp_path / title[1]).write_text(block.text)
+        elif block.language in ("bash", "console"):
+            for command in block.commands:
+                if not sets_up(command):
+                    run_shell(command)
+
+
+@each_page
+def test_every_block_says_what_it_is(page):
+    assert [b.line for b in blocks_of(page.read_text()) if b.language not in LANGUAGES] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"))],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_links_lead_somewhere(page):
+    broken = []
+    for target in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        if not there.exists() or (anchor and anchor not in anchors_of(there)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_every_page_is_linked_from_the_index():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
+    pages = {page for page in PAGES if page.parent.name != "decisions"} - {PAGES[0], index}
+    assert pages - linked == set()
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+def summary_of(thing: object) -> str:
+    """The first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+
+
+def make_reference() -> str:
+    """The text of docs/reference.md."""
+    parts = ["# Reference\n\nEvery public name. Arguments, errors and units are in the docstrings."]
+    for name in ("trainer", "callbacks", "trackers"):
+        package = import_module(name)
+        rows = [f"| `{each}` | {summary_of(getattr(package, each))} |" for each in package.__all__]
+        parts.append("\n".join([f"## {name}\n", "| name | what it is |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def test_the_reference_is_up_to_date():
+    assert REFERENCE.read_text() == make_reference(), "run python tests/test_docs.py"
+
+
+# -- the checks themselves -------------------------------------------------------------------------
+
+
+def test_blocks_are_found_with_their_lines():
+    text = 'a\n```python title="x.py"\nb = 1\n```\n\n```console\n$ ls  # c\nx.py\n```\n'
+    python, console = blocks_of(text)
+    assert python == Block("python", 'title="x.py"', "b = 1\n", 3)
+    assert console.commands == ["ls  # c"]
+
+
+def test_what_is_not_there_is_noticed():
+    assert sets_up("make demo    # trains")
+    assert sets_up("pip install -e .")
+    assert not sets_up("python train.py")
+    with pytest.raises(AssertionError, match="no such target"):
+        sets_up("make coffee")
+    with pytest.raises(AssertionError, match="no such extra"):
+        sets_up("pip install -e '.[none]'")
+
+
+if __name__ == "__main__":
+    REFERENCE.write_text(make_reference())

@@ -1,0 +1,83 @@
+"""What surrounds every entry point: set-up before, tear-down after, also after an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from callbacks import Callback
+from trainer.distributed.control import local_main_first
+from trainer.hooks import HookTable
+from trainer.loops.loaders import call_if_there
+from trainer.module import TrainModule
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def stage_of(
+    name: str,
+    trainer: Any,
+    module: TrainModule,
+    datamodule: Any,
+    callbacks: Sequence[Callback],
+    *,
+    finish: Callable[[], None],
+) -> Iterator[HookTable]:
+    """Inside, the module belongs to the trainer and is set up.
+
+    Args:
+        name: fit, validate, test or predict.
+        trainer: For the hooks.
+        module: The user's.
+        datamodule: Or None.
+        callbacks: In the order in which they are called.
+        finish: Called last, whatever happened.
+    """
+    module.__dict__["_trainer"] = trainer
+    hooks = HookTable(trainer, module, callbacks, TrainModule)
+    failed = False
+    try:
+        local_main_first(partial(_prepare_data, module, datamodule))
+        call_if_there(datamodule, "setup", name)
+        for callback in callbacks:
+            callback.setup(trainer, module, name)
+        module.setup(name)
+        module.configure_model()
+        yield hooks
+    except BaseException as error:
+        failed = True
+        hooks.on_exception(error)
+        raise
+    finally:
+        tear_down: list[Callable[[], Any]] = [
+            partial(call_if_there, datamodule, "teardown", name),
+            *(partial(callback.teardown, trainer, module, name) for callback in callbacks),
+            partial(module.teardown, name),
+            finish,
+        ]
+        errors = _errors_of(tear_down)
+        module.__dict__["_trainer"] = None
+        if errors and not failed:
+            raise errors.pop(0)
+        for other in errors:
+            logger.error("Tearing down after %s failed.", name, exc_info=other)
+
+
+def _prepare_data(module: TrainModule, datamodule: Any) -> None:
+    call_if_there(datamodule, "prepare_data")
+    module.prepare_data()
+
+
+def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[Exception]:
+    """Make every call, whatever the others raise."""
+    errors = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - raised or logged by the caller
+            errors.append(error)
+    return errors

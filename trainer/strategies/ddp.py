@@ -208,26 +208,25 @@ def average_gradients(optimizer: Optimizer) -> None:
     """Average an optimizer's gradients over the processes, in place.
 
     A parameter without a gradient on some processes counts as zero there; one without a gradient
-    anywhere keeps having none.
+    anywhere keeps having none. How many have one travels behind the gradients themselves, and is
+    read back only where one is missing.
     """
-    parameters = [p for p in parameters_of([optimizer]) if p.requires_grad]
-    present = torch.tensor(
-        [float(p.grad is not None) for p in parameters], device=PartialState().device
-    )
-    dist.all_reduce(present)
-    used = [p for p, count in zip(parameters, present.tolist(), strict=True) if count]
-    for parameter in used:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in used:
-        assert parameter.grad is not None
-        by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-    for gradients in by_type.values():
-        flat = _flatten_dense_tensors(gradients)
+    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters_of([optimizer]):
+        if parameter.requires_grad:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+    for parameters in by_type.values():
+        present = [parameter.grad is not None for parameter in parameters]
+        parts = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in parameters
+        ]
+        flat = _flatten_dense_tensors([*parts, parts[0].new_tensor(present)])
         dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for gradient, mean in zip(
-            gradients, _unflatten_dense_tensors(flat, gradients), strict=True
-        ):
-            gradient.copy_(mean)
+        means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
+        anywhere = present if all(present) else flat[-len(present) :].tolist()
+        for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean)
+            elif used:
+                parameter.grad = mean.clone()

@@ -195,3 +195,25 @@ def test_trainer_is_a_plain_loop(variant):
 @every_variant
 def test_own_loop_with_accelerator_is_a_plain_loop(variant):
     assert_same_training(with_accelerator(variant), plain_loop(variant), variant)
+
+
+def test_the_sanity_check_leaves_no_trace():
+    class Drawing(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            validated.append(batch_idx)
+            torch.rand(7)
+
+    validated: list[int] = []
+    variant = Variant(dropout=0.5, batch_norm=True)
+    module, loader = parts(variant)
+    module.__class__ = Drawing
+    watch = Watch()
+    quiet_trainer(
+        max_epochs=EPOCHS,
+        seed=SEED,
+        num_sanity_val_steps=2,
+        val_every="9 epochs",
+        callbacks=[watch],
+    ).fit(module, loader, loader)
+    assert validated == [0, 1]
+    assert_same_training((module, watch), plain_loop(variant), variant)

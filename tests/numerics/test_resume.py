@@ -23,7 +23,6 @@ from trainer import TrainModule
 
 CLASSES, FEATURES = 3, 5
 every_world = pytest.mark.parametrize("world", [1, 2, 3])
-every_workers = pytest.mark.parametrize("workers", [0, 2])
 
 
 class Augmented(Dataset[Any]):
@@ -164,8 +163,7 @@ def interrupted_at_epoch_two(ranks: Any, world: int, folder: Path, **options: An
     assert_same_record(folder / "whole", folder / "parts")
 
 
-@every_world
-@every_workers
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2), (3, 2)])
 def test_resume_between_epochs(ranks, tmp_path, world, workers):
     interrupted_at_epoch_two(ranks, world, tmp_path, workers=workers)
 
@@ -204,9 +202,10 @@ def cut_back(whole: Path, folder: Path, step: int) -> None:
     assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
-@every_world
-@every_workers
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "workers", "accumulation"),
+    [(1, 0, 1), (1, 2, 1), (1, 0, 2), (2, 0, 2), (2, 2, 1), (3, 0, 1)],
+)
 def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
     options = {
         "max_epochs": 3,
@@ -219,7 +218,7 @@ def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
     updates = whole[0]["counters"][0]
     each = updates // 3  # an epoch is 7 batches
     middle = {1: 3, 2: 1, 3: 1}[world]
-    steps = [middle, middle + (3 if world == 1 else each)] if workers == 0 else [middle]
+    steps = [middle, middle + (3 if world == 1 else each)]
     for step in steps:
         folder = tmp_path / f"from-{step}"
         cut_back(tmp_path / "whole", folder, step)

@@ -161,13 +161,16 @@ class Project:
         Args:
             step: The update that is gone on from; None begins a new record.
         """
-        if not self._writes or not PartialState().is_main_process:
+        if not self._writes:
+            return Recorder(NullTracker(), [])
+        folder = self.folder  # all processes name it together, before one of them asks alone
+        if not PartialState().is_main_process:
             return Recorder(NullTracker(), [])
         if step is None and self.record.exists():
             _set_aside(self.record)
         trackers = resolve_trackers(
             self._log_with,
-            project_name=self._name or self.folder.name,
+            project_name=self._name or folder.name,
             run_name=self._run_name,
             logging_dir=self.logs,
             # TensorBoard drops the points that a killed run wrote after its last checkpoint.

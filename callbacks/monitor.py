@@ -48,6 +48,8 @@ class Monitor:
         if self.name in metrics:
             fresh = trainer.metric_updates.get(self.name) == trainer.global_step
             return float(metrics[self.name]) if fresh else None
+        if self.name in trainer.logged_names:
+            return None  # logged on the step: it is there at the next log interval
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
             near = difflib.get_close_matches(self.name, metrics, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -53,7 +53,6 @@ PUBLIC: dict[str, list[str]] = {
         "InitProcessGroupKwargs",
         "MetricError",
         "PartialState",
-        "ProjectConfiguration",
         "TrainModule",
         "Trainer",
         "set_seed",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
-        ProjectConfiguration,
     )
     from trainer.errors import CheckpointError, MetricError
     from trainer.module import TrainModule
@@ -43,7 +42,6 @@ _HOME = {
     "InitProcessGroupKwargs": "configuration",
     "MetricError": "errors",
     "PartialState": "state",
-    "ProjectConfiguration": "configuration",
     "TrainModule": "module",
     "Trainer": "trainer",
     "set_seed": "rng",
@@ -63,7 +61,6 @@ __all__ = [
     "InitProcessGroupKwargs",
     "MetricError",
     "PartialState",
-    "ProjectConfiguration",
     "TrainModule",
     "Trainer",
     "set_seed",

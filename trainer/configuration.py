@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -74,32 +73,11 @@ class DataLoaderConfiguration:
         even_batches: Every process gets the same number of full batches; samples of the beginning
             are repeated for that. `gather_for_metrics`-like code must then drop them. The `Trainer`
             never repeats samples, whatever is said here.
-        use_seedable_sampler: Shuffle with an order that is a function of seed and epoch alone. The
-            `Trainer` always does.
         non_blocking: Copy batches to the device asynchronously; useful from pinned memory.
     """
 
     even_batches: bool = True
-    use_seedable_sampler: bool = False
     non_blocking: bool = False
-
-
-@dataclass(kw_only=True)
-class ProjectConfiguration:
-    """Where a project keeps its files.
-
-    Attributes:
-        project_dir: The folder of checkpoints and records.
-        logging_dir: The folder for trackers that write files; `project_dir` unless given.
-    """
-
-    project_dir: str | os.PathLike[str] | None = None
-    logging_dir: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        """Let the logs lie beside the rest unless told otherwise."""
-        if self.logging_dir is None:
-            self.logging_dir = self.project_dir
 
 
 @dataclass(kw_only=True)

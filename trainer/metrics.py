@@ -120,6 +120,7 @@ class MetricStore:
 
     Attributes:
         scope: Where in the run `log` is called from; None where it cannot work.
+        names: Every name that was logged.
     """
 
     def __init__(self, device: torch.device, *, world_size: int = 1) -> None:
@@ -130,6 +131,7 @@ class MetricStore:
         self._muted = False
         self.items = 1.0
         self.loader_suffix = ""
+        self.names: set[str] = set()
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
         self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
@@ -222,6 +224,7 @@ class MetricStore:
         prog_bar: bool,
         is_object: bool,
     ) -> None:
+        self.names.add(key)
         if is_object:
             if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
                 raise TypeError(
@@ -349,6 +352,10 @@ class MetricStore:
         return torch.stack([_as_tensor(value, like).reshape(()) for value in values])
 
     # -- showing -------------------------------------------------------------------------------
+
+    def forget_shown(self) -> None:
+        """Show nothing of what was logged so far."""
+        self._kept.clear()
 
     def progress_values(self) -> dict[str, float]:
         """The latest values with ``prog_bar``, of this process alone.

@@ -156,6 +156,9 @@ class TrainModule(nn.Module):
     def count_items(self, batch: Any) -> float | Tensor:
         """What the loss of a batch is a mean over: the batch size, unless overridden.
 
+        Unless overridden it is not called: the loader's sampler knows the number of samples. Only
+        what a ``collate_fn`` of your own made is looked at, for samples that it left out.
+
         A language model returns the number of tokens that count. Micro-batches and processes are
         weighted by it.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -84,6 +85,11 @@ class Precision:
             self._stepped.clear()
             self._unscaled.clear()
 
+    def begin(self) -> None:
+        """A run begins: nothing of one that was interrupted hangs on the scale."""
+        self._stepped.clear()
+        self._unscaled.clear()
+
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale, once an update however often called."""
         if self.scaler is None:
@@ -121,15 +127,18 @@ class Precision:
         if self.mode == "no":
             return
         original = model.forward
+        function = getattr(original, "__func__", None)
 
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.autocast():
-                outputs = original(*args, **kwargs)
+                # By the function: a copy of the model must compute with its own weights.
+                outputs = (
+                    function(model, *args, **kwargs) if function else original(*args, **kwargs)
+                )
             return map_tree(_to_float32, outputs)
 
         model._original_forward = original  # type: ignore[assignment]  # a method, kept for unwrapping
-        model.forward = forward
+        model.forward = MethodType(functools.update_wrapper(forward, original), model)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state; empty without one."""

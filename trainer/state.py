@@ -6,6 +6,7 @@ reading; whoever needs other values starts another process (tests call ``_reset_
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import weakref
 from typing import Any, ClassVar
@@ -219,6 +220,13 @@ def _join_group(launch: environment.Launch, device: torch.device, kwargs: dict[s
         world_size=launch.world_size,
         **chosen,
     )
+    atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    """End gloo's threads before the interpreter ends, which would abort over them."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
 
 
 class AcceleratorState(PartialState):

@@ -15,7 +15,7 @@ from torch import Tensor
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
-from trainer.configuration import DataLoaderConfiguration, KwargsHandler
+from trainer.configuration import KwargsHandler
 from trainer.data.loader import Feed
 from trainer.errors import CheckpointError
 from trainer.hooks import HookTable
@@ -79,7 +79,6 @@ class Trainer:
         accelerator: A ready one, in place of the arguments below.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
-        dataloader_config: See `Accelerator`; of it the Trainer uses nothing that repeats samples.
         kwargs_handlers: See `Accelerator`.
 
     Attributes:
@@ -122,7 +121,6 @@ class Trainer:
         accelerator: Accelerator | None = None,
         mixed_precision: str | None = None,
         cpu: bool = False,
-        dataloader_config: DataLoaderConfiguration | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
     ) -> None:
         if not isinstance(accelerator, (Accelerator, type(None))):
@@ -160,14 +158,13 @@ class Trainer:
                 mixed_precision=mixed_precision,
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 cpu=cpu,
-                dataloader_config=dataloader_config,
                 kwargs_handlers=kwargs_handlers,
                 scheduler_tick="update",
             )
-        elif mixed_precision or cpu or dataloader_config or kwargs_handlers:
+        elif mixed_precision or cpu or kwargs_handlers:
             raise ValueError(
-                "Pass accelerator, or mixed_precision, cpu, dataloader_config and kwargs_handlers "
-                "for the Trainer to make one, not both."
+                "Pass accelerator, or mixed_precision, cpu and kwargs_handlers for the Trainer to "
+                "make one, not both."
             )
         self.accelerator = accelerator
         self.callbacks = _complete(
@@ -189,8 +186,8 @@ class Trainer:
             trainer=self,
         )
         self._counters = Counters()
-        self._items_seen = 0.0
-        self._run: Run | None = None
+        self._run: Run | None = None  # the one at hand
+        self._fit: FitRun | None = None  # the latest fit, which may be over
         self._feed: Feed | None = None
         self._recorder: Recorder | None = None
         self._stop_requested = False
@@ -232,7 +229,7 @@ class Trainer:
             self._feed, val_feeds = assemble.fit_feeds(
                 self._parts, module, train_dataloaders, val_dataloaders, datamodule
             )
-            self._run = run = assemble.prepare_fit(
+            self._run = self._fit = run = assemble.prepare_fit(
                 self._parts,
                 module,
                 hooks,
@@ -299,19 +296,19 @@ class Trainer:
         return outputs[0] if outputs is not None and len(feeds) == 1 else outputs
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> Path:
-        """Save the fit at hand; every process calls it, at a boundary.
+        """Save the latest fit; every process calls it, at a boundary or after the fit.
 
         Returns:
             The committed checkpoint.
 
         Raises:
-            RuntimeError: No fit is running, or it is inside a window.
+            RuntimeError: There was no fit, or it is inside a window.
         """
-        run = self._fit_run("save_checkpoint")
-        if not run.in_boundary:
+        run = self._fit
+        if run is None or not run.in_boundary:
             raise RuntimeError(
-                "save_checkpoint was called inside a window, where the run is between two states. "
-                "Call it in on_boundary or on_train_end."
+                "save_checkpoint was called where the run is between two states, or there is none. "
+                "Call it in on_boundary, in on_train_end, or after fit."
             )
         return save_run(
             run,
@@ -378,11 +375,7 @@ class Trainer:
     @property
     def items_seen(self) -> float:
         """Items trained on, of all processes; see `TrainModule.count_items`."""
-        run = self._run
-        if not isinstance(run, FitRun):
-            return self._items_seen
-        run.agreement.settle()
-        return run.agreement.items_seen
+        return 0.0 if self._fit is None else self._fit.agreement.items_seen
 
     @property
     def validations(self) -> int:
@@ -403,6 +396,11 @@ class Trainer:
     def metric_updates(self) -> dict[str, int]:
         """The update at which each of them was reduced."""
         return {} if self._recorder is None else self._recorder.updates
+
+    @property
+    def logged_names(self) -> set[str]:
+        """Every name that was logged in the run at hand, reduced yet or not."""
+        return self.metrics.names
 
     @property
     def metrics(self) -> MetricStore:
@@ -427,18 +425,19 @@ class Trainer:
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
-        """The prepared optimizers of the fit."""
-        return self._run.optimizers if isinstance(self._run, FitRun) else []
+        """The prepared optimizers of the latest fit."""
+        return [] if self._fit is None else self._fit.optimizers
 
     @property
     def schedulers(self) -> list[SchedulerEntry]:
-        """The schedulers of the fit and when they tick."""
-        return self._run.schedulers if isinstance(self._run, FitRun) else []
+        """The schedulers of the latest fit and when they tick."""
+        return [] if self._fit is None else self._fit.schedulers
 
     @property
     def module(self) -> TrainModule | None:
-        """The module of the run at hand."""
-        return None if self._run is None else self._run.module
+        """The module of the run at hand, or of the latest fit."""
+        run = self._run or self._fit
+        return None if run is None else run.module
 
     @property
     def has_validation(self) -> bool:
@@ -548,7 +547,9 @@ class Trainer:
 
     def _finish(self) -> None:
         if isinstance(self._run, FitRun):
-            self._items_seen = self._run.agreement.items_seen
+            self._run.agreement.settle()
+            for feed in (self._run.feed, *self._run.val_feeds):
+                feed.close()
         self._run = self._feed = None
         if self._recorder is not None:
             self._recorder.finish()

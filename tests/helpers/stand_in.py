@@ -50,6 +50,7 @@ class TrainerStandIn:
     num_eval_batches: list[int | None] = field(default_factory=list)
     callback_metrics: dict[str, float] = field(default_factory=dict)
     metric_updates: dict[str, int] = field(default_factory=dict)
+    logged_names: set[str] = field(default_factory=set)
     bar_values: dict[str, float] = field(default_factory=dict)
     bar_values_read: int = 0
     validations: int = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from trainer.configuration import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     PrecisionType,
-    ProjectConfiguration,
     SchedulerTick,
 )
 from trainer.errors import choose
@@ -33,7 +31,6 @@ CONFIGURATIONS = [
     *HANDLERS,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
-    ProjectConfiguration,
 ]
 
 
@@ -68,15 +65,8 @@ def test_configurations_take_keywords_only(kind):
 
 def test_loaders_are_shared_out_evenly_by_default():
     assert DataLoaderConfiguration() == DataLoaderConfiguration(
-        even_batches=True, use_seedable_sampler=False, non_blocking=False
+        even_batches=True, non_blocking=False
     )
-
-
-def test_logs_lie_in_the_project_unless_told_otherwise(tmp_path):
-    assert ProjectConfiguration(project_dir=tmp_path).logging_dir == tmp_path
-    assert ProjectConfiguration(project_dir=tmp_path, logging_dir="logs").logging_dir == "logs"
-    assert ProjectConfiguration().logging_dir is None
-    assert ProjectConfiguration(logging_dir=Path("logs")).project_dir is None
 
 
 @pytest.mark.parametrize("steps", [0, -3])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainer.data.sampling import ShardedSampler, Share
 from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
+from trainer.distributed.collectives import all_gather_object
 from trainer.rng import mix, seeded_iteration
 from trainer.state import GradientState
-from trainer.tree import find_batch_size, to_device
+from trainer.tree import find_batch_size, leaves, to_device
 
 logger = logging.getLogger(__name__)
 Transfer = Callable[[Any], Any]
@@ -87,6 +88,7 @@ class Feed:
         self.loader: Any = source
         self._limit: int | None = None
         self._generator = torch.Generator()
+        self._users_generators = _generators_of(source)
         if isinstance(source, DataLoaderShard) and world_size > 1:
             raise ValueError(
                 "The loader was prepared by an Accelerator and is shared out already; pass the one "
@@ -104,6 +106,7 @@ class Feed:
                     shuffle=shuffle,
                     even=even,
                 )
+                self.sampler.counts = source.collate_fn is default_collate
             self.loader = DataLoader(**loader_kwargs(source, self.sampler, self._generator))
 
     @property
@@ -147,11 +150,18 @@ class Feed:
         """Choose the epoch that is read next."""
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
+        for generator in self._users_generators:  # else its state decides, which no resume knows
+            generator.manual_seed(mix(self.seed, epoch, 3))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
         dataset = getattr(self.loader, "dataset", None)
         if dataset is not None and hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
+
+    def close(self) -> None:
+        """End workers that would wait for a further epoch."""
+        if isinstance(self.loader, DataLoader):
+            self.loader._iterator = None
 
     def reseed(self, seed: int) -> None:
         """Take over the seed of the run that is resumed."""
@@ -187,7 +197,9 @@ class Feed:
             yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
-        stream = iter(seeded_iteration(self.loader, mix(self.seed, self.epoch, 2)))
+        stream: Iterator[Any] = iter(seeded_iteration(self.loader, mix(self.seed, self.epoch, 2)))
+        if self.world_size > 1:
+            stream = _refuse_different(stream)
         if self._limit is not None:
             stream = islice(stream, self._limit)
         if self.start_round:
@@ -214,10 +226,48 @@ class Feed:
                 yield Round(False, None, 0, total, real, complete)
 
 
+def _samples_in(batch: Any, indices: int) -> int:
+    """What a batch made by somebody else's code holds.
+
+    Fewer than its indices if the ``collate_fn`` left some out. More is no number of samples: the
+    first dimension is then another, as for graphs laid end to end.
+    """
+    found = find_batch_size(batch)
+    if not indices:  # a ready-made batch
+        return found or 1
+    return indices if found is None else min(found, indices)
+
+
+def _generators_of(source: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from."""
+    batches = getattr(source, "batch_sampler", None)
+    owners = (source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = {id(g): g for owner in owners if (g := getattr(owner, "generator", None)) is not None}
+    return list(found.values())
+
+
+def _refuse_different(stream: Iterator[Any]) -> Iterator[Any]:
+    """The stream itself, if it begins alike on all processes; collective.
+
+    Raises:
+        ValueError: On all processes alike: each has a stream of its own, of which the others'
+            batches would be thrown away.
+    """
+    first = list(islice(stream, 1))
+    seen = [leaf.detach().cpu() for leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
+    sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
+    if len({repr(each) for each in all_gather_object(sums)}) > 1:
+        raise ValueError(
+            "The stream begins with another batch on each process. Every process reads the whole "
+            "stream and keeps its own batches: give all the same one, not a part of it each."
+        )
+    return chain(first, stream)
+
+
 def _own(batch: Any, share: Share, fetched: Any) -> Round:
     samples = share.samples
-    if samples is None:  # a ready-made batch tells its size only now
-        samples = find_batch_size(fetched) or 1
+    if samples is None:
+        samples = _samples_in(fetched, share.indices)
     return Round(True, batch, samples, share.round_samples, share.real_samples, share.complete)
 
 

@@ -81,6 +81,7 @@ class Share:
 
     Attributes:
         present: It has a batch in it.
+        indices: The number of indices in that batch; 0 for a ready-made one.
         samples: Samples in that batch; None where only the batch itself can tell.
         round_samples: Samples in the round over all processes; None likewise.
         real_samples: Of those, the ones that are not repeated to fill the round.
@@ -89,6 +90,7 @@ class Share:
 
     present: bool
     samples: int | None
+    indices: int
     round_samples: int | None
     real_samples: int | None
     complete: bool
@@ -127,6 +129,7 @@ class ShardedSampler(Sampler[Any]):
         self.limit: int | None = None
         self.epoch = 0
         self.start_round = 0
+        self.counts = True  # a batch has as many samples as indices, which a collate_fn may change
         self.shares: deque[Share] = deque()
 
     def set_epoch(self, epoch: int) -> None:
@@ -175,11 +178,13 @@ class ShardedSampler(Sampler[Any]):
             own = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
             known = [size for size in sizes if size is not None]
+            told = self.counts and len(known) == len(sizes)
             self.shares.append(
                 Share(
                     present=own is not None,
-                    samples=sizes[self.rank] if own is not None else 0,
-                    round_samples=sum(known) if len(known) == len(sizes) else None,
+                    samples=0 if own is None else sizes[self.rank] if told else None,
+                    indices=len(own) if isinstance(own, list) else 0,
+                    round_samples=sum(known) if told else None,
                     real_samples=real if known else None,
                     complete=len(batches) == self.world_size,
                 )

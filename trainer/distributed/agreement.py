@@ -1,20 +1,20 @@
 """Joint decisions that cost no round trip of their own.
 
 What every process must know alike at each update (how many items the window had, whether anybody
-wants to stop, rank 0's clock) is a vector of three numbers. Its sum over the processes rides with
-the gradient reduction and is read once it has reached the host: at once on the CPU, one update
-later on an accelerator, where reading earlier would make the host wait.
+wants to stop, rank 0's clock, whose data have ended) is a vector of a few numbers. Its sum over the
+processes rides with the gradient reduction and is read once it has reached the host: at once on the
+CPU, one update later on an accelerator, where reading earlier would make the host wait.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-FIELDS = 3
+FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,15 @@ class Tally:
         items: Items of the window.
         stop_votes: How many processes want to stop.
         seconds: Rank 0's clock.
+        ended: How many processes have no further round in this epoch.
+        witness: 1 from rank 0 alone; another sum says that nothing was reduced.
     """
 
     items: float
     stop_votes: float
     seconds: float
+    ended: float
+    witness: float
 
 
 class Agreement:
@@ -44,18 +48,16 @@ class Agreement:
         self._host: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
         self.items_seen = 0.0
-        self.latest = Tally(0.0, 0.0, 0.0)
+        self.latest = Tally(0.0, 0.0, 0.0, 0.0, 1.0)
 
     def count_alone(self, tally: Tally) -> None:
         """The tally of a process that has no peers: its own ballot."""
         self.latest = tally
         self.items_seen += tally.items
 
-    def ballot(self, items: float, stop: bool, seconds: float) -> Tensor:
+    def ballot(self, own: Tally) -> Tensor:
         """This process's numbers, on the device."""
-        return torch.tensor([items, float(stop), seconds], dtype=torch.float64).to(
-            self._device, non_blocking=True
-        )
+        return torch.tensor(astuple(own), dtype=torch.float64).to(self._device, non_blocking=True)
 
     def count(self, total: Tensor) -> None:
         """Take the sums over all processes; `latest` has them now, or after the next update."""

@@ -17,11 +17,24 @@ def local_main_first(function: Callable[[], None]) -> None:
         RuntimeError: On the other processes, when a first one failed; it names rank and error.
     """
     state = PartialState()
-    if state.num_processes == 1:
+    _in_turn(function, now=state.is_local_main_process)
+    if not state.is_local_main_process:
         function()
-        return
+
+
+def on_main(function: Callable[[], None]) -> None:
+    """Call `function` on rank 0; its error is raised on every process.
+
+    Raises:
+        RuntimeError: On the other processes, when it failed; it names rank and error.
+    """
+    _in_turn(function, now=PartialState().is_main_process)
+
+
+def _in_turn(function: Callable[[], None], *, now: bool) -> None:
+    """Call `function` where it is due; nobody goes on before all of those calls have ended well."""
     error: BaseException | None = None
-    if state.is_local_main_process:
+    if now:
         try:
             function()
         except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
@@ -32,5 +45,3 @@ def local_main_first(function: Callable[[], None]) -> None:
     for rank, report in enumerate(reports):
         if report is not None:
             raise RuntimeError(f"Rank {rank} failed while the others waited for it: {report}")
-    if not state.is_local_main_process:
-        function()

@@ -16,6 +16,7 @@ from trainer.accelerator import Accelerator
 from trainer.data.loader import Feed
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.control import on_main
 from trainer.hooks import HookTable
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import feeds_for, loaders_for, validation_loaders
@@ -112,13 +113,22 @@ def prepare_fit(
             f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
             "decides when to step; leave it at 1."
         )
+    limits = [name for name in ("max_grad_norm", "max_grad_value") if getattr(settings, name)]
+    if not module.automatic_optimization and limits:
+        raise ValueError(
+            f"{limits[0]} is set, but in manual optimisation training_step clips for itself: call "
+            "self.clip_gradients(optimizer, ...) there."
+        )
     accelerator.gradient_state.sync_gradients = True
+    accelerator.precision.begin()
     if ckpt_path is None:
         parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path)
     module.to(accelerator.device)
+    if chosen is None:
+        parts.project.begin_record()
     recorder = parts.project.make_recorder(
-        step=None if chosen is None else disk.read_manifest(chosen)["step"]
+        purge_after=None if chosen is None else disk.read_manifest(chosen)["step"]
     )
     run = make_fit_run(
         module,
@@ -133,12 +143,33 @@ def prepare_fit(
     run.run_id = broadcast_object(uuid.uuid4().hex)
     offset = None
     if chosen is not None:
-        offset = load_run(run, chosen, trainer=parts.trainer, callbacks=parts.callbacks)
-    elif settings.seed is not None and run.rank > 0:
+        offset = load_run(
+            run,
+            chosen,
+            trainer=parts.trainer,
+            callbacks=parts.callbacks,
+            stays_stopped=ckpt_path in ("auto", "last"),
+        )
+        accelerator.print(_going_on(run, chosen))
+    elif run.rank > 0:
         # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
-        seed_generators(mix(settings.seed, run.rank) % 2**32)
-    recorder.start(settings.describe(), cut_at=offset)
+        seed_generators(mix(feed.seed, run.rank) % 2**32)
+    on_main(lambda: recorder.start(settings.describe(), cut_at=offset))
     return run
+
+
+def _going_on(run: FitRun, chosen: Path) -> str:
+    """What a resumed run says: from where it goes on, or why it does not."""
+    counters = run.counters
+    text = f"Going on from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."
+    if run.length.reached(run.progress):
+        return f"{text} Nothing is left to do: the length that the Trainer was given is reached."
+    if run.stop_now:
+        return (
+            f"{text} Nothing is left to do: the run had decided to stop there. To train on, pass "
+            "the checkpoint's path as ckpt_path."
+        )
+    return text
 
 
 def prepare_evaluation(
@@ -163,11 +194,13 @@ def prepare_evaluation(
     module.to(parts.accelerator.device)
     if chosen is not None:
         load_weights(module, chosen)
-    if parts.accelerator.use_distributed:  # each process may have drawn other initial weights
+        manifest = disk.read_manifest(chosen)
+        counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
+    elif parts.accelerator.use_distributed:  # each process may have drawn other initial weights
         broadcast_([*module.parameters(), *module.buffers()])
-    recorder = parts.project.make_recorder(step=counters.global_step)
+    recorder = parts.project.make_recorder()
     run = Run(**_common(module, hooks, recorder, parts.accelerator), counters=counters)
-    recorder.start(parts.settings.describe())
+    on_main(lambda: recorder.start(parts.settings.describe()))
     return run, feeds
 
 
@@ -185,6 +218,11 @@ def prepare_optimizers(
     alone = module.automatic_optimization or not accelerator.use_distributed
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
+            raise ValueError(
+                "configure_optimizers returned LBFGS, which evaluates the loss several times an "
+                "update; set automatic_optimization = False and call optimizer.step(closure)."
+            )
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
@@ -221,6 +259,13 @@ def make_fit_run(
         ddp_kwargs=accelerator.ddp_kwargs,
     )
     optimizers, schedulers = prepare_optimizers(module, accelerator)
+    for name in ("val_every", "log_every"):
+        interval = Interval.parse(getattr(settings, name))
+        if interval.unit == "epochs" and interval.every % 1 and feed.num_rounds is None:
+            raise ValueError(
+                f"{name} is {interval}, but the loader has no length to take a fraction of; give "
+                "steps, items, a time, or whole epochs."
+            )
     run = FitRun(
         **_common(module, hooks, recorder, accelerator),
         engine=engine,

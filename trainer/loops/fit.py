@@ -17,7 +17,7 @@ from trainer.loops.run import FitRun, items_of
 from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
 from trainer.optim.clipping import clip_
 from trainer.rng import isolated_rng, load_rng_state, rng_state
-from trainer.tree import detach
+from trainer.tree import detach, to_host
 
 
 def fit(run: FitRun) -> None:
@@ -30,6 +30,7 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
+    begun_at = counters.global_step
     if not run.module.training:  # as a whole; parts that the user set to eval mode stay there
         run.module.train()
     hooks.on_train_start()
@@ -42,7 +43,9 @@ def fit(run: FitRun) -> None:
     metrics.scope = None  # no epoch is left that could record what is logged
     run.in_boundary = True
     hooks.on_train_end()
-    run.in_boundary = False
+    if counters.global_step > max(begun_at, run.last_logged):
+        record_update(run)  # the end of a run is worth a record, due or not
+        run.recorder.flush(arrived=counters.global_step)
     hooks.on_fit_end()
 
 
@@ -51,8 +54,9 @@ def finished(run: FitRun) -> bool:
     progress = run.progress
     if run.length.reached(progress):
         return True
-    asked = run.stop_now or run.agreement.latest.stop_votes > 0
-    return asked and run.length.may_stop_early(progress)
+    if run.agreement.latest.stop_votes > 0:
+        run.stop_now = True
+    return run.stop_now and run.length.may_stop_early(progress)
 
 
 def train_epoch(run: FitRun) -> None:
@@ -62,6 +66,7 @@ def train_epoch(run: FitRun) -> None:
     feed.start_round = counters.rounds
     run.metrics.scope = TRAIN_EPOCH
     run.hooks.on_train_epoch_start()
+    run.engine.begin_epoch()
     step = train_window if run.module.automatic_optimization else manual_window
     with closing(feed.rounds(run.transfer)) as rounds:  # workers end with the epoch, not later
         for window in windows(rounds, run.accumulation):
@@ -119,12 +124,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         items_here += items
         items_everywhere = count_round(run, micro, items_everywhere)
         if sync:
-            total = engine.finish_window(
-                loss,
-                items=items_here,
-                stop=run.stop_requested(),
-                seconds=run.clock if run.rank == 0 else 0.0,
-            )
+            total = engine.finish_window(loss, run.own_tally(items_here))
         elif loss is not None:
             engine.backward(loss)
         if loss is not None:
@@ -156,7 +156,8 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     metrics.clear_step()
     hooks.on_train_step_start()
     if not micro.complete and run.last_batch is None:
-        run.last_batch = broadcast_object(batch)  # fewer batches in the epoch than processes
+        # Fewer batches in the epoch than processes. It travels by the host.
+        run.last_batch = run.move(broadcast_object(to_host(batch)))
     if micro.present:
         metrics.begin_batch(items)
         hooks.on_train_batch_start(batch, batch_idx)
@@ -166,12 +167,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     else:
         stand_in(run, batch_idx)
     count_round(run, micro, None)
-    engine.finish_window(
-        None,
-        items=items,
-        stop=run.stop_requested(),
-        seconds=run.clock if run.rank == 0 else 0.0,
-    )
+    engine.finish_window(None, run.own_tally(items))
     stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
     if stepped:
         count_update(run)
@@ -285,12 +281,11 @@ def count_update(run: FitRun) -> None:
 
 def finish_update(run: FitRun) -> None:
     """Everything that is due after an update; at the end callbacks may save or stop."""
-    counters, recorder = run.counters, run.recorder
-    recorder.flush()
+    counters = run.counters
+    check_streams(run)
+    run.recorder.flush(arrived=counters.global_step)
     if run.log_due:
-        recorder.record_later(
-            run.metrics.reduce_step(), step=counters.global_step, epoch=counters.epoch
-        )
+        record_update(run)
         run.log_due = False
     if run.val_feeds and run.val_schedule.due(run.progress):
         validate(run)
@@ -300,6 +295,32 @@ def finish_update(run: FitRun) -> None:
     run.in_boundary = True
     run.hooks.on_boundary()
     run.in_boundary = False
+
+
+def check_streams(run: FitRun) -> None:
+    """Refuse streams that end on some processes only, before one waits for the others in vain.
+
+    Raises:
+        ValueError: On all processes alike.
+    """
+    if run.world_size == 1 or run.feed.sampler is not None:
+        return
+    run.agreement.settle()  # whose data have ended must be known now, not an update later
+    ended = run.agreement.latest.ended
+    if 0 < ended < run.world_size:
+        raise ValueError(
+            f"The training stream ended on {ended:.0f} of {run.world_size} processes. Each reads "
+            "the whole stream and keeps its own batches: give all the same one, not a part each."
+        )
+
+
+def record_update(run: FitRun) -> None:
+    """Reduce what this update logged and send it on its way to the record."""
+    counters = run.counters
+    run.recorder.record_later(
+        run.metrics.reduce_step(), step=counters.global_step, epoch=counters.epoch
+    )
+    run.last_logged = counters.global_step
 
 
 def validate(run: FitRun) -> None:
@@ -343,6 +364,7 @@ def sanity_check(run: FitRun) -> None:
         run.hooks.on_sanity_check_start()
         run.engine.broadcast_buffers()
         evaluate(run, VALIDATION, run.val_feeds)
+        run.metrics.forget_shown()
         run.hooks.on_sanity_check_end()
     finally:
         run.sanity_checking = False

@@ -85,6 +85,11 @@ def find_loaders(
         given = getattr(module, hook)()
     if given is None:
         return []
+    if isinstance(given, (str, bytes, Mapping)):
+        raise TypeError(
+            f"{argument} is a {type(given).__name__}; give a DataLoader, another iterable of "
+            "batches, or a list of them."
+        )
     return list(given) if isinstance(given, (list, tuple)) and _holds_loaders(given) else [given]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.data.loader import Feed
 from trainer.distributed.collectives import all_gather_object
 from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_empty
-from trainer.loops.run import Run, items_of
+from trainer.loops.run import Run
 from trainer.tree import to_host
 
 
@@ -42,11 +42,11 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any
     outputs = []
     feed.set_epoch(0)
     batch_idx = -1
-    with closing(feed.rounds(lambda batch: run.transfer(batch, index))) as rounds:
+    with closing(feed.rounds(lambda batch: run.move(batch, index))) as rounds:
         for batch_idx, current in enumerate(rounds):
             if not current.present:
                 continue
-            batch, _ = items_of(current)
+            batch = current.batch
             where = (batch_idx, index) if several else (batch_idx,)
             run.hooks.on_predict_batch_start(batch, *where)
             with run.precision.autocast():

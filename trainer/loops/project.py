@@ -18,6 +18,7 @@ from trackers import (
 )
 from trainer import checkpoint as disk
 from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.control import on_main
 from trainer.errors import CheckpointError, choose
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
@@ -30,11 +31,14 @@ class Project:
     """Where a Trainer's files go.
 
     Args:
-        folder: Given by the user; None makes a new one under ``runs/`` when it is first needed.
+        folder: Given by the user; None stands for a new one under ``runs/``.
         name: The project's name for trackers; the folder's unless given.
         run_name: The run's name for trackers.
         log_with: See `trackers.resolve_trackers`.
         writes: False for a trial that leaves nothing behind.
+
+    Attributes:
+        folder: The same on all processes.
 
     Raises:
         ValueError: A tracker is unknown.
@@ -53,19 +57,15 @@ class Project:
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
-        self._folder = None if folder is None else Path(folder).expanduser()
+        if folder is None:  # named at once, where all processes are; made when it is needed
+            name = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
+            self.folder: Path = Path("runs") / broadcast_object(f"{name}-{uuid.uuid4().hex[:4]}")
+        else:
+            self.folder = Path(folder).expanduser()
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
         self._writes = writes
-
-    @property
-    def folder(self) -> Path:
-        """The folder; all processes have the same."""
-        if self._folder is None:
-            name = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
-            self._folder = Path("runs") / broadcast_object(f"{name}-{uuid.uuid4().hex[:4]}")
-        return self._folder
 
     @property
     def checkpoints(self) -> Path:
@@ -88,7 +88,7 @@ class Project:
         Raises:
             ValueError: The folder would be a new one.
         """
-        if ckpt_path in _WORDS and not self._fixed and self._folder is None:
+        if ckpt_path in _WORDS and not self._fixed and not self.checkpoints.exists():
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
                 "without project_dir every start has a new folder. Pass "
@@ -155,26 +155,46 @@ class Project:
             )
         return best
 
-    def make_recorder(self, *, step: int | None) -> Recorder:
-        """The record and the trackers on the main process; elsewhere objects that do nothing.
+    def begin_record(self) -> None:
+        """Make the folder and an empty record in it, on rank 0; collective.
+
+        Raises:
+            ValueError: The folder cannot be made.
+        """
+        if self._writes:
+            on_main(self._begin_record)
+
+    def _begin_record(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
+            ) from error
+        if self.record.exists():
+            _set_aside(self.record)
+
+    def make_recorder(self, *, purge_after: int | None = None) -> Recorder:
+        """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
 
         Args:
-            step: The update that is gone on from; None begins a new record.
+            purge_after: The update that a resumed run goes on from: TensorBoard then drops the
+                points that a killed run wrote after its last checkpoint.
         """
-        if not self._writes:
-            return Recorder(NullTracker(), [])
-        folder = self.folder  # all processes name it together, before one of them asks alone
-        if not PartialState().is_main_process:
-            return Recorder(NullTracker(), [])
-        if step is None and self.record.exists():
-            _set_aside(self.record)
+        made: list[Recorder] = []
+        if self._writes:
+            on_main(lambda: made.append(self._make_recorder(purge_after)))
+        return made[0] if made else Recorder(NullTracker(), [])
+
+    def _make_recorder(self, purge_after: int | None) -> Recorder:
         trackers = resolve_trackers(
             self._log_with,
-            project_name=self._name or folder.name,
+            project_name=self._name or self.folder.name,
             run_name=self._run_name,
             logging_dir=self.logs,
-            # TensorBoard drops the points that a killed run wrote after its last checkpoint.
-            init_kwargs=None if step is None else {"tensorboard": {"purge_step": step + 1}},
+            init_kwargs=None
+            if purge_after is None
+            else {"tensorboard": {"purge_step": purge_after + 1}},
         )
         record = BackgroundTracker(JsonlTracker(self.record), capacity=_CAPACITY)
         return Recorder(record, [BackgroundTracker(tracker) for tracker in trackers])
@@ -182,6 +202,12 @@ class Project:
 
 def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
     path = Path(ckpt_path).expanduser()
+    if path.is_file():
+        raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
+    if newest := disk.committed(path):
+        raise CheckpointError(
+            f"ckpt_path is {path}, a folder of checkpoints; give one of them, such as {newest[-1]}."
+        )
     if not disk.locate(path).exists():
         raise CheckpointError(
             f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "

@@ -25,12 +25,14 @@ class Recorder:
 
     Attributes:
         latest: The last value of every name.
-        updates: The update at which each was reduced.
+        updates: The update at which each became known.
     """
 
     def __init__(self, local: GeneralTracker, trackers: Sequence[GeneralTracker]) -> None:
         self._local = local
         self._trackers = trackers
+        self._finished = False
+        self._end: int | None = None  # of the local record, once it is closed
         self._pending: tuple[list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
@@ -55,23 +57,33 @@ class Recorder:
             self._write(to_floats(values), step, epoch)
             return
         device = tensors[0].device
-        stacked = torch.stack([torch.as_tensor(value, device=device) for value in values.values()])
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        stacked = torch.stack(
+            [torch.as_tensor(value, dtype=wide, device=device) for value in values.values()]
+        )
         host = torch.empty_like(stacked, device="cpu", pin_memory=device.type == "cuda")
         host.copy_(stacked, non_blocking=True)
         event = torch.Event(device)
         event.record()
         self._pending = (list(values), host, event, step, epoch)
 
-    def flush(self) -> None:
-        """Record what `record_later` sent on its way."""
+    def flush(self, *, arrived: int | None = None) -> None:
+        """Record what `record_later` sent on its way.
+
+        Args:
+            arrived: The update at which callbacks see it for the first time.
+        """
         if self._pending is not None:
             names, host, event, step, epoch = self._pending
             self._pending = None
             event.synchronize()
-            self._write(dict(zip(names, host.tolist(), strict=True)), step, epoch)
+            read = dict(zip(names, host.tolist(), strict=True))
+            self._write(read, step, epoch, arrived=arrived)
 
-    def _write(self, read: dict[str, float], step: int, epoch: int) -> dict[str, float]:
-        self._remember(read, step)
+    def _write(
+        self, read: dict[str, float], step: int, epoch: int, *, arrived: int | None = None
+    ) -> dict[str, float]:
+        self._remember(read, step if arrived is None else arrived)
         if read:
             self._local.log(read, step, epoch=epoch, time=time.time())
             for tracker in self._trackers:
@@ -115,8 +127,8 @@ class Recorder:
             Its length in bytes, at which a run that resumes from here cuts it; None where this
             process keeps no record, or it could not be written, which is told in the log.
         """
-        if not isinstance(self._local, BackgroundTracker):
-            return None
+        if self._finished or not isinstance(self._local, BackgroundTracker):
+            return self._end
         try:
             return self._local.submit(lambda record: cast(JsonlTracker, record).sync()).result()
         except Exception:
@@ -125,6 +137,10 @@ class Recorder:
 
     def finish(self) -> None:
         """Wait, within limits, until everything is written."""
+        if self._finished:
+            return
         self.flush()
+        self._end = self.sync()
+        self._finished = True
         for tracker in (self._local, *self._trackers):
             tracker.finish()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from callbacks import Progress
 from trainer.data.loader import Feed, Round
-from trainer.distributed.agreement import Agreement
+from trainer.distributed.agreement import Agreement, Tally
 from trainer.hooks import HookTable, is_overridden
 from trainer.loops.lengths import Length, Schedule
 from trainer.loops.record import Recorder
@@ -30,15 +30,16 @@ class Engine(Protocol):
     def step(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module."""
 
+    def begin_epoch(self) -> None:
+        """Before an epoch's first window."""
+
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Before the forward pass of a micro-batch."""
 
     def backward(self, loss: Tensor) -> None:
         """A micro-batch that does not end its window."""
 
-    def finish_window(
-        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
-    ) -> float | Tensor:
+    def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """The one that does; the window's items over all processes."""
 
     def broadcast_buffers(self) -> None:
@@ -105,14 +106,19 @@ class Run:
         self._counts = is_overridden(self.module, "count_items", TrainModule)
         self._moves = is_overridden(self.module, "transfer_batch_to_device", TrainModule)
 
+    def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Put a batch on the device."""
+        if self._moves or self.device.type != "cpu":
+            return self.module.transfer_batch_to_device(batch, self.device, dataloader_idx)
+        return batch
+
     def transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Put a batch on the device and ask how many items it has; one batch ahead of its use.
 
         Returns:
             The batch and a function that gives the number; None stands for its samples.
         """
-        if self._moves or self.device.type != "cpu":
-            batch = self.module.transfer_batch_to_device(batch, self.device, dataloader_idx)
+        batch = self.move(batch, dataloader_idx)
         return batch, _start_reading(self.module.count_items(batch)) if self._counts else None
 
     @property
@@ -184,6 +190,7 @@ class FitRun(Run):
         stop_now: Decided by all alike.
         weightless: What runs now is such a stand-in: its loss counts for nothing.
         saved_rng: The generators' states of the checkpoint that the run resumes from.
+        last_logged: The update whose values were recorded last.
         last_batch: In manual optimisation, for a round in which this process has none.
     """
 
@@ -210,12 +217,23 @@ class FitRun(Run):
     saved_rng: dict[str, Any] | None = None
     in_boundary: bool = False
     log_due: bool = False
+    last_logged: int = 0
     started: float = field(default_factory=time.monotonic)
 
     @property
     def clock(self) -> float:
         """Training time of the whole run by this process's clock, in seconds."""
         return self.counters.seconds + time.monotonic() - self.started
+
+    def own_tally(self, items: float) -> Tally:
+        """What this process tells the others about its window."""
+        return Tally(
+            items=items,
+            stop_votes=float(self.stop_requested()),
+            seconds=self.clock if self.rank == 0 else 0.0,
+            ended=float(self.counters.epoch_complete),
+            witness=float(self.rank == 0),
+        )
 
     @property
     def progress(self) -> Progress:

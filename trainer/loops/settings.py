@@ -97,6 +97,8 @@ class Settings:
             max_steps=None,
             min_steps=None,
             num_sanity_val_steps=0,
+            val_every="1 epoch",
+            log_every=1,
             fast_dev_run=True,
         )
 

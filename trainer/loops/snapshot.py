@@ -68,7 +68,11 @@ def save_run(
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
         "run_id": run.run_id,
-        "metrics": dict(run.recorder.latest),
+        "metrics": {  # of these very weights, not of earlier ones
+            name: value
+            for name, value in run.recorder.latest.items()
+            if run.recorder.updates[name] == run.counters.global_step
+        },
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "configuration": dict(configuration),
     }
@@ -105,8 +109,17 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
     }
 
 
-def load_run(run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback]) -> int | None:
+def load_run(
+    run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback], stays_stopped: bool
+) -> int | None:
     """Put a fit back to a checkpoint.
+
+    Args:
+        run: The fit.
+        path: The checkpoint.
+        trainer: Passed to the callbacks' ``on_load_checkpoint``.
+        callbacks: Their state is restored.
+        stays_stopped: A run that had decided to stop does not go on.
 
     Returns:
         Where the local record ended then; None if it was not known.
@@ -142,9 +155,7 @@ def load_run(run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callb
             path,
             run.rank,
         )
-    run.stop_now = state["should_stop"]
-    if run.stop_now:
-        logger.warning("%s was saved by a run that had decided to stop: it ends here again.", path)
+    run.stop_now = stays_stopped and state["should_stop"]
     run.run_id = state["run_id"]
     offset: int | None = state["record_offset"]
     return offset

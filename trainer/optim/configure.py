@@ -69,8 +69,12 @@ class SchedulerEntry:
             ValueError: The monitored metric has not been logged; the text lists those that were.
         """
         if self.monitor is None or not self._takes_metric:
+            if getattr(self.scheduler, "_step_count", 0) > 1:
+                self.scheduler.step()
+                return
             with warnings.catch_warnings():
-                # An update skipped for overflow still is a tick, which torch takes for a mistake.
+                # A first update skipped for overflow still is a tick, which torch takes for a
+                # mistake. Only here: each such block lets once-only warnings come again.
                 warnings.filterwarnings(
                     "ignore", "Detected call of `lr_scheduler.step", UserWarning
                 )
@@ -81,8 +85,9 @@ class SchedulerEntry:
             raise ValueError(choose("A scheduler's monitor", self.monitor, metrics))
         else:
             raise ValueError(
-                f"A scheduler's monitor is {self.monitor!r}, but nothing was logged yet; log it "
-                f"before the scheduler's first tick with self.log({self.monitor!r}, value)."
+                f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet; log it "
+                f"with self.log({self.monitor!r}, value, on_epoch=True) so that it is there when "
+                "the scheduler ticks."
             )
 
     @property

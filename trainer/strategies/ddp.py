@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed import collectives
-from trainer.distributed.agreement import FIELDS, Agreement
+from trainer.distributed.agreement import FIELDS, Agreement, Tally
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
 
@@ -93,14 +93,18 @@ class DataParallel:
                 "different graphs. Leave it out; for a module that leaves out some of its "
                 "parameters there is find_unused_parameters=True."
             )
-        state = PartialState()
         self.module = module
         self._agreement = agreement
-        self._world_size = state.num_processes
-        self._stage = _Stage(module, state.device)
-        self._ddp = wrap(self._stage, kwargs)
+        self._world_size = PartialState().num_processes
+        self._kwargs = kwargs
+        self._wrap()
+
+    def _wrap(self) -> None:
+        stage = _Stage(self.module, PartialState().device)
+        self._wrapped = {id(parameter) for parameter in self._trained()}
+        self._ballot: Tensor = stage.ballot
+        self._ddp = wrap(stage, self._kwargs)
         self._searches = self._ddp.find_unused_parameters
-        self._ballot: Tensor = self._stage.ballot
         if not self._searches:
             self._fix_bucket_layout()
 
@@ -140,12 +144,10 @@ class DataParallel:
         """Add the gradients of a micro-batch that does not end its window."""
         loss.backward()
 
-    def finish_window(
-        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
-    ) -> float | Tensor:
+    def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """See `SingleDevice.finish_window`; without a loss the others still get their sums."""
         # DDP divides by the number of processes: undone beforehand, the sums of integers are exact.
-        ballot = self._agreement.ballot(items, stop, seconds) * self._world_size
+        ballot = self._agreement.ballot(own) * self._world_size
         if loss is not None:
             torch.autograd.backward([loss, self._ride], [None, ballot])
         else:
@@ -158,7 +160,26 @@ class DataParallel:
         total = self._ballot.grad
         self._ballot.grad = None
         self._agreement.count(total)
+        if self._agreement.latest.witness != 1:
+            self._refuse_unused()
         return self._agreement.latest.items if total.device.type == "cpu" else total[0]
+
+    def _refuse_unused(self) -> None:
+        """DDP reduced nothing, since it waits for gradients that this loss does not have."""
+        unused = [
+            n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+        ]
+        raise RuntimeError(
+            f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so that the "
+            "gradients could not be averaged over the processes. Freeze what is not trained with "
+            "requires_grad_(False), or pass Trainer(kwargs_handlers=["
+            "DistributedDataParallelKwargs(find_unused_parameters=True)])."
+        )
+
+    def begin_epoch(self) -> None:
+        """Wrap the module anew if other parameters are trained than before."""
+        if {id(parameter) for parameter in self._trained()} != self._wrapped:
+            self._wrap()
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
@@ -182,6 +203,9 @@ class Replicas:
         """Call a method of the user's module by its name."""
         return getattr(self.module, name)(*args)
 
+    def begin_epoch(self) -> None:
+        """Nothing: each optimizer reduces what it has."""
+
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Nothing: the user decides when gradients are used."""
 
@@ -189,12 +213,10 @@ class Replicas:
         """Add gradients on this process."""
         loss.backward()
 
-    def finish_window(
-        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
-    ) -> float | Tensor:
+    def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Sum the numbers of the window over the processes; gradients are left alone."""
         assert loss is None
-        total = self._agreement.ballot(items, stop, seconds)
+        total = self._agreement.ballot(own)
         dist.all_reduce(total)
         self._agreement.count(total)
         return self._agreement.latest.items if total.device.type == "cpu" else total[0]

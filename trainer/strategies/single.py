@@ -26,6 +26,9 @@ class SingleDevice:
         """Call a method of the user's module by its name, through the engine."""
         return getattr(self.module, name)(*args)
 
+    def begin_epoch(self) -> None:
+        """Take note of parameters that were frozen or unfrozen."""
+
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Say whether the coming backward ends its window, before the forward pass."""
 
@@ -33,28 +36,24 @@ class SingleDevice:
         """Add the gradients of a micro-batch that does not end its window."""
         loss.backward()
 
-    def finish_window(
-        self, loss: Tensor | None, *, items: float, stop: bool, seconds: float
-    ) -> float | Tensor:
+    def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Add the last gradients of a window and make them those of all processes.
 
         Args:
             loss: None if this process's last micro-batch has nothing to add.
-            items: Items of this process's window.
-            stop: This process wants to stop.
-            seconds: Rank 0's clock; 0 on the others.
+            own: This process's numbers of the window.
 
         Returns:
             The window's items over all processes.
         """
         if loss is not None:
             loss.backward()
-        elif not items:  # the gradient is zero, as among several processes, and not missing
+        elif not own.items:  # the gradient is zero, as among several processes, and not missing
             for parameter in self.module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        self._agreement.count_alone(Tally(items, float(stop), seconds))
-        return items
+        self._agreement.count_alone(own)
+        return own.items
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""

@@ -305,9 +305,11 @@ class Trainer:
             RuntimeError: There was no fit, or it is inside a window.
         """
         run = self._fit
-        if run is None or not run.in_boundary:
+        if run is None:
+            raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
+        if not run.in_boundary:
             raise RuntimeError(
-                "save_checkpoint was called where the run is between two states, or there is none. "
+                "save_checkpoint was called inside a window, where the run is between two states. "
                 "Call it in on_boundary, in on_train_end, or after fit."
             )
         return save_run(

@@ -120,3 +120,131 @@ def log_on_one_rank() -> None:
 def test_a_metric_logged_on_one_rank_only_names_rank_and_metric(ranks2):
     with pytest.raises(Exception, match=r"Rank 0 did not log 'lonely'.*but rank 1 did"):
         ranks2(log_on_one_rank, timeout=30)
+
+
+class TwoParts(Line):
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Linear(2, 1)
+
+
+def leave_a_part_out() -> None:
+    trainer = Trainer(max_steps=1, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(TwoParts(), loader())
+
+
+def test_a_part_that_the_loss_does_not_reach_is_named_before_anything_is_updated(ranks2):
+    with pytest.raises(Exception, match=r"does not depend on other\.weight, other\.bias"):
+        ranks2(leave_a_part_out, timeout=30)
+
+
+def unfreeze() -> list[float]:
+    class Unfreezing(TwoParts):
+        def __init__(self):
+            super().__init__()
+            self.other.requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            self.other.requires_grad_(self.current_epoch > 0)
+
+        def training_step(self, batch, batch_idx):
+            return (self.layer(batch[0]) + self.other(batch[0])).square().mean() * 1e-3
+
+    torch.manual_seed(0)
+    module = Unfreezing()
+    trainer = Trainer(max_epochs=3, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(module, loader())
+    return [value for p in module.parameters() for value in p.flatten().tolist()]
+
+
+def test_parameters_that_are_unfrozen_later_are_averaged_too(ranks2):
+    first, second = ranks2(unfreeze, timeout=30)
+    assert first == second
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, values: list[float]):
+        self.values = values
+
+    def __iter__(self):
+        for value in self.values:
+            yield (torch.full((2,), value),)
+
+
+def train_on_streams(streams: list[list[float]]) -> int:
+    from trainer import PartialState
+
+    values = streams[PartialState(cpu=True).process_index]
+    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(Line(), DataLoader(Stream(values), batch_size=1))
+    return trainer.samples_seen
+
+
+def test_a_stream_is_shared_out(ranks2):
+    assert ranks2(train_on_streams, [[1.0, 2.0, 3.0]] * 2, timeout=30) == [3, 3]
+
+
+def test_streams_that_end_apart_are_refused_on_all_processes(ranks2):
+    with pytest.raises(Exception, match="ended on 1 of 2 processes"):
+        ranks2(train_on_streams, [[1.0] * 4, [1.0] * 8], timeout=30)
+
+
+def test_streams_that_begin_apart_are_refused_on_all_processes(ranks2):
+    with pytest.raises(Exception, match="begins with another batch on each process"):
+        ranks2(train_on_streams, [[1.0, 2.0], [3.0, 4.0]], timeout=30)
+
+
+def read_on_one_rank() -> int:
+    class Reading(Line):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.trainer.accelerator.process_index == 0:
+                assert self.trainer.items_seen == self.trainer.samples_seen
+                assert self.trainer.project_dir.parent.name == "runs"
+
+    trainer = Trainer(max_epochs=2, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(Reading(), loader())
+    return trainer.global_step
+
+
+def test_one_process_may_read_the_state_of_the_run_alone(ranks2):
+    assert ranks2(read_on_one_rank, timeout=30) == [6, 6]
+
+
+def track_with_an_error() -> None:
+    from trackers import GeneralTracker
+
+    class Broken(GeneralTracker):
+        name = "broken"
+        requires_logging_directory = False
+        tracker = None
+
+        def __init__(self, run_name: str):
+            raise OSError("no server")
+
+    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, log_with=Broken)
+    trainer.fit(Line(), loader())
+
+
+def test_an_error_of_rank_0_alone_reaches_all_processes(ranks2):
+    with pytest.raises(Exception, match=r"2 of 2 ranks failed(.|\n)*no server"):
+        ranks2(track_with_an_error, timeout=30)
+
+
+def dropout_masks(seed: int | None) -> list[float]:
+    class Dropping(Line):
+        drawn: list[float] = []
+
+        def training_step(self, batch, batch_idx):
+            self.drawn.append(float(torch.rand(())))
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(0)
+    trainer = Trainer(max_steps=2, cpu=True, progress_bar=False, checkpointing=False, seed=seed)
+    trainer.fit(Dropping(), loader())
+    return Dropping.drawn
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_the_processes_draw_other_random_numbers(ranks2, seed):
+    first, second = ranks2(dropout_masks, seed, timeout=30)
+    assert set(first).isdisjoint(second)

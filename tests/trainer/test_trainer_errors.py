@@ -312,7 +312,7 @@ def test_the_metric_of_a_plateau_scheduler_must_be_logged():
         return self.layer(batch[0]).mean()
 
     silent = net(configure_optimizers=configure_optimizers, training_step=training_step)
-    fit_fails(silent, ValueError, "'val/los'", "nothing was logged", "self.log('val/los'")
+    fit_fails(silent, ValueError, "'val/los'", "nothing was recorded", "self.log('val/los'")
 
 
 def test_a_monitor_beside_a_scheduler_that_takes_no_metric_is_no_error():
@@ -724,7 +724,9 @@ def test_saving_waits_for_the_end_of_a_window():
 
 
 def test_saving_needs_a_fit():
-    fails(lambda: make().save_checkpoint("x"), RuntimeError, "save_checkpoint", "while fit runs")
+    fails(
+        lambda: make().save_checkpoint("x"), RuntimeError, "save_checkpoint", "before the first fit"
+    )
 
 
 def test_batches_of_a_mapping_are_batches():

@@ -1,0 +1,274 @@
+"""Mistakes that were found by trying: each stays found."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from callbacks import EarlyStopping, ModelCheckpoint
+from trackers import read_metrics
+from trainer import Accelerator, Trainer, TrainModule
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch, batch_idx):
+        (x,) = batch
+        self.seen.append(x[:, 0].tolist())
+        loss = self.layer(x).square().mean() * 1e-3
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/score", float(self.trainer.global_step))
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(samples: int = 8) -> TensorDataset:
+    return TensorDataset(torch.arange(2.0 * samples).reshape(samples, 2))
+
+
+def make(**arguments) -> Trainer:
+    return Trainer(**{"max_epochs": 1, "cpu": True, "progress_bar": False, **arguments})
+
+
+def scalars(folder) -> dict[str, int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: len(events.Scalars(tag)) for tag in events.Tags()["scalars"]}
+
+
+def test_a_test_in_a_new_process_leaves_the_curves_of_the_training_alone(tmp_path):
+    checkpoint = ModelCheckpoint(monitor="val/score", mode="max")
+    arguments = {"project_dir": "run", "log_with": "tensorboard", "log_every": 1}
+    make(callbacks=checkpoint, **arguments).fit(
+        Line(), DataLoader(data(), batch_size=2), DataLoader(data(2))
+    )
+    before = scalars("run/logs/run")
+    trainer = make(callbacks=ModelCheckpoint(monitor="val/score", mode="max"), **arguments)
+    trainer.test(Line(), DataLoader(data(2)), ckpt_path="best")
+    assert before == {"train/loss": 4, "val/score": 1}
+    assert scalars("run/logs/run")["train/loss"] == 4
+    assert read_metrics(trainer.metrics_path)[-1]["step"] == 4  # that of the weights
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_copy_of_a_prepared_model_computes_with_its_own_weights(precision):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    twin = copy.deepcopy(model)
+    torch.nn.init.zeros_(twin.weight)
+    torch.nn.init.zeros_(twin.bias)
+    assert twin(torch.ones(1, 2)).item() == 0.0
+    assert model(torch.ones(1, 2)).item() != 0.0
+    assert twin(torch.ones(1, 2)).dtype == torch.float32
+
+
+def keep_even(samples):
+    return (torch.stack([x for (x,) in samples if x[0] % 4 == 0]),)
+
+
+def test_samples_that_a_collate_fn_leaves_out_do_not_count():
+    """The gradient is that of the samples that are there, not of the indices."""
+    module = Line()
+    batches = [[0, 1, 2, 3], [4, 6, 8, 9]]  # two and three samples stay
+    loader = DataLoader(data(10), batch_sampler=batches, collate_fn=keep_even)
+    gradients = []
+    module.on_before_optimizer_step = lambda optimizer: gradients.append(
+        module.layer.weight.grad.clone()
+    )
+    module.double()
+    module.training_step = lambda batch, i: module.layer(batch[0].double()).square().mean()
+    twin = copy.deepcopy(module.layer)
+    make(gradient_accumulation_steps=2, checkpointing=False).fit(module, loader)
+    kept = torch.stack([data(10)[i][0] for b in batches for i in b if data(10)[i][0][0] % 4 == 0])
+    twin(kept.double()).square().mean().backward()
+    torch.testing.assert_close(gradients, [twin.weight.grad], rtol=1e-12, atol=0)
+
+
+def test_a_plain_stop_may_be_gone_on_from_by_path():
+    class Budget(Line):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = self.trainer.global_step == 2
+
+    arguments = {"project_dir": "run", "callbacks": ModelCheckpoint(every=1)}
+    first = make(**arguments)
+    first.fit(Budget(), DataLoader(data(), batch_size=2))
+    assert first.global_step == 2
+    again = make(project_dir="run", callbacks=ModelCheckpoint(every=1))
+    again.fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
+    assert again.global_step == 2
+    on = make(project_dir="run", callbacks=ModelCheckpoint(every=1))
+    on.fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="run/checkpoints/step-00000002")
+    assert on.global_step == 4
+
+
+def test_a_resumed_run_says_from_where(capsys):
+    arguments = {"project_dir": "run"}
+    make(**arguments).fit(Line(), DataLoader(data(), batch_size=2))
+    make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
+    assert "Going on from run/checkpoints/step-00000004 (epoch 1, update 4)." in (
+        capsys.readouterr().out
+    )
+    make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
+    assert "Nothing is left to do: the length" in capsys.readouterr().out
+
+
+def test_a_sampler_with_a_generator_of_its_own_goes_on_where_it_was():
+    def loader() -> DataLoader:
+        generator = torch.Generator().manual_seed(5)
+        sampler = WeightedRandomSampler([1.0] * 8, 8, generator=generator)
+        return DataLoader(data(), batch_size=2, sampler=sampler)
+
+    whole, first, rest = Line(), Line(), Line()
+    make(max_epochs=2, project_dir="whole", seed=1).fit(whole, loader())
+    make(max_epochs=1, project_dir="parts", seed=1).fit(first, loader())
+    make(max_epochs=2, project_dir="parts", seed=1).fit(rest, loader(), ckpt_path="auto")
+    assert first.seen + rest.seen == whole.seen
+    assert first.seen != rest.seen
+
+
+def test_gradients_of_an_interrupted_fit_do_not_hang_on_the_next_scale():
+    class Interrupted(Line):
+        def on_before_optimizer_step(self, optimizer):
+            raise KeyboardInterrupt
+
+    trainer = make(mixed_precision="fp16", checkpointing=False)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Interrupted(), DataLoader(data(), batch_size=2))
+    assert trainer.accelerator.precision._unscaled
+    trainer.fit(Line(), DataLoader(data(), batch_size=2))
+    assert trainer.global_step == 4
+
+
+def test_best_is_chosen_by_values_of_the_very_weights():
+    checkpoint = ModelCheckpoint(every=3, save_top_k=-1, monitor="val/score", mode="max")
+    trainer = make(max_steps=9, max_epochs=None, val_every=2, callbacks=checkpoint)
+    trainer.fit(Line(), DataLoader(data(), batch_size=2), DataLoader(data(2)))
+    from trainer.checkpoint import committed, read_manifest
+
+    values = {
+        path.name: read_manifest(path)["metrics"].get("val/score")
+        for path in committed(trainer.checkpoint_dir)
+    }
+    assert values == {"step-00000003": None, "step-00000006": 6.0, "step-00000009": None}
+
+
+def test_limits_on_gradients_are_refused_in_manual_optimisation():
+    class Manual(Line):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"max_grad_norm is set, .* self\.clip_gradients"):
+        make(max_grad_norm=1.0).fit(Manual(), DataLoader(data(), batch_size=2))
+
+
+def test_a_metric_of_the_step_may_be_monitored_before_it_is_due():
+    stopping = EarlyStopping("train/loss", patience=99)
+    trainer = make(max_epochs=3, log_every=10, callbacks=stopping)
+    trainer.fit(Line(), DataLoader(data(), batch_size=2))
+    assert stopping.best_score is not None  # from update 10
+    assert trainer.global_step == 12
+
+
+def test_predict_asks_for_no_items():
+    class Unlabelled(Line):
+        def count_items(self, batch):
+            raise KeyError("labels")
+
+        def predict_step(self, batch, batch_idx):
+            return self.layer(batch[0])
+
+    assert len(make().predict(Unlabelled(), DataLoader(data(), batch_size=2))) == 4
+
+
+def test_a_schedule_does_not_repeat_warnings():
+    class Warning_(Line):
+        def training_step(self, batch, batch_idx):
+            warnings.warn("once", UserWarning, stacklevel=1)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        make(max_epochs=4).fit(Warning_(), DataLoader(data(), batch_size=2))
+    assert len([each for each in caught if str(each.message) == "once"]) <= 2
+
+
+def test_a_fit_may_be_saved_when_it_is_over():
+    trainer = make(max_epochs=1, checkpointing=False)
+    module = Line()
+    trainer.fit(module, DataLoader(data(), batch_size=2))
+    assert trainer.module is module
+    assert len(trainer.optimizers) == 1
+    assert (trainer.save_checkpoint("final") / "model.safetensors").exists()
+
+
+def test_lbfgs_is_refused_where_it_could_not_work():
+    class Quasi(Line):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match="LBFGS, which evaluates the loss several times"):
+        make().fit(Quasi(), DataLoader(data(), batch_size=2))
+
+
+def test_a_trial_validates_whatever_the_interval():
+    module = Line()
+    calls = []
+    module.on_validation_end = lambda: calls.append(1)
+    make(fast_dev_run=True, val_every="500 steps").fit(
+        module, DataLoader(data(), batch_size=2), DataLoader(data(2))
+    )
+    assert calls == [1]
+
+
+def test_a_fraction_of_an_epoch_needs_a_length():
+    batches = (batch for batch in DataLoader(data(), batch_size=2))
+    with pytest.raises(
+        ValueError, match=r"val_every is 0\.25 epochs, but the loader has no length"
+    ):
+        make(val_every="0.25 epochs").fit(Line(), batches, DataLoader(data(2)))
+
+
+@pytest.mark.parametrize("given", ["data/train", {"a": [1]}])
+def test_texts_and_dicts_are_no_loaders(given):
+    with pytest.raises(TypeError, match=f"train_dataloaders is a {type(given).__name__}"):
+        make().fit(Line(), given)
+
+
+def test_a_path_beside_the_checkpoint_is_told(tmp_path):
+    make(project_dir="run").fit(Line(), DataLoader(data(), batch_size=2))
+    loader = DataLoader(data(), batch_size=2)
+    weights = "run/checkpoints/step-00000004/model.safetensors"
+    with pytest.raises(
+        RuntimeError, match=r"is the file .*; give its folder, run/checkpoints/step"
+    ):
+        make(max_epochs=2, project_dir="run").fit(Line(), loader, ckpt_path=weights)
+    with pytest.raises(RuntimeError, match=r"a folder of checkpoints; .* such as .*step-00000004"):
+        make(max_epochs=2, project_dir="run").fit(Line(), loader, ckpt_path="run/checkpoints")
+
+
+def test_a_project_dir_that_is_a_file_is_refused_before_training(tmp_path):
+    (tmp_path / "taken").write_text("")
+    module = Line()
+    with pytest.raises(ValueError, match=r"project_dir is 'taken', which cannot be used"):
+        make(project_dir="taken").fit(module, DataLoader(data(), batch_size=2))
+    assert module.seen == []

@@ -12,6 +12,7 @@ import tqdm
 from tests.helpers import isolation
 from tests.helpers.ranks import RankPool
 from tests.helpers.requires import skip_reason
+from trackers.base import _REGISTRY
 
 # The bar's monitor is a thread that never ends; compiling in place needs no pool of compilers.
 tqdm.tqdm.monitor_interval = 0
@@ -29,18 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def leave_no_trace(tmp_path: Path) -> Iterator[None]:
     """Run the test seeded and in its own folder; fail it if it leaves anything behind.
 
-    The state that `trainer` shares over the process, torch's settings, the process group and the
-    working folder are put back without a word, since a test has no other way to do it. Threads,
+    The state that `trainer` shares over the process, the registered trackers, torch's settings, the
+    process group and the working folder are put back without a word, since a test has no other way to do it. Threads,
     child processes, open files, signal handlers and environment variables are an error.
     """
     home = Path.cwd()
     before = isolation.Snapshot()
+    registered = dict(_REGISTRY)
     os.chdir(tmp_path)
     isolation.reset_torch()
 
     yield
 
     os.chdir(home)
+    _REGISTRY.clear()
+    _REGISTRY.update(registered)
     isolation.reset_trainer_state()
     isolation.destroy_process_group()
     isolation.reset_torch()

@@ -31,8 +31,9 @@ def leave_no_trace(tmp_path: Path) -> Iterator[None]:
     """Run the test seeded and in its own folder; fail it if it leaves anything behind.
 
     The state that `trainer` shares over the process, the registered trackers, torch's settings, the
-    process group and the working folder are put back without a word, since a test has no other way to do it. Threads,
-    child processes, open files, signal handlers and environment variables are an error.
+    process group and the working folder are put back without a word, since a test has no other way
+    to do it. Threads, child processes, open files, signal handlers and environment variables are an
+    error.
     """
     home = Path.cwd()
     before = isolation.Snapshot()

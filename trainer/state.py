@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import time
 import weakref
 from typing import Any, ClassVar
 
@@ -220,13 +221,18 @@ def _join_group(launch: environment.Launch, device: torch.device, kwargs: dict[s
         world_size=launch.world_size,
         **chosen,
     )
-    atexit.register(_leave_group)
+    if backend == "gloo":
+        atexit.register(_let_threads_finish)
 
 
-def _leave_group() -> None:
-    """End gloo's threads before the interpreter ends, which would abort over them."""
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+def _let_threads_finish() -> None:
+    """Give up the interpreter's lock for a moment before the interpreter ends.
+
+    A thread of gloo that has just ended a collective still has to release Python objects, for which
+    it takes that lock. One that waits for it while the interpreter ends is killed in C++ code that
+    must not be left so, and the whole process aborts: a finished run would be reported as failed.
+    """
+    time.sleep(0.1)
 
 
 class AcceleratorState(PartialState):

@@ -107,18 +107,8 @@ def prepare_fit(
         CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
     """
     settings, accelerator = parts.settings, parts.accelerator
-    steps = settings.gradient_accumulation_steps
-    if not module.automatic_optimization and steps > 1:
-        raise ValueError(
-            f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
-            "decides when to step; leave it at 1."
-        )
-    limits = [name for name in ("max_grad_norm", "max_grad_value") if getattr(settings, name)]
-    if not module.automatic_optimization and limits:
-        raise ValueError(
-            f"{limits[0]} is set, but in manual optimisation training_step clips for itself: call "
-            "self.clip_gradients(optimizer, ...) there."
-        )
+    if not module.automatic_optimization:
+        _check_manual(settings)
     accelerator.gradient_state.sync_gradients = True
     accelerator.precision.begin()
     if ckpt_path is None:
@@ -156,6 +146,22 @@ def prepare_fit(
         seed_generators(mix(feed.seed, run.rank) % 2**32)
     on_main(lambda: recorder.start(settings.describe(), cut_at=offset))
     return run
+
+
+def _check_manual(settings: Settings) -> None:
+    """Refuse what the loop cannot do where `training_step` makes the updates itself."""
+    steps = settings.gradient_accumulation_steps
+    if steps > 1:
+        raise ValueError(
+            f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
+            "decides when to step; leave it at 1."
+        )
+    for name in ("max_grad_norm", "max_grad_value"):
+        if getattr(settings, name):
+            raise ValueError(
+                f"{name} is set, but in manual optimisation training_step clips for itself: call "
+                "self.clip_gradients(optimizer, ...) there."
+            )
 
 
 def _going_on(run: FitRun, chosen: Path) -> str:

@@ -94,12 +94,6 @@ class Recorder:
         self.latest.update(read)
         self.updates.update(dict.fromkeys(read, step))
 
-    def keep(self, values: Mapping[str, Value], *, step: int) -> dict[str, float]:
-        """Read the values back for the callbacks alone."""
-        read = to_floats(values)
-        self._remember(read, step)
-        return read
-
     def start(self, configuration: dict[str, Any], *, cut_at: int | None = None) -> None:
         """Begin the record; only an object that is no no-op does anything.
 

@@ -1,0 +1,153 @@
+"""What was logged and is not yet reduced, by name: running totals and metric objects."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Value: TypeAlias = "float | Tensor"
+Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
+KINDS = ("mean", "sum", "min", "max")
+EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+_LOADER = re.compile(r"/dataloader_idx_\d+$")  # ends the names of each of several loaders
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where in the run `log` is called, and what it does there unless told otherwise.
+
+    Attributes:
+        phase: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
+        on_step: The default of `log`; None where there is no step. What is not logged on the step
+            is accumulated over the epoch.
+    """
+
+    phase: str
+    on_step: bool | None
+
+
+TRAIN_STEP = Scope("train", True)
+TRAIN_EPOCH = Scope("train", None)
+
+
+@dataclass(slots=True)
+class Cell:
+    """Running total and weight of one name on this process."""
+
+    kind: str
+    total: Value
+    weight: float = 0.0
+    prog_bar: bool = False
+    last: Value = 0.0
+
+    def add(self, value: Value, weight: float) -> None:
+        """Take in one more value."""
+        if self.kind == "mean" and not weight:
+            return  # a mean over nothing is NaN, which no weight would make harmless
+        self.last = value
+        if self.kind == "mean":
+            self.total = self.total + value * weight
+        elif self.kind == "sum":
+            self.total = self.total + value
+        elif isinstance(value, Tensor) or isinstance(self.total, Tensor):
+            pick = torch.minimum if self.kind == "min" else torch.maximum
+            self.total = pick(as_tensor(self.total, value), as_tensor(value, self.total))
+        else:
+            self.total = (min if self.kind == "min" else max)(self.total, value)
+        self.weight += weight
+
+
+def as_tensor(value: Value, like: Value) -> Tensor:
+    """The value as a tensor, of the other's type and on its device."""
+    if isinstance(value, Tensor):
+        return value
+    assert isinstance(like, Tensor)
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
+@dataclass(slots=True)
+class Cells:
+    """The cells of one interval, and the metric objects that go with them.
+
+    Attributes:
+        cells: By name.
+        objects: Those with ``compute`` and ``reset``, by name.
+        known: Those of earlier intervals too, and copies of those that only others have.
+        agreed: The (name, kind) pairs that all processes have, as they last agreed.
+        ran: The suffixes of the loaders of which this process has run a batch in the interval.
+    """
+
+    cells: dict[str, Cell] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)
+    agreed: tuple[tuple[str, str], ...] = ()
+    ran: set[str] = field(default_factory=set)
+
+    def names(self) -> set[tuple[str, str]]:
+        """What this process has, as (name, kind)."""
+        pairs = {(name, cell.kind) for name, cell in self.cells.items()}
+        return pairs | {(name, "object") for name in self.objects}
+
+    def differs(self) -> bool:
+        """This process has a name that was not agreed, or lacks one that it owes."""
+        own, agreed = self.names(), set(self.agreed)
+        return not own <= agreed or any(owes(name, self.ran) for name, _ in agreed - own)
+
+
+def owes(name: str, ran: set[str]) -> bool:
+    """A process that ran batches of these loaders should have logged the name."""
+    loader = _LOADER.search(name)
+    return bool(ran) if loader is None else loader[0] in ran
+
+
+def weight_of(name: str, batch_size: float) -> float:
+    """The `batch_size` of a call of `log` as a weight.
+
+    Raises:
+        ValueError: It is negative.
+    """
+    if not batch_size >= 0:
+        raise ValueError(f"batch_size of the metric {name!r} is {batch_size}; give 0 or more.")
+    return float(batch_size)
+
+
+def scalar(name: str, value: Any) -> Value:
+    """The value without its graph.
+
+    Raises:
+        TypeError: It is neither a number nor a tensor of one element, nor a metric object.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"The metric {name!r} is a tensor of shape {tuple(value.shape)}; log a single "
+                "number, for example its .mean()."
+            )
+        return value.detach().reshape(())
+    if isinstance(value, (int, float)):
+        return float(value)
+    try:  # numpy's scalars
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"The metric {name!r} is {value!r} of type {type(value).__name__}; log a number, a "
+            "tensor of one element, or an object with update, compute and reset. For a dict use "
+            "log_dict."
+        ) from None
+
+
+def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
+    """Read every value back, the tensors among them in one transfer."""
+    tensors = [value for value in values.values() if isinstance(value, Tensor)]
+    if not tensors:
+        return {name: float(value) for name, value in values.items()}
+    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
+    read = iter(torch.stack([tensor.to(wide) for tensor in tensors]).tolist())
+    return {
+        name: next(read) if isinstance(value, Tensor) else value for name, value in values.items()
+    }

@@ -1,0 +1,142 @@
+"""Values of one process become values of all: one reduction over names that are agreed before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.distributed.collectives import all_gather_object, broadcast_object
+from trainer.errors import MetricError
+from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, owes, scalar
+
+
+class Reduction:
+    """Reduces cells over the processes.
+
+    Args:
+        device: Where totals are kept.
+        dtype: Their type.
+        world_size: How many processes there are.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
+        self._device, self._dtype, self._world_size = device, dtype, world_size
+
+    def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
+        """The values over all processes; collective; nothing is read back on one process."""
+        if self._world_size == 1:
+            reduced = {
+                name: cell.total / cell.weight if cell.kind == "mean" else cell.total
+                for name, cell in cells.cells.items()
+                if cell.kind != "mean" or cell.weight > 0
+            }
+        else:
+            reduced = self._all_reduce(cells, what)
+        for name, kind in self.pairs(cells):
+            if kind == "object":
+                reduced[name] = _computed(name, cells.known[name].compute())
+        return reduced
+
+    def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
+        """What a reduction is over, in the same order on all processes."""
+        return sorted(cells.names()) if self._world_size == 1 else cells.agreed
+
+    def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
+        """One reduction for means and sums; a second and third only where min or max are used.
+
+        The names are those agreed before; a flag in the sum says that somebody has others now, and
+        only then are they exchanged.
+        """
+        while True:
+            totals: list[Value] = [float(cells.differs())]
+            for name, kind in cells.agreed:
+                if kind in ("mean", "sum"):
+                    cell = cells.cells.get(name)
+                    totals += [cell.total, cell.weight] if cell else [0.0, 0.0]
+            summed = self._vector(totals)
+            dist.all_reduce(summed)
+            read = summed.tolist()
+            if not read[0]:
+                break
+            cells.agreed = _agree(cells.names(), cells.ran, what)
+            self._share_objects(cells)
+        reduced: dict[str, Value] = {}
+        position = 1
+        for name, kind in cells.agreed:
+            if kind in ("mean", "sum"):
+                total, weight = summed[position], summed[position + 1]
+                if kind == "sum" or read[position + 1] > 0:
+                    reduced[name] = total / weight if kind == "mean" else total
+                position += 2
+        for kind, operation in (("min", dist.ReduceOp.MIN), ("max", dist.ReduceOp.MAX)):
+            names = [name for name, other in cells.agreed if other == kind]
+            if names:
+                empty = EMPTY[kind]
+                vector = self._vector(
+                    [cells.cells[name].total if name in cells.cells else empty for name in names]
+                )
+                dist.all_reduce(vector, op=operation)
+                reduced.update(zip(names, vector, strict=True))
+        return reduced
+
+    def _share_objects(self, cells: Cells) -> None:
+        """Give each process every metric object, since computing one needs all of them.
+
+        Where a process has run no batch, a copy without data stands in.
+        """
+        names = [name for name, kind in cells.agreed if kind == "object"]
+        if not names:
+            return
+        holders = all_gather_object(set(cells.known))
+        for name in names:
+            if all(name in held for held in holders):
+                continue
+            owner = next(rank for rank, held in enumerate(holders) if name in held)
+            shared = broadcast_object(_emptied(cells.known.get(name)), owner)
+            cells.known.setdefault(name, shared.to(self._device))
+
+    def _vector(self, values: list[Value]) -> Tensor:
+        if not any(isinstance(value, Tensor) for value in values):
+            return torch.tensor(values, dtype=self._dtype, device=self._device)
+        like = torch.empty((), dtype=self._dtype, device=self._device)
+        return torch.stack([as_tensor(value, like).reshape(()) for value in values])
+
+
+def _agree(own: set[tuple[str, str]], ran: set[str], what: str) -> tuple[tuple[str, str], ...]:
+    """Exchange the names; a rank that ran a loader's batches and lacks some is an error on all."""
+    reports = all_gather_object((sorted(own), ran))
+    union = sorted({pair for names, _ in reports for pair in names})
+    for rank, (names, ran_there) in enumerate(reports):
+        missing = [pair for pair in union if pair not in names and owes(pair[0], ran_there)]
+        if missing:
+            having = next(r for r, (others, _) in enumerate(reports) if missing[0] in others)
+            raise MetricError(
+                f"Rank {rank} did not log {', '.join(repr(name) for name, _ in missing)} in "
+                f"{what}, but rank {having} did. Every rank that runs a batch must log the same "
+                "names with the same `reduce`: move the call out of the condition that only some "
+                "ranks meet."
+            )
+    return tuple(union)
+
+
+def _emptied(metric: Any) -> Any:
+    """A copy of a torchmetrics object on the host, without data."""
+    if metric is None:
+        return None
+    emptied = copy.deepcopy(metric).cpu()
+    emptied.reset()
+    return emptied
+
+
+def _computed(name: str, value: Any) -> Value:
+    if isinstance(value, Mapping):
+        raise ValueError(
+            f"The metric {name!r} computes a dict; log each of its values: "
+            "self.log_dict(metric.compute())."
+        )
+    return scalar(name, value)

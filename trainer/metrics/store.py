@@ -1,0 +1,203 @@
+"""The store behind `TrainModule.log`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import MetricError, choose
+from trainer.metrics.cells import EMPTY, KINDS, Cell, Cells, Kind, Scope, Value, scalar, weight_of
+from trainer.metrics.reduction import Reduction
+
+RESERVED = frozenset({"step", "epoch", "time"})
+
+
+class MetricStore:
+    """Everything that was logged and is not yet reduced.
+
+    Args:
+        device: Where totals are kept.
+        world_size: How many processes there are.
+
+    Attributes:
+        scope: Where in the run `log` is called from; None where it cannot work.
+        names: Every name that was logged.
+    """
+
+    def __init__(self, device: torch.device, *, world_size: int = 1) -> None:
+        self._device, self._world_size = device, world_size
+        # The totals of a long epoch need the digits; MPS has no float64.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._reduction = Reduction(device, self._dtype, world_size)
+        self.scope: Scope | None = None
+        self._muted = False
+        self.items = 1.0
+        self.loader_suffix = ""
+        self.names: set[str] = set()
+        self.step = Cells()
+        self.epochs: dict[str, Cells] = {}
+        self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
+        self._shown: dict[str, Tensor] = {}
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Inside, `log` does nothing: the batch at hand is not this process's own."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
+
+    def begin_batch(self, items: float, loader_suffix: str = "") -> None:
+        """A batch comes: the weight of what it logs, unless told otherwise."""
+        assert self.scope is not None
+        self.items = items
+        self.loader_suffix = loader_suffix
+        self.step.ran.add(loader_suffix)
+        self.epoch(self.scope.phase).ran.add(loader_suffix)
+
+    def begin_epoch_values(self) -> None:
+        """No batch is at hand: what is logged now counts once for each process."""
+        self.items = 1.0
+        self.loader_suffix = ""
+
+    def epoch(self, phase: str) -> Cells:
+        """The cells of a phase's current epoch."""
+        return self.epochs.setdefault(phase, Cells())
+
+    # -- logging -------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        prog_bar: bool = False,
+        reduce: Kind = "mean",
+        batch_size: float | None = None,
+    ) -> None:
+        """See `TrainModule.log`."""
+        if self._muted:
+            return
+        scope = self.scope
+        if scope is None:
+            raise MetricError(
+                f"log({name!r}) was called where no value can be recorded. Call it inside a step, "
+                "or in the hooks from on_train_start to on_train_end, on_validation_* or on_test_*."
+            )
+        if reduce not in KINDS:
+            raise ValueError(choose(f"reduce of the metric {name!r}", reduce, KINDS))
+        if not isinstance(name, str):
+            raise TypeError(f"A metric's name is {name!r}; it must be a string.")
+        if name in RESERVED:
+            raise ValueError(
+                f"A metric cannot be called {name!r}: each record has a field of that name."
+            )
+        is_object = hasattr(value, "compute") and hasattr(value, "reset")
+        if on_step is None:
+            on_step = bool(scope.on_step) and not is_object
+        elif on_step and scope.on_step is None:
+            raise ValueError(
+                f"log({name!r}, on_step=True) was called outside a step; use on_epoch=True there."
+            )
+        if on_epoch is None:
+            on_epoch = not on_step
+        if not is_object:
+            value = scalar(name, value)
+        weight = self.items if batch_size is None else weight_of(name, batch_size)
+        suffix = self.loader_suffix
+        both = on_step and on_epoch
+        if on_step and scope.phase == "train":  # an evaluation's steps have no place in the record
+            key = f"{name}_step{suffix}" if both else name + suffix
+            self._keep(self.step, key, value, weight, reduce, prog_bar, is_object)
+        if on_epoch:
+            key = f"{name}_epoch{suffix}" if both else name + suffix
+            self._keep(self.epoch(scope.phase), key, value, weight, reduce, prog_bar, is_object)
+
+    def _keep(
+        self,
+        cells: Cells,
+        key: str,
+        value: Any,
+        weight: float,
+        kind: str,
+        prog_bar: bool,
+        is_object: bool,
+    ) -> None:
+        self.names.add(key)
+        if is_object:
+            if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
+                raise TypeError(
+                    f"The metric {key!r} is a {type(value).__name__}, which cannot combine the "
+                    f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
+                    "values."
+                )
+            cells.objects[key] = cells.known[key] = value
+            return
+        cell = cells.cells.get(key)
+        if cell is None:
+            cell = cells.cells[key] = Cell(kind, EMPTY[kind])
+        elif cell.kind != kind:
+            raise ValueError(
+                f"The metric {key!r} was logged with reduce={cell.kind!r} and now with "
+                f"reduce={kind!r}; give every call the same."
+            )
+        cell.prog_bar = prog_bar
+        if isinstance(value, Tensor) and value.dtype != self._dtype:
+            value = value.to(self._dtype)
+        cell.add(value, weight)
+
+    # -- reducing ------------------------------------------------------------------------------
+
+    def reduce_step(self) -> dict[str, Value]:
+        """The window's values over all processes; collective; nothing is read back."""
+        return self._reduction.reduce(self.step, "this update")
+
+    def clear_step(self) -> None:
+        """A new window begins."""
+        self.step.cells.clear()
+        self.step.objects.clear()
+        self.step.ran.clear()
+
+    def reduce_epoch(self, phase: str) -> dict[str, Value]:
+        """The epoch's values over all processes, which start anew; collective."""
+        cells = self.epoch(phase)
+        values = self._reduction.reduce(cells, f"this epoch of {phase}")
+        shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
+        self._kept.update({name: values[name] for name in shown if name in values})
+        for name, kind in self._reduction.pairs(cells):
+            if kind == "object":
+                cells.known[name].reset()
+        cells.cells.clear()
+        cells.objects.clear()
+        cells.ran.clear()
+        return values
+
+    # -- showing -------------------------------------------------------------------------------
+
+    def forget_shown(self) -> None:
+        """Show nothing of what was logged so far."""
+        self._kept.clear()
+
+    def progress_values(self) -> dict[str, float]:
+        """The latest values with ``prog_bar``, of this process alone.
+
+        On an accelerator they are those of the previous call, whose transfer has ended since.
+        """
+        cells = [self.step, *self.epochs.values()]
+        live = {n: c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
+        latest = live | {n: value for n, value in self._kept.items() if n not in live}
+        if self._device.type == "cpu":
+            return {name: float(value) for name, value in latest.items()}
+        shown = {name: float(value) for name, value in self._shown.items()}
+        self._shown = {
+            name: torch.as_tensor(value).to("cpu", non_blocking=True)
+            for name, value in latest.items()
+        }
+        return shown

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics import MeanMetric
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
@@ -53,10 +54,14 @@ class Noisy(TrainModule):
             nn.Dropout(0.4),
             nn.Linear(16, CLASSES),
         )
+        self.seen = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = cross_entropy(self.net(batch[0]), batch[1])
         self.log("loss", loss)
+        self.log("epoch/loss", loss, on_step=False, on_epoch=True)
+        self.seen.update(loss.detach(), weight=float(len(batch[0])))
+        self.log("epoch/seen", self.seen, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -67,15 +72,6 @@ class Noisy(TrainModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return {"optimizer": optimizer, "scheduler": StepLR(optimizer, 3, 0.9), "interval": "step"}
-
-
-class NoisyEpochs(Noisy):
-    """Logs over the epoch too."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.log("epoch/loss", loss, on_step=False, on_epoch=True)
-        return loss
 
 
 class End(Callback):
@@ -94,7 +90,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     """
     options = dict(options)
     every, patience = options.pop("every", "1 epoch"), options.pop("patience", 50)
-    workers, kind = options.pop("workers"), options.pop("kind", NoisyEpochs)
+    workers = options.pop("workers")
     random.seed(begin)
     numpy.random.seed(begin)
     torch.manual_seed(begin)
@@ -104,7 +100,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     trainer = quiet_trainer(
         project_dir=folder, callbacks=[watch, end, early, ranked], num_sanity_val_steps=1, **options
     )
-    module = kind()
+    module = Noisy()
     train = DataLoader(Augmented(26), batch_size=4, shuffle=True, num_workers=workers)
     held_out = Augmented(10)
     validation = DataLoader(TensorDataset(held_out.values, held_out.labels), batch_size=3)
@@ -212,7 +208,6 @@ def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
         "workers": workers,
         "every": 1 if world > 1 else 3,
         "gradient_accumulation_steps": accumulation,
-        "kind": Noisy,
     }
     whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
     updates = whole[0]["counters"][0]

@@ -14,6 +14,7 @@ import torch
 from callbacks import Callback, Interval, Progress
 from trainer import checkpoint as disk
 from trainer.errors import CheckpointError
+from trainer.loops.accumulators import accumulators_of, restore_accumulators
 from trainer.loops.lengths import Schedule
 from trainer.loops.run import Counters, FitRun
 from trainer.module import TrainModule
@@ -54,6 +55,7 @@ def save_run(
     run.module.on_save_checkpoint(extra)
     state = _state_of(run, callbacks) | {"extra": extra}
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    taken_in = accumulators_of(run.metrics, run.module)
 
     def write_shared(folder: Path) -> None:
         disk.save_weights(run.module.state_dict(), folder)
@@ -61,7 +63,7 @@ def save_run(
         disk.save_tree(state, folder, TRAINER)
 
     def write_rank(folder: Path) -> None:
-        disk.save_tree({"rng": rng_state()}, folder, disk.rank_stem(run.rank))
+        disk.save_tree({"rng": rng_state(), "metrics": taken_in}, folder, disk.rank_stem(run.rank))
 
     manifest = {
         "step": run.counters.global_step,
@@ -146,9 +148,15 @@ def load_run(
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     run.module.on_load_checkpoint(state["extra"])
-    stem = disk.rank_stem(run.rank)
-    if (path / f"{stem}.json").exists():
-        run.saved_rng = disk.load_tree(path, stem)["rng"]
+    saved_ranks = range(disk.read_manifest(path)["world_size"])
+    ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in saved_ranks]
+    taken_in = [rank["metrics"] for rank in ranks]
+    if len(ranks) == run.world_size:
+        restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
+    elif run.rank == 0:
+        restore_accumulators(run.metrics, run.module, taken_in)
+    if run.rank < len(ranks):
+        run.saved_rng = ranks[run.rank]["rng"]
     else:
         logger.warning(
             "%s was saved by fewer processes: rank %d begins with generators of its own.",

@@ -6,7 +6,16 @@ evaluation) ends. Both are (total, weight) pairs, so that a mean over processes 
 items and never a mean of means (P5).
 """
 
-from trainer.metrics.cells import TRAIN_EPOCH, TRAIN_STEP, Kind, Scope, Value, to_floats
+from trainer.metrics.cells import TRAIN_EPOCH, TRAIN_STEP, Cell, Kind, Scope, Value, to_floats
 from trainer.metrics.store import MetricStore
 
-__all__ = ["TRAIN_EPOCH", "TRAIN_STEP", "Kind", "MetricStore", "Scope", "Value", "to_floats"]
+__all__ = [
+    "TRAIN_EPOCH",
+    "TRAIN_STEP",
+    "Cell",
+    "Kind",
+    "MetricStore",
+    "Scope",
+    "Value",
+    "to_floats",
+]

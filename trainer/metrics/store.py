@@ -24,12 +24,13 @@ class MetricStore:
         world_size: How many processes there are.
 
     Attributes:
+        device: As given.
         scope: Where in the run `log` is called from; None where it cannot work.
         names: Every name that was logged.
     """
 
     def __init__(self, device: torch.device, *, world_size: int = 1) -> None:
-        self._device, self._world_size = device, world_size
+        self.device, self._world_size = device, world_size
         # The totals of a long epoch need the digits; MPS has no float64.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._reduction = Reduction(device, self._dtype, world_size)
@@ -193,7 +194,7 @@ class MetricStore:
         cells = [self.step, *self.epochs.values()]
         live = {n: c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return {name: float(value) for name, value in latest.items()}
         shown = {name: float(value) for name, value in self._shown.items()}
         self._shown = {

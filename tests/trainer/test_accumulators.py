@@ -1,0 +1,97 @@
+"""What an epoch's metrics have taken in goes through a checkpoint, whole or from several ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric, SumMetric
+
+from trainer.checkpoint import load_tree, save_tree
+from trainer.loops.accumulators import accumulators_of, restore_accumulators
+from trainer.metrics import TRAIN_STEP, MetricStore
+
+CPU = torch.device("cpu")
+KINDS = ("mean", "sum", "min", "max")
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+        self.mean = MeanMetric()
+
+
+def log(store: MetricStore, module: Module, values: list[float]) -> None:
+    """Batches of 1, 2, 3 … items, each logging one value."""
+    store.scope = TRAIN_STEP
+    for items, value in enumerate(values, 1):
+        store.begin_batch(items)
+        for kind in KINDS:
+            store.log(kind, torch.tensor(value), on_step=False, on_epoch=True, reduce=kind)
+        module.total.update(value)
+        module.mean.update(value, weight=items)
+        store.log("object/total", module.total)
+        store.log("object/mean", module.mean)
+
+
+def saved(values: list[float], folder: Any) -> dict[str, Any]:
+    """What a process that has logged these values writes, read back."""
+    store, module = MetricStore(CPU), Module()
+    log(store, module, values)
+    save_tree(accumulators_of(store, module), folder, "part")
+    return load_tree(folder, "part")
+
+
+def reduced(store: MetricStore) -> dict[str, float]:
+    return {name: float(value) for name, value in store.reduce_epoch("train").items()}
+
+
+def test_one_part_is_taken_over_as_if_nothing_had_happened(tmp_path):
+    before, after = [0.5, -1.0, 4.0], [2.0, 8.0]
+    whole, module = MetricStore(CPU), Module()
+    log(whole, module, before)
+    log(whole, module, after)
+
+    resumed, fresh = MetricStore(CPU), Module()
+    restore_accumulators(resumed, fresh, [saved(before, tmp_path)])
+    assert resumed.names == whole.names
+    log(resumed, fresh, after)
+    assert reduced(resumed) == reduced(whole)
+    assert fresh.total.update_count == 0  # the value was taken, and a new epoch begins
+
+
+def test_the_parts_of_several_ranks_add_up_on_one(tmp_path):
+    first, second = [0.5, -1.0, 4.0], [3.0, -7.0]
+    together, module = MetricStore(CPU), Module()
+    log(together, module, first)
+    log(together, module, second)
+
+    merged, fresh = MetricStore(CPU), Module()
+    restore_accumulators(merged, fresh, [saved(first, tmp_path), saved(second, tmp_path)])
+    found, expected = reduced(merged), reduced(together)
+    assert found.pop("object/mean") == pytest.approx(expected.pop("object/mean"))
+    assert found == expected
+
+
+def test_an_epoch_that_has_not_begun_is_empty(tmp_path):
+    store, module = MetricStore(CPU), Module()
+    restore_accumulators(store, module, [])
+    assert reduced(store) == {}
+    assert module.total.update_count == 0
+
+
+def test_a_metric_object_outside_the_module_is_told(caplog):
+    store = MetricStore(CPU)
+    store.scope = TRAIN_STEP
+    store.begin_batch(1)
+    stranger = SumMetric()
+    stranger.update(1.0)
+    store.log("stranger", stranger)
+    with caplog.at_level(logging.WARNING):
+        part = accumulators_of(store, Module())
+    assert "stranger" in caplog.text
+    assert part["epochs"]["train"]["objects"] == {}

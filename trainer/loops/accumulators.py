@@ -1,0 +1,108 @@
+"""What an epoch's metrics have taken in so far, for a checkpoint inside the epoch.
+
+Each process has a part of its own. On another number of processes rank 0 takes all parts together:
+totals add up, so that the epoch's value is the same wherever they lie.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from trainer.metrics import Cell, MetricStore
+from trainer.tree import to_device
+
+logger = logging.getLogger(__name__)
+
+
+def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
+    """This process's part, as a tree that a checkpoint can hold.
+
+    Metric objects are those of torchmetrics' kind that belong to the module; another one is told in
+    a warning, since nothing says where it would be found again.
+    """
+    paths = {id(metric): path for path, metric in _metric_objects(module)}
+    epochs = {}
+    for phase, cells in metrics.epochs.items():
+        strangers = [name for name, metric in cells.objects.items() if id(metric) not in paths]
+        if strangers:
+            logger.warning(
+                "The metric objects %s are not attributes of the module, so a checkpoint does not "
+                "hold what they have taken in: resumed here, the epoch's value covers the rest.",
+                strangers,
+            )
+        epochs[phase] = {
+            "cells": {
+                name: [cell.kind, cell.total, cell.weight, cell.prog_bar, cell.last]
+                for name, cell in cells.cells.items()
+            },
+            "objects": {
+                name: paths[id(metric)]
+                for name, metric in cells.objects.items()
+                if id(metric) in paths
+            },
+            "ran": sorted(cells.ran),
+        }
+    states = {
+        path: [metric.update_count, dict(metric.metric_state)]
+        for path, metric in _metric_objects(module)
+        if metric.update_count
+    }
+    return {"epochs": epochs, "states": states, "names": sorted(metrics.names)}
+
+
+def restore_accumulators(
+    metrics: MetricStore, module: nn.Module, parts: Sequence[dict[str, Any]]
+) -> None:
+    """Take over one process's part, or several together; none leaves everything empty.
+
+    Args:
+        metrics: Empty.
+        module: As it was when they were saved.
+        parts: What `accumulators_of` returned, in the order of the ranks.
+    """
+    objects = dict(_metric_objects(module))
+    for part in parts:
+        metrics.names.update(part["names"])
+        for phase, saved in part["epochs"].items():
+            cells = metrics.epoch(phase)
+            cells.ran.update(saved["ran"])
+            for name, fields in saved["cells"].items():
+                _take(cells.cells, name, Cell(*to_device(fields, metrics.device)))
+            for name, path in saved["objects"].items():
+                if path in objects:
+                    cells.objects[name] = cells.known[name] = objects[path]
+        for path, (count, state) in part["states"].items():
+            if path in objects:
+                _merge(objects[path], count, to_device(state, metrics.device))
+
+
+def _metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, part in module.named_modules():
+        if hasattr(part, "metric_state") and hasattr(part, "merge_state"):
+            yield path, part
+
+
+def _take(cells: dict[str, Cell], name: str, part: Cell) -> None:
+    whole = cells.setdefault(name, part)
+    if whole is part:
+        return
+    weight = whole.weight + part.weight
+    if part.kind == "mean":
+        whole.total = whole.total + part.total
+    else:
+        whole.add(part.total, 0.0)
+    whole.weight = weight
+
+
+def _merge(metric: Any, count: int, state: dict[str, Any]) -> None:
+    if metric.update_count:
+        metric.merge_state(state)
+        metric._update_count += count
+        return
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count = count

@@ -74,10 +74,13 @@ def _command(pid: int) -> str:
     if not Path("/proc").is_dir():
         return "unknown"
     try:
-        # Empty for a process that has ended and waits to be reaped.
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+        # Empty for a process that has ended and waits to be reaped, and for a moment while one
+        # begins to run its program.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
+    return "" if state in "ZX" else command or "a program that has not begun"
 
 
 def _await_end(pid: int) -> None:

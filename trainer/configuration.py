@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
+from enum import Enum, EnumMeta
+from os import PathLike
 from typing import Any
 
+from trainer import environment
 from trainer.errors import choose
 
 
-class Choice(str, Enum):
+class _Choices(EnumMeta):
+    """Makes ``"fp16" in PrecisionType`` an answer on Python 3.10 and 3.11 too, not an error."""
+
+    def __contains__(cls, value: object) -> bool:
+        try:
+            cls(value)
+        except ValueError:
+            return False
+        return True
+
+
+class Choice(str, Enum, metaclass=_Choices):
     """An enumeration of strings: its members compare, print and are looked up as their values."""
 
     def __str__(self) -> str:
@@ -35,20 +49,77 @@ class Choice(str, Enum):
 
 
 class DistributedType(Choice):
-    """What kind of processes work together."""
+    """What kind of processes work together.
+
+    Cadence forms ``MULTI_CPU``, ``MULTI_GPU`` and ``MULTI_XPU``, or ``NO`` with one process; the
+    others are names of the documented API that scripts compare with.
+    """
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
     MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
     MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
 
 
 class PrecisionType(Choice):
-    """The precision that the forward pass computes in."""
+    """The precision that the forward pass computes in; ``fp8`` is known but not supported yet."""
 
     NO = "no"
+    FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class RNGType(Choice):
+    """A random number generator that all processes can be given alike."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    MPS = "mps"
+    GENERATOR = "generator"
+
+
+class LoggerType(Choice):
+    """An experiment tracker of the documented API."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+
+
+class DynamoBackend(Choice):
+    """What ``torch.compile`` compiles with; ``NO`` is to leave the model as it is."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    IPEX = "IPEX"
+    TVM = "TVM"
 
 
 class SchedulerTick(Choice):
@@ -58,11 +129,34 @@ class SchedulerTick(Choice):
     UPDATE = "update"
 
 
-def _at_least_one(what: str, value: object) -> None:
+def _at_least(minimum: int, what: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} is {value!r}; it must be an int.")
-    if value < 1:
-        raise ValueError(f"{what} is {value}; it must be at least 1.")
+    if value < minimum:
+        raise ValueError(f"{what} is {value}; it must be at least {minimum}.")
+
+
+def _expect_bools(configuration: object, *names: str) -> None:
+    for name in names:
+        value = getattr(configuration, name)
+        if not isinstance(value, bool):
+            owner = type(configuration).__name__
+            raise TypeError(f"{owner}: {name} is {value!r}; it must be True or False.")
+
+
+def refuse_fp8(what: str) -> None:
+    """Say that 8-bit training is not there yet, and what is.
+
+    Args:
+        what: What asked for it, as the user wrote it.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError(
+        f"{what} asks for 8-bit training, which this release does not support yet. Use "
+        "mixed_precision='bf16', 'fp16' or 'no'."
+    )
 
 
 @dataclass(kw_only=True)
@@ -70,39 +164,84 @@ class DataLoaderConfiguration:
     """How prepared data loaders share the data between processes.
 
     Attributes:
+        split_batches: A batch of the user's loader is divided among the processes, so that its size
+            is that of all of them together; False gives each process whole ones.
+        dispatch_batches: The main process reads for all; None does so for iterable datasets.
         even_batches: Every process gets the same number of full batches; samples of the beginning
             are repeated for that. `gather_for_metrics`-like code must then drop them. The `Trainer`
             never repeats samples, whatever is said here.
+        use_seedable_sampler: The order of a shuffling loader is a function of a seed and the epoch.
         non_blocking: Copy batches to the device asynchronously; useful from pinned memory.
+
+    Raises:
+        TypeError: A value is none of those.
     """
 
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
     even_batches: bool = True
+    use_seedable_sampler: bool = False
     non_blocking: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is neither yes nor no."""
+        _expect_bools(self, "split_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+        if self.dispatch_batches is not None:
+            _expect_bools(self, "dispatch_batches")
 
 
 @dataclass(kw_only=True)
-class GradientAccumulationPlugin:
-    """How gradients are accumulated.
+class ProjectConfiguration:
+    """Where a run keeps what it writes.
 
     Attributes:
-        num_steps: Micro-batches for one update.
-        sync_with_dataloader: The end of a prepared loader ends the window, however short it is.
+        project_dir: The folder of the run; None until something asks for one.
+        logging_dir: The folder of the trackers that write files; None is `project_dir`.
+        automatic_checkpoint_naming: `save_state` numbers its folders by itself, below
+            ``<project_dir>/checkpoints``.
+        total_limit: How many numbered checkpoints are kept; None keeps all.
+        iteration: The number of the next numbered checkpoint.
+        save_on_each_node: The first process of every machine writes, not only that of the first;
+            for machines that do not share a disk.
 
     Raises:
-        ValueError: `num_steps` is below 1.
+        TypeError: A value is of another type.
+        ValueError: `total_limit` is below 1, or `iteration` below 0.
     """
 
-    num_steps: int
-    sync_with_dataloader: bool = True
+    project_dir: str | PathLike[str] | None = None
+    logging_dir: str | PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a window without a batch."""
-        _at_least_one("num_steps", self.num_steps)
+        """Refuse numbers that count nothing, and fill in `logging_dir`."""
+        _expect_bools(self, "automatic_checkpoint_naming", "save_on_each_node")
+        if self.total_limit is not None:
+            _at_least(1, "total_limit", self.total_limit)
+        _at_least(0, "iteration", self.iteration)
+        for name in ("project_dir", "logging_dir"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, (str, PathLike))):
+                raise TypeError(f"{name} is {value!r}; it must be a path or None.")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | PathLike[str] | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` with it where it has not been given."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
 
 
 @dataclass(kw_only=True)
 class KwargsHandler:
     """Arguments for an object that `Accelerator` makes on its own."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument, copied."""
+        return copy.deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments that differ from their defaults."""
@@ -114,33 +253,108 @@ class KwargsHandler:
 
 
 @dataclass(kw_only=True)
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients are accumulated.
+
+    Attributes:
+        num_steps: Micro-batches for one update; None takes
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
+        adjust_scheduler: A prepared scheduler counts the calls to its ``step`` in which it waits.
+        sync_with_dataloader: The end of a prepared loader ends the window, however short it is.
+        sync_each_batch: Gradients are reduced over the processes for every micro-batch, which
+            spares the memory of unreduced ones where the engine keeps them.
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: `num_steps` is below 1.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        """Find the length of the window, and refuse one without a batch."""
+        what = "num_steps"
+        if self.num_steps is None:
+            what = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+            named = environment.read_int(what)
+            self.num_steps = 1 if named is None else named
+        _at_least(1, what, self.num_steps)
+        _expect_bools(self, "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+
+
+@dataclass(kw_only=True)
 class AutocastKwargs(KwargsHandler):
-    """Arguments of ``torch.autocast``."""
+    """Arguments of ``torch.autocast``.
+
+    Attributes:
+        enabled: False computes in full precision.
+        cache_enabled: Keep the cast weights within one context; None leaves it to torch.
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is neither yes nor no."""
+        _expect_bools(self, "enabled")
+        if self.cache_enabled is not None:
+            _expect_bools(self, "cache_enabled")
 
 
 @dataclass(kw_only=True)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of torch's ``DistributedDataParallel``; its documentation explains them."""
 
+    dim: int = 0
     broadcast_buffers: bool = True
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
+    check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse buckets without room, and what is neither yes nor no."""
+        _at_least(0, "dim", self.dim)
+        _at_least(1, "bucket_cap_mb", self.bucket_cap_mb)
+        _expect_bools(
+            self,
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "check_reduction",
+            "gradient_as_bucket_view",
+            "static_graph",
+        )
 
 
 @dataclass(kw_only=True)
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of ``torch.amp.GradScaler``, used with ``mixed_precision="fp16"``."""
+    """Arguments of ``torch.amp.GradScaler``, used with ``mixed_precision="fp16"``.
+
+    Raises:
+        ValueError: The scale could not grow, or not shrink.
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse factors under which the scale cannot adapt."""
+        for name, sound, range_ in (
+            ("init_scale", self.init_scale > 0, "above 0"),
+            ("growth_factor", self.growth_factor > 1, "above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be {range_}.")
+        _at_least(1, "growth_interval", self.growth_interval)
+        _expect_bools(self, "enabled")
 
 
 @dataclass(kw_only=True)
@@ -151,8 +365,69 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: None chooses by the device: nccl, xccl or gloo.
         init_method: None means the launcher's address.
         timeout: How long a collective may take; None is torch's default.
+
+    Raises:
+        TypeError: `timeout` is no ``timedelta``.
+        ValueError: `timeout` is not above 0.
     """
 
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that is none."""
+        if self.timeout is None:
+            return
+        if not isinstance(self.timeout, timedelta):
+            raise TypeError(
+                f"timeout is {self.timeout!r}; it must be a timedelta, such as "
+                "datetime.timedelta(seconds=600)."
+            )
+        if self.timeout <= timedelta(0):
+            raise ValueError(f"timeout is {self.timeout}; it must be above 0.")
+
+
+@dataclass(kw_only=True)
+class FP8RecipeKwargs(KwargsHandler):
+    """How 8-bit training would scale its numbers; `Accelerator` refuses it for now.
+
+    Attributes:
+        backend: ``"MSAMP"``, or ``"TE"`` for TransformerEngine.
+        optimization_level: ``"O1"`` or ``"O2"``, of MS-AMP.
+        margin: Powers of two that the scale stays below the largest representable number.
+        interval: Steps between two scales.
+        fp8_format: ``"E4M3"``, or ``"HYBRID"`` with E5M2 for gradients.
+        amax_history_len: Steps over which the largest value is remembered.
+        amax_compute_algo: ``"most_recent"`` or ``"max"`` of them.
+        override_linear_precision: Which of forward, input gradient and weight gradient run in a
+            higher precision.
+
+    Raises:
+        ValueError: A name is unknown, or a number is out of range.
+    """
+
+    backend: str = "MSAMP"
+    optimization_level: str = "O2"
+    margin: int = 0
+    interval: int = 1
+    fp8_format: str = "E4M3"
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "most_recent"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+
+    def __post_init__(self) -> None:
+        """Refuse names that no recipe has."""
+        self.backend = self.backend.upper()
+        self.fp8_format = self.fp8_format.upper()
+        for name, choices in (
+            ("backend", ("MSAMP", "TE")),
+            ("optimization_level", ("O1", "O2")),
+            ("fp8_format", ("E4M3", "HYBRID")),
+            ("amax_compute_algo", ("max", "most_recent")),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(choose(name, value, choices))
+        _at_least(0, "margin", self.margin)
+        _at_least(1, "interval", self.interval)
+        _at_least(1, "amax_history_len", self.amax_history_len)

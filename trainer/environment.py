@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
 FALSE = frozenset({"0", "false", "no", "n", "off", "f", ""})
@@ -92,6 +95,37 @@ def read_flag(name: str, default: bool = False) -> bool:
     raise ValueError(f"The environment variable {name} is {text!r}; it must be true or false.")
 
 
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Inside, these variables have these values; afterwards they are as they were.
+
+    Args:
+        **kwargs: Names, which are put in upper case, and values, which are put as their text.
+    """
+    before = {name.upper(): os.environ.get(name.upper()) for name in kwargs}
+    os.environ.update({name.upper(): str(value) for name, value in kwargs.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Inside, there are no variables; afterwards there are those of before, and no others."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def detect_launch() -> Launch:
     """Find out who started this process: torchrun's names first, then SLURM, MPI, nobody.
 
@@ -122,25 +156,45 @@ def _torchrun() -> Launch | None:
 
 def _slurm() -> Launch | None:
     # Only a process started by srun has a step and a PROCID of its own that mean anything: the
-    # batch script itself, and an interactive shell (`salloc`, `srun --pty bash`), are one process.
+    # batch script itself is one process.
     rank, world_size = read_int("SLURM_PROCID"), read_int("SLURM_STEP_NUM_TASKS")
-    interactive = read("SLURM_JOB_NAME") in {"bash", "interactive"}
-    if rank is None or world_size is None or interactive:
+    if rank is None or world_size is None or _in_a_shell():
         return None
-    job = read_int("SLURM_JOB_ID") or 0
-    # The job's number gives every node of it the same port, and jobs on one node different ones.
-    port = read_int("MASTER_PORT") or 15000 + job % 10000
     tasks_per_node = read("SLURM_STEP_TASKS_PER_NODE") or str(world_size)
+    local_world_size = int(re.match(r"\d*", tasks_per_node)[0] or 1)  # type: ignore[index]  # \d* matches
+    nodes = read("SLURM_STEP_NODELIST")
+    address = (
+        read("MASTER_ADDR") or read("SLURM_LAUNCH_NODE_IPADDR") or (nodes and first_node(nodes))
+    )
+    if address is None and local_world_size < world_size:
+        raise _no_address("slurm", world_size)
+    job = read_int("SLURM_JOB_ID") or 0
     return Launch(
         launcher="slurm",
         rank=rank,
         world_size=world_size,
         local_rank=read_int("SLURM_LOCALID") or 0,
-        local_world_size=int(re.match(r"\d*", tasks_per_node)[0] or 1),  # type: ignore[index]  # \d* matches
-        master_addr=read("MASTER_ADDR")
-        or read("SLURM_LAUNCH_NODE_IPADDR")
-        or first_node(read("SLURM_STEP_NODELIST") or "localhost"),
-        master_port=port,
+        local_world_size=local_world_size,
+        master_addr=address or "localhost",
+        # The job's number gives all its nodes the same port, and jobs on one node different ones.
+        master_port=read_int("MASTER_PORT") or 15000 + job % 10000,
+    )
+
+
+def _in_a_shell() -> bool:
+    """The process was typed into a shell that `srun --pty` opened.
+
+    The shell is a task of a step, perhaps one of several, but what is typed into it runs alone. The
+    job's name does not tell: whoever calls srun in such a shell starts a step of several tasks in a
+    job of the same name. They inherit the name of the terminal too, but only the shell has one.
+    """
+    return read("SLURM_PTY_PORT") is not None and os.isatty(0)
+
+
+def _no_address(launcher: str, world_size: int) -> ValueError:
+    return ValueError(
+        f"{launcher} started {world_size} processes on several nodes, but MASTER_ADDR is not set. "
+        "Export rank 0's host name as MASTER_ADDR on every node."
     )
 
 
@@ -161,10 +215,7 @@ def _mpi() -> Launch | None:
         local_world_size = world_size if local_size is None else local_size
         address = read("MASTER_ADDR")
         if address is None and local_world_size < world_size:
-            raise ValueError(
-                f"{launcher} started {world_size} processes on several nodes, but MASTER_ADDR is "
-                "not set. Export rank 0's host name as MASTER_ADDR on every node."
-            )
+            raise _no_address(launcher, world_size)
         return Launch(
             launcher=launcher,
             rank=rank,

@@ -5,6 +5,9 @@ for what goes wrong later::
 
     CheckpointError   a checkpoint is missing, damaged, foreign or could not be written
     MetricError       ranks disagree about what was logged, or `log` was called where it cannot work
+    DistributedOperationException
+                      ranks called different collectives, or one with tensors that do not fit
+    Preempted         not an error: a signal ended the run after it was saved
 """
 
 from __future__ import annotations
@@ -19,6 +22,21 @@ class CheckpointError(RuntimeError):
 
 class MetricError(RuntimeError):
     """Ranks disagree about what was logged, or ``log`` was called where it cannot work."""
+
+
+class DistributedOperationException(RuntimeError):
+    """Ranks called different collectives, or the same one with tensors that do not fit."""
+
+
+class Preempted(SystemExit):
+    """A signal ended the run, after what it had reached was saved.
+
+    A ``SystemExit``: uncaught it ends the process, with `code` and without a traceback.
+
+    Attributes:
+        code: What a shell reports for the signal: 143 for SIGTERM, 130 for SIGINT (Ctrl-C), 138 for
+            SIGUSR1.
+    """
 
 
 def choose(what: str, value: object, choices: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from trainer.state import AcceleratorState, PartialState
 
 
 def describe() -> dict[str, object]:
-    state = AcceleratorState("bf16", cpu=True)
+    state = AcceleratorState("bf16", cpu=True, _from_accelerator=True)
     return {
         "type": str(state.distributed_type),
         "backend": state.backend,
@@ -89,3 +90,43 @@ def test_collectives_ask_the_state(ranks2, debug):
         return collectives.reduce(torch.ones(())).item(), state.debug
 
     assert ranks2(total) == [(2.0, bool(debug))] * 2
+
+
+def test_decorated_functions_run_on_their_processes(ranks4):
+    def where() -> dict[str, bool]:
+        os.environ.update(LOCAL_RANK=str(dist.get_rank() % 2), LOCAL_WORLD_SIZE="2")
+        state = PartialState()
+        decorators = {
+            "main": state.on_main_process,
+            "local main": state.on_local_main_process,
+            "last": state.on_last_process,
+            "2": state.on_process(process_index=2),
+            "local 1": state.on_local_process(local_process_index=1),
+        }
+        return [name for name, decorator in decorators.items() if decorator(lambda: True)()]
+
+    assert ranks4(where) == [
+        ["main", "local main"],
+        ["local 1"],
+        ["local main", "2"],
+        ["last", "local 1"],
+    ]
+
+
+def test_a_process_that_does_not_exist_is_refused_everywhere(ranks2):
+    def refused() -> str:
+        try:
+            PartialState().on_process(print, 2)
+        except ValueError as error:
+            return str(error)
+
+    text = "process_index is 2; it must be at least 0 and below 2."
+    assert ranks2(refused) == [text, text]
+
+
+def test_a_pickled_state_is_the_live_one_among_processes(ranks2):
+    def same() -> bool:
+        state = PartialState()
+        return vars(pickle.loads(pickle.dumps(state))) is vars(state)
+
+    assert ranks2(same) == [True, True]

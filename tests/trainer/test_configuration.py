@@ -13,31 +13,41 @@ from trainer.configuration import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
+    FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
+    LoggerType,
     PrecisionType,
+    ProjectConfiguration,
+    RNGType,
     SchedulerTick,
+    refuse_fp8,
 )
 from trainer.errors import choose
 
+CHOICES = [DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType, SchedulerTick]
 HANDLERS = [
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    FP8RecipeKwargs,
 ]
 CONFIGURATIONS = [
     *HANDLERS,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    ProjectConfiguration,
 ]
 
 
 def test_choices_compare_and_print_as_their_values():
     assert PrecisionType.BF16 == "bf16"
     assert f"{DistributedType.MULTI_CPU}" == "MULTI_CPU"
-    assert PrecisionType.list() == ["no", "fp16", "bf16"]
+    assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
     assert {PrecisionType.NO: 1}["no"] == 1
 
 
@@ -64,9 +74,13 @@ def test_configurations_take_keywords_only(kind):
 
 
 def test_loaders_are_shared_out_evenly_by_default():
-    assert DataLoaderConfiguration() == DataLoaderConfiguration(
-        even_batches=True, non_blocking=False
-    )
+    assert vars(DataLoaderConfiguration()) == {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": False,
+        "non_blocking": False,
+    }
 
 
 @pytest.mark.parametrize("steps", [0, -3])
@@ -75,7 +89,7 @@ def test_a_window_without_a_batch_is_refused(steps):
         GradientAccumulationPlugin(num_steps=steps)
 
 
-@pytest.mark.parametrize("steps", [2.0, "2", True, None])
+@pytest.mark.parametrize("steps", [2.0, "2", True])
 def test_a_window_that_is_no_number_is_refused(steps):
     with pytest.raises(TypeError, match=r"num_steps is .*; it must be an int"):
         GradientAccumulationPlugin(num_steps=steps)
@@ -105,3 +119,160 @@ def test_defaults_left_out_are_those_of_torch(kind, target):
     theirs = inspect.signature(target.__init__).parameters
     for name, parameter in inspect.signature(kind).parameters.items():
         assert parameter.default == theirs[name].default, name
+
+
+# -- choices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_a_value_or_a_member_can_be_looked_for(kind):
+    for member in kind:
+        assert member in kind
+        assert member.value in kind
+        assert str(member) == member.value == kind(member.value)
+    assert kind.list() == [member.value for member in kind]
+    for other in ("half", None, 3, [], {}):
+        assert other not in kind
+
+
+def test_the_documented_members_are_there():
+    assert DistributedType.list() == [
+        *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_XPU"),
+        *("DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
+    ]
+    assert {"torch", "cuda", "mlu", "npu", "xla", "xpu", "generator"} < set(RNGType.list())
+    assert LoggerType.list() == [
+        *("all", "aim", "tensorboard", "wandb", "comet_ml", "mlflow", "clearml", "dvclive")
+    ]
+    assert {"NO", "EAGER", "AOT_EAGER", "INDUCTOR", "CUDAGRAPHS"} < set(DynamoBackend.list())
+
+
+# -- values of the wrong kind --------------------------------------------------------------------
+
+
+def switches() -> list[tuple[type, str]]:
+    """Every field of every configuration that is on or off."""
+    return [
+        (kind, parameter.name)
+        for kind in CONFIGURATIONS
+        for parameter in inspect.signature(kind).parameters.values()
+        if isinstance(parameter.default, bool)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *switches(),
+        (DataLoaderConfiguration, "dispatch_batches"),
+        (AutocastKwargs, "cache_enabled"),
+    ],
+)
+def test_a_switch_is_on_or_off(kind, name):
+    for value in (True, False):
+        assert getattr(kind(**{name: value}), name) is value
+    for value in ("yes", 1):
+        with pytest.raises(TypeError, match=f"{name} is {value!r}; it must be True or False"):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "message"),
+    [
+        (ProjectConfiguration, {"total_limit": 0}, ValueError, "total_limit is 0; .* at least 1"),
+        (ProjectConfiguration, {"total_limit": "3"}, TypeError, "total_limit is '3'"),
+        (ProjectConfiguration, {"iteration": -1}, ValueError, "iteration is -1; .* at least 0"),
+        (ProjectConfiguration, {"project_dir": 3}, TypeError, "project_dir is 3; .* a path"),
+        (ProjectConfiguration, {"logging_dir": 3}, TypeError, "logging_dir is 3; .* a path"),
+        (DistributedDataParallelKwargs, {"dim": -1}, ValueError, "dim is -1"),
+        (DistributedDataParallelKwargs, {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb is 0"),
+        (GradScalerKwargs, {"init_scale": 0.0}, ValueError, "init_scale is 0.0; .* above 0"),
+        (GradScalerKwargs, {"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; .* above 1"),
+        (
+            GradScalerKwargs,
+            {"backoff_factor": 1.0},
+            ValueError,
+            "backoff_factor is 1.0; .* 0 and 1",
+        ),
+        (GradScalerKwargs, {"backoff_factor": 0.0}, ValueError, "backoff_factor is 0.0"),
+        (GradScalerKwargs, {"growth_interval": 0}, ValueError, "growth_interval is 0"),
+        (InitProcessGroupKwargs, {"timeout": 600}, TypeError, "timeout is 600; .* timedelta"),
+        (InitProcessGroupKwargs, {"timeout": timedelta(0)}, ValueError, "timeout is 0:00:00"),
+        (FP8RecipeKwargs, {"backend": "TF"}, ValueError, "backend is 'TF'; .* 'MSAMP', 'TE'"),
+        (FP8RecipeKwargs, {"fp8_format": "E4M4"}, ValueError, "fp8_format is 'E4M4'; .* 'E4M3'"),
+        (FP8RecipeKwargs, {"optimization_level": "O3"}, ValueError, "optimization_level is 'O3'"),
+        (FP8RecipeKwargs, {"amax_compute_algo": "min"}, ValueError, "amax_compute_algo is 'min'"),
+        (FP8RecipeKwargs, {"margin": -1}, ValueError, "margin is -1"),
+        (FP8RecipeKwargs, {"interval": 0}, ValueError, "interval is 0"),
+        (FP8RecipeKwargs, {"amax_history_len": 0}, ValueError, "amax_history_len is 0"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(**arguments)
+
+
+# -- one by one ----------------------------------------------------------------------------------
+
+
+def test_a_project_logs_where_it_lives_unless_told_otherwise(tmp_path):
+    assert (ProjectConfiguration().project_dir, ProjectConfiguration().logging_dir) == (None, None)
+    assert ProjectConfiguration(project_dir="run").logging_dir == "run"
+    apart = ProjectConfiguration(project_dir=tmp_path, logging_dir="logs")
+    assert (apart.project_dir, apart.logging_dir) == (tmp_path, "logs")
+    later = ProjectConfiguration()
+    later.set_directories("first")
+    assert (later.project_dir, later.logging_dir) == ("first", "first")
+    later.set_directories("second")
+    assert (later.project_dir, later.logging_dir) == ("second", "first")
+    defaults = ProjectConfiguration()
+    assert (defaults.automatic_checkpoint_naming, defaults.save_on_each_node) == (False, False)
+    assert (defaults.total_limit, defaults.iteration) == (None, 0)
+
+
+def test_a_window_is_found_in_the_environment_where_nobody_gave_one(monkeypatch):
+    assert vars(GradientAccumulationPlugin()) == {
+        "num_steps": 1,
+        "adjust_scheduler": True,
+        "sync_with_dataloader": True,
+        "sync_each_batch": False,
+    }
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert GradientAccumulationPlugin().num_steps == 4
+    assert GradientAccumulationPlugin(num_steps=2).num_steps == 2
+    for text in ("0", "four"):
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", text)
+        with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is"):
+            GradientAccumulationPlugin()
+
+
+def test_a_plugin_passes_on_what_differs_from_its_defaults():
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=True, sync_each_batch=True)
+    assert plugin.to_kwargs() == {"num_steps": 2, "sync_each_batch": True}
+    assert isinstance(plugin, KwargsHandler)
+
+
+def test_handlers_give_copies_of_all_that_they_hold():
+    handler = AutocastKwargs(enabled=False)
+    assert handler.to_dict() == {"enabled": False, "cache_enabled": None}
+    recipe = FP8RecipeKwargs()
+    recipe.override_linear_precision = [True, False, False]
+    recipe.to_dict()["override_linear_precision"].append(True)
+    assert recipe.override_linear_precision == [True, False, False]
+
+
+def test_buckets_are_those_of_torch():
+    # What equals its default is not passed on, so the two defaults must agree; None means 25.
+    theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
+    for name, parameter in inspect.signature(DistributedDataParallelKwargs).parameters.items():
+        default = theirs[name].default
+        assert default in (None, parameter.default), name
+
+
+def test_eight_bits_are_known_and_refused():
+    assert FP8RecipeKwargs(backend="te", fp8_format="hybrid").to_kwargs() == {
+        "backend": "TE",
+        "fp8_format": "HYBRID",
+    }
+    with pytest.raises(NotImplementedError, match=r"FP8RecipeKwargs asks for .*='bf16', 'fp16'"):
+        refuse_fp8("FP8RecipeKwargs")

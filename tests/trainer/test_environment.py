@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+
 import pytest
 
 from trainer import environment
-from trainer.environment import Launch, detect_launch, first_node
+from trainer.environment import (
+    Launch,
+    clear_environment,
+    detect_launch,
+    first_node,
+    patch_environment,
+)
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "MV2_", "PMI_", "MPI_")
 
@@ -13,8 +24,6 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "MV2_
 @pytest.fixture
 def variables(monkeypatch):
     """`variables(RANK=1)` sets these and leaves none of another launcher."""
-    import os
-
     for name in list(os.environ):
         if name.startswith(LAUNCHERS):
             monkeypatch.delenv(name)
@@ -116,9 +125,53 @@ def test_a_slurm_batch_script_is_one_process(variables):
 
 
 @pytest.mark.parametrize("name", ["bash", "interactive"])
-def test_an_interactive_slurm_shell_is_one_process(variables, name):
-    variables(**{**SRUN, "SLURM_PROCID": 0, "SLURM_JOB_NAME": name})
-    assert detect_launch() == Launch(launcher="none")
+def test_a_step_of_several_tasks_is_one_whatever_its_job_is_called(variables, name):
+    variables(**{**SRUN, "SLURM_JOB_NAME": name})
+    assert (detect_launch().rank, detect_launch().world_size) == (5, 8)
+
+
+def test_an_interactive_shell_of_one_task_is_one_process(variables):
+    variables(
+        SLURM_PROCID=0, SLURM_STEP_NUM_TASKS=1, SLURM_JOB_NAME="interactive", SLURM_PTY_PORT=4000
+    )
+    assert detect_launch().world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("port", "terminal", "world_size"),
+    [("4000", True, 1), ("4000", False, 8), (None, True, 8)],
+)
+def test_what_is_typed_into_the_shell_of_a_task_runs_alone(variables, port, terminal, world_size):
+    variables(**SRUN)
+    if port is not None:
+        variables(SLURM_PTY_PORT=port)
+    outer, inner = pty.openpty()
+    try:
+        script = "from trainer import environment; print(environment.detect_launch().world_size)"
+        found = subprocess.run(
+            [sys.executable, "-c", script],
+            stdin=inner if terminal else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.path.dirname(os.path.dirname(environment.__file__)),
+            },
+        )
+    finally:
+        os.close(outer)
+        os.close(inner)
+    assert int(found.stdout) == world_size
+
+
+def test_srun_on_several_nodes_needs_an_address(variables):
+    variables(**SRUN)
+    os.environ.pop("SLURM_STEP_NODELIST")
+    with pytest.raises(ValueError, match=r"slurm started 8 .* Export .* MASTER_ADDR on every"):
+        detect_launch()
+    variables(MASTER_ADDR="head")
+    assert detect_launch().master_addr == "head"
 
 
 @pytest.mark.parametrize(
@@ -219,3 +272,39 @@ def test_a_flag_that_means_neither_is_named(variables):
     variables(SOME_FLAG="perhaps")
     with pytest.raises(ValueError, match=r"SOME_FLAG is 'perhaps'; it must be true or false"):
         environment.read_flag("SOME_FLAG")
+
+
+def test_variables_are_set_for_a_while(variables):
+    variables(OLD_ONE="kept")
+    before = dict(os.environ)
+    with patch_environment(old_one=1, new_one=True):
+        assert (os.environ["OLD_ONE"], os.environ["NEW_ONE"]) == ("1", "True")
+    assert dict(os.environ) == before
+
+
+def test_variables_are_put_back_after_an_error(variables):
+    variables(OLD_ONE="kept")
+    before = dict(os.environ)
+
+    def fail() -> None:
+        del os.environ["NEW_ONE"]
+        raise KeyError
+
+    with pytest.raises(KeyError), patch_environment(OLD_ONE="new", NEW_ONE="new"):
+        fail()
+    assert dict(os.environ) == before
+
+
+def test_the_environment_is_empty_for_a_while():
+    before = dict(os.environ)
+    found = []
+
+    def fail() -> None:
+        found.extend(os.environ)
+        os.environ["NEW_ONE"] = "gone afterwards"
+        raise KeyError
+
+    with pytest.raises(KeyError), clear_environment():
+        fail()
+    assert found == []
+    assert dict(os.environ) == before

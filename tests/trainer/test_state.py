@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import threading
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from trainer.configuration import DistributedType, GradientAccumulationPlugin
+from trainer.environment import Launch
 from trainer.state import AcceleratorState, GradientState, PartialState
+from trainer.state import group as joining
+
+PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 
 
 class LoaderStandIn:
     end_of_dataloader = True
     remainder = 3
 
+    def __iter__(self):
+        GradientState()._add_dataloader(self)
+        try:
+            while True:
+                yield 1
+        finally:
+            GradientState()._remove_dataloader(self)
+
+
+def make(mixed_precision=None, cpu=True, **kwargs) -> AcceleratorState:
+    """What an `Accelerator` does."""
+    return AcceleratorState(mixed_precision, cpu, _from_accelerator=True, **kwargs)
+
 
 def test_every_instance_of_a_state_is_the_same_state():
     first = PartialState(cpu=True)
     first.mark = 7
     assert PartialState().mark == 7
-    accelerator = AcceleratorState("bf16")
+    accelerator = make("bf16")
     assert AcceleratorState().mixed_precision == "bf16"
     assert accelerator.device is first.device
     GradientState().sync_gradients = False
@@ -104,7 +125,7 @@ def test_the_cpu_cannot_be_asked_for_after_another_device_was_taken(monkeypatch)
     with pytest.raises(ValueError, match=r"already uses mps. Restart it and pass cpu=True"):
         PartialState(cpu=True)
     with pytest.raises(ValueError, match="already uses mps"):
-        AcceleratorState(cpu=True)
+        make(cpu=True)
 
 
 def test_debug_mode_is_read_from_its_variable(monkeypatch):
@@ -130,7 +151,7 @@ def test_a_state_that_was_reset_says_so_when_it_is_asked():
 
 
 def test_accelerator_state_that_was_reset_names_itself():
-    state = AcceleratorState(cpu=True)
+    state = make()
     AcceleratorState._reset_state()
     for name in ("mixed_precision", "device"):
         with pytest.raises(AttributeError, match=rf"`AcceleratorState` object .* `{name}`"):
@@ -147,27 +168,27 @@ def test_an_attribute_that_never_was_is_an_ordinary_error():
 
 
 def test_precision_is_no_unless_the_variable_or_the_argument_says_otherwise(monkeypatch):
-    assert AcceleratorState(cpu=True).mixed_precision == "no"
+    assert make().mixed_precision == "no"
     AcceleratorState._reset_state()
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert AcceleratorState(cpu=True).mixed_precision == "bf16"
+    assert make().mixed_precision == "bf16"
     AcceleratorState._reset_state()
-    assert AcceleratorState("fp16", cpu=True).mixed_precision == "fp16"
+    assert make("fp16").mixed_precision == "fp16"
 
 
 def test_an_unknown_precision_is_refused_where_it_came_from(monkeypatch):
     with pytest.raises(
         ValueError, match=r"mixed_precision is 'bf61'; it must be one of .* Did you mean 'bf16'\?"
     ):
-        AcceleratorState("bf61", cpu=True)
+        make("bf61")
     assert not PartialState._shared_state
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
     with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION is 'half'"):
-        AcceleratorState(cpu=True)
+        make()
 
 
 def test_precision_cannot_change():
-    AcceleratorState("no", cpu=True)
+    make("no")
     with pytest.raises(
         ValueError, match=r"with mixed_precision='no' and cannot be changed.*'bf16' the first time"
     ):
@@ -176,7 +197,7 @@ def test_precision_cannot_change():
 
 
 def test_states_describe_themselves():
-    text = repr(AcceleratorState("bf16", cpu=True))
+    text = repr(make("bf16"))
     assert text == (
         "Distributed environment: NO\nNum processes: 1\nProcess index: 0\n"
         "Local process index: 0\nDevice: cpu\nMixed precision type: bf16\n"
@@ -226,3 +247,453 @@ def test_a_loader_that_is_gone_is_not_active():
     del lost
     gc.collect()
     assert state.active_dataloader is kept
+
+
+# -- what cannot be changed ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "device",
+        "distributed_type",
+        "backend",
+        "num_processes",
+        "process_index",
+        "local_process_index",
+        "debug",
+        "is_main_process",
+        "is_local_main_process",
+        "is_last_process",
+        "use_distributed",
+        "initialized",
+        "fork_launched",
+        "default_device",
+    ],
+)
+def test_what_a_process_is_cannot_be_assigned(name):
+    state = PartialState(cpu=True)
+    before = getattr(state, name)
+    with pytest.raises(
+        AttributeError, match=rf"`PartialState.{name}` is for reading .* start the process differen"
+    ):
+        setattr(state, name, 7)
+    assert getattr(PartialState(), name) == before
+
+
+@pytest.mark.parametrize("name", ["mixed_precision", "device", "num_processes", *PLUGINS])
+def test_what_an_accelerator_was_made_with_cannot_be_assigned(name):
+    state = make("bf16")
+    with pytest.raises(
+        AttributeError, match=rf"`AcceleratorState.{name}` .* cannot be set to 'fp16'. .*restart"
+    ):
+        setattr(state, name, "fp16")
+    assert AcceleratorState().mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_steps",
+        "adjust_scheduler",
+        "sync_with_dataloader",
+        "sync_each_batch",
+        "plugin_kwargs",
+        "dataloader_references",
+        "active_dataloader",
+        "in_dataloader",
+        "end_of_dataloader",
+        "remainder",
+    ],
+)
+def test_of_the_window_only_the_synchronisation_can_be_assigned(name):
+    state = GradientState()
+    with pytest.raises(AttributeError, match=f"`GradientState.{name}` .*accumulation_steps"):
+        setattr(state, name, 2)
+    state.sync_gradients = False
+    assert not GradientState().sync_gradients
+    state._set_sync_gradients(True)
+    assert GradientState().sync_gradients
+
+
+# -- before and after ----------------------------------------------------------------------------
+
+
+def test_an_accelerator_state_before_an_accelerator_says_what_to_do():
+    for arguments in ({}, {"mixed_precision": "bf16", "cpu": True}):
+        with pytest.raises(ValueError, match=r"Make one first: accelerator = Accelerator\(\)"):
+            AcceleratorState(**arguments)
+    assert not AcceleratorState._shared_state
+    make("bf16")
+    assert AcceleratorState().mixed_precision == "bf16"
+
+
+def test_eight_bits_are_refused_with_what_there_is(monkeypatch):
+    with pytest.raises(NotImplementedError, match=r"mixed_precision='fp8' asks .*='bf16', 'fp16'"):
+        make("fp8")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(NotImplementedError, match="ACCELERATE_MIXED_PRECISION='fp8'"):
+        make()
+    assert not AcceleratorState._shared_state
+    assert not PartialState._shared_state
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_plugins_are_kept_and_cannot_change(name):
+    assert [getattr(make(**{name: "first"}), each) for each in PLUGINS if each != name] == [
+        None
+    ] * 3
+    assert getattr(AcceleratorState(), name) == "first"
+    make(**{name: "first"})
+    with pytest.raises(
+        ValueError, match=f"already been initialised with {name}='first' .*'second'"
+    ):
+        make(**{name: "second"})
+
+
+def test_the_accelerator_state_knows_what_the_process_knows_and_no_more():
+    state = make("bf16")
+    partial = PartialState()
+    for name in (*vars(partial), "is_main_process", "use_distributed", "mixed_precision"):
+        assert getattr(state, name) == getattr(partial, name), name
+    partial.mark = 7
+    assert state.mark == 7
+    assert state.initialized
+    AcceleratorState._reset_state()
+    assert not state.initialized
+    assert partial.mixed_precision == "no"
+
+
+@pytest.mark.parametrize(
+    "name", ["is_main_process", "use_distributed", "is_last_process", "device", "debug"]
+)
+def test_properties_of_a_state_that_was_reset_say_so_too(name):
+    state = PartialState(cpu=True)
+    PartialState._reset_state()
+    with pytest.raises(AttributeError, match=rf"has no attribute `{name}`. This happens if"):
+        getattr(state, name)
+
+
+def test_a_window_that_was_reset_says_so():
+    state = GradientState()
+    GradientState._reset_state()
+    assert repr(state) == "GradientState(reset)"
+    with pytest.raises(AttributeError, match=r"This happens if `GradientState._reset_state\(\)`"):
+        state.num_steps
+    with pytest.raises(AttributeError, match="This happens if"):
+        state.sync_gradients
+
+
+# -- copies and pickles --------------------------------------------------------------------------
+
+
+def states() -> list:
+    return [PartialState(cpu=True), make("bf16"), GradientState()]
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
+)
+def test_copies_are_the_live_state(duplicate):
+    loader = LoaderStandIn()
+    for state in states():
+        if isinstance(state, GradientState):
+            state._add_dataloader(loader)
+        assert vars(duplicate(state)) is vars(state)
+    assert duplicate(GradientState()).active_dataloader is loader
+
+
+def test_a_deep_copy_shares_what_it_holds():
+    plugin = {"a": [1]}
+    state = make(dynamo_plugin=plugin)
+    assert copy.deepcopy([state])[0] is state
+    assert AcceleratorState().dynamo_plugin is plugin
+
+
+def test_a_pickle_that_is_opened_elsewhere_describes_and_starts_nothing():
+    GradientState(GradientAccumulationPlugin(num_steps=3))._add_dataloader(LoaderStandIn())
+    texts = [pickle.dumps(state) for state in states()]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    partial, accelerator, gradient = (pickle.loads(text) for text in texts)
+    assert (partial.num_processes, partial.is_main_process) == (1, True)
+    assert (accelerator.mixed_precision, accelerator.device.type) == ("bf16", "cpu")
+    assert (gradient.num_steps, gradient.active_dataloader) == (3, None)
+    for kind in (PartialState, AcceleratorState, GradientState):
+        assert not kind._shared_state
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def launch(rank: int = 0, world_size: int = 1) -> Launch:
+    return Launch(
+        launcher="torchrun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("named", "world_size", "device"),
+    [("cuda", 1, "cuda"), ("cuda", 2, "cuda:1"), ("cuda:5", 2, "cuda:5"), ("cpu", 2, "cpu")],
+)
+def test_a_named_accelerator_is_shared_out_by_local_rank(monkeypatch, named, world_size, device):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
+    place = launch(world_size - 1, world_size)
+    assert joining.pick_device(place, cpu=False) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("named", "world_size", "message"),
+    [
+        ("gpu", 1, "'gpu', which is no device"),
+        ("mps", 2, "'mps', which has no collectives for 2 processes"),
+    ],
+)
+def test_a_named_device_that_cannot_serve_is_refused(monkeypatch, named, world_size, message):
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
+    with pytest.raises(ValueError, match=f"ACCELERATE_TORCH_DEVICE is {message}"):
+        joining.pick_device(launch(0, world_size), cpu=False)
+
+
+def test_kinds_of_processes_follow_the_device():
+    kinds = {
+        name: str(joining.distributed_type(torch.device(name), 2))
+        for name in ("cpu", "cuda", "xpu")
+    }
+    assert kinds == {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "xpu": "MULTI_XPU"}
+    assert joining.distributed_type(torch.device("cuda"), 1) is DistributedType.NO
+
+
+def test_the_default_device_has_no_index(monkeypatch):
+    state = PartialState(cpu=True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert state.default_device == torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda:3"))
+    assert state.default_device == torch.device("cuda")
+    assert state.device == torch.device("cpu")
+
+
+def test_set_device_makes_the_device_current(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    state = PartialState(cpu=True)
+    state.set_device()
+    assert chosen == []
+    state.__dict__["device"] = torch.device("cuda:3")
+    thread = threading.Thread(target=state.set_device)
+    thread.start()
+    thread.join()
+    assert chosen == [3]
+
+
+def test_an_unknown_backend_is_refused_before_anybody_waits(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for backend in ("ncll", "cpu:ncll,cuda:gloo", "cpu:gloo,cuda:ncll"):
+        with pytest.raises(ValueError, match=r"backend 'ncll' is not available .* Use 'gloo'"):
+            PartialState(cpu=True, backend=backend)
+
+
+def test_processes_of_one_machine_share_its_cores(monkeypatch, caplog):
+    monkeypatch.setattr(joining.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    torch.set_num_threads(6)
+    joining.share_out_cores(launch(0, 4))
+    assert torch.get_num_threads() == 6  # the user has said it
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    joining.share_out_cores(launch(0, 4))
+    assert torch.get_num_threads() == 2
+    assert "each of the 4 processes of this machine uses 2 thread(s)" in caplog.text
+    joining.share_out_cores(launch(0, 1))
+    assert torch.get_num_threads() == 2  # never more than there were
+    joining.share_out_cores(launch(0, 20))
+    assert torch.get_num_threads() == 1
+
+
+def test_a_fork_of_a_launcher_keeps_its_group(tmp_path, monkeypatch):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    state = PartialState(cpu=True)
+    assert not state.fork_launched
+    monkeypatch.setenv("FORK_LAUNCHED", "1")
+    assert state.fork_launched
+    state.destroy_process_group()
+    assert dist.is_initialized()
+    state.destroy_process_group(dist.group.WORLD)
+    assert not dist.is_initialized()
+
+
+# -- decorators ----------------------------------------------------------------------------------
+
+PLAIN = ["on_main_process", "on_local_main_process", "on_last_process"]
+INDEXED = {"on_process": "process_index", "on_local_process": "local_process_index"}
+
+
+def double(value: int = 1) -> int:
+    """Twice."""
+    return 2 * value
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_decorated_functions_run_where_they_are_due(name):
+    state = PartialState(cpu=True)
+    wrapped = getattr(state, name)(double)
+    assert (wrapped.__name__, wrapped.__doc__, wrapped(value=3)) == ("double", "Twice.", 6)
+    state.__dict__.update(process_index=1, local_process_index=1, num_processes=3)
+    assert wrapped(3) is None  # asked at each call
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_indexed_decorators_take_their_function_at_once_or_later(name):
+    state = PartialState(cpu=True)
+    method, index = getattr(state, name), INDEXED[name]
+    always = method(double, 5)  # one process stands for all of them
+    assert always(3) == 6
+    state.__dict__.update(
+        process_index=1, local_process_index=1, num_processes=3, _local_world_size=3
+    )
+    assert [method(double, rank)(3) for rank in range(3)] == [None, 6, None]
+    assert method(**{index: 1})(double)(3) == 6
+    assert method(**{index: 1})(double).__name__ == "double"
+    assert method(double, **{index: 2})(3) is None
+
+
+@pytest.mark.parametrize("name", INDEXED)
+@pytest.mark.parametrize(
+    ("index", "error", "message"),
+    [
+        (None, ValueError, "is missing"),
+        (2, ValueError, "is 2; it must be at least 0 and below 2"),
+        (-1, ValueError, "is -1"),
+        ("1", TypeError, "is '1'; it must be an int"),
+        (True, TypeError, "is True; it must be an int"),
+    ],
+)
+def test_processes_that_do_not_exist_are_refused(name, index, error, message):
+    state = PartialState(cpu=True)
+    state.__dict__.update(num_processes=2, _local_world_size=2)
+    for function in (double, None):
+        with pytest.raises(error, match=f"{INDEXED[name]} {message}"):
+            getattr(state, name)(function, index)
+
+
+def test_a_local_rank_is_one_of_the_machine():
+    state = PartialState(cpu=True)
+    state.__dict__.update(num_processes=4, _local_world_size=2)
+    state.on_process(double, 3)
+    with pytest.raises(ValueError, match=r"local_process_index is 3; .* below 2"):
+        state.on_local_process(double, 3)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_decorator_without_a_function_is_refused(name):
+    with pytest.raises(ValueError, match=f"write `@state.{name}` above one, without parenth"):
+        getattr(PartialState(cpu=True), name)(None)
+    with pytest.raises(TypeError, match="3 cannot be called"):
+        getattr(PartialState(), name)(3)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *INDEXED])
+def test_a_decorator_needs_a_state(name):
+    state = PartialState(cpu=True)
+    PartialState._reset_state()
+    arguments = (double, 0) if name in INDEXED else (double,)
+    with pytest.raises(ValueError, match=f"`{name}` needs to know which process this is"):
+        getattr(state, name)(*arguments)
+
+
+def test_methods_can_be_decorated():
+    state = PartialState(cpu=True)
+
+    class Speaker:
+        word = "hello"
+
+        @state.on_main_process
+        def speak(self) -> str:
+            return self.word
+
+    assert Speaker().speak() == "hello"
+    state.__dict__["process_index"] = 1
+    assert Speaker().speak() is None
+
+
+# -- the window ----------------------------------------------------------------------------------
+
+
+def test_the_window_says_what_its_plugin_says():
+    state = GradientState()
+    assert (state.adjust_scheduler, state.sync_each_batch) == (True, False)
+    assert state.plugin_kwargs == {"num_steps": 1}
+    GradientState(
+        GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False, sync_each_batch=True)
+    )
+    assert (state.adjust_scheduler, state.sync_each_batch) == (False, True)
+    assert state.plugin_kwargs == {
+        "num_steps": 2,
+        "adjust_scheduler": False,
+        "sync_each_batch": True,
+    }
+    with pytest.raises(TypeError, match="gradient_accumulation_plugin is 4; it must be"):
+        GradientState(4)
+    assert state.num_steps == 2
+
+
+def test_loaders_that_are_read_stack_up():
+    state = GradientState()
+    outer, inner = LoaderStandIn(), LoaderStandIn()
+    assert state.dataloader_references == [None]
+    for _ in outer:
+        for _ in inner:
+            assert state.dataloader_references == [None, outer, inner]
+            break
+        assert state.dataloader_references == [None, outer]
+        break
+    assert state.dataloader_references == [None]
+
+
+def test_a_reading_that_ends_late_does_not_end_the_one_after_it():
+    state, loader = GradientState(), LoaderStandIn()
+    stale = iter(loader)
+    next(stale)  # given up, but somebody (a traceback, a notebook) still holds it
+    for _ in loader:
+        stale.close()
+        assert state.active_dataloader is loader
+        break
+    assert not state.in_dataloader
+
+
+def test_the_reading_that_began_last_ends_first():
+    state = GradientState()
+    twice, once = LoaderStandIn(), LoaderStandIn()
+    for loader in (twice, once, twice):
+        state._add_dataloader(loader)
+    state._remove_dataloader(twice)
+    assert state.dataloader_references == [None, twice, once]
+    state._remove_dataloader(LoaderStandIn())  # never began
+    assert state.dataloader_references == [None, twice, once]
+
+
+def test_a_reading_that_was_given_up_does_not_last_for_ever():
+    state, kept = GradientState(), LoaderStandIn()
+    reading = iter(LoaderStandIn())
+    next(reading)
+    cycle = [reading]
+    cycle.append(cycle)  # only the collector can close it
+    assert state.in_dataloader
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del reading, cycle
+        gc.collect()
+    assert not state.in_dataloader
+    lost = LoaderStandIn()
+    state._add_dataloader(lost)
+    del lost
+    gc.collect()
+    assert not state.in_dataloader
+    state._add_dataloader(kept)
+    assert len(state._loaders) == 1  # the dead one takes no room

@@ -1,47 +1,98 @@
-"""Who runs what, and in which order."""
+"""Who runs what, and in which order; nobody waits in vain for a process that failed.
+
+These are functions of the process group alone: `trainer.state` builds its methods on them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
-from trainer.distributed.collectives import all_gather_object
-from trainer.state import PartialState
+import torch.distributed as dist
 
-
-def local_main_first(function: Callable[[], None]) -> None:
-    """Call `function` on the first process of each machine, then on the others.
-
-    An error in a first process is raised on every process: nobody waits for it in vain.
-
-    Raises:
-        RuntimeError: On the other processes, when a first one failed; it names rank and error.
-    """
-    state = PartialState()
-    _in_turn(function, now=state.is_local_main_process)
-    if not state.is_local_main_process:
-        function()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def on_main(function: Callable[[], None]) -> None:
-    """Call `function` on rank 0; its error is raised on every process.
+def exchange(error: BaseException | None) -> None:
+    """Wait for all processes; go on only if each of them fared well.
+
+    Every process calls it alike, with the error that it met or None.
 
     Raises:
-        RuntimeError: On the other processes, when it failed; it names rank and error.
+        BaseException: `error` itself, where there is one.
+        RuntimeError: On the other processes; it names the rank and its error.
     """
-    _in_turn(function, now=PartialState().is_main_process)
-
-
-def _in_turn(function: Callable[[], None], *, now: bool) -> None:
-    """Call `function` where it is due; nobody goes on before all of those calls have ended well."""
-    error: BaseException | None = None
-    if now:
-        try:
-            function()
-        except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
-            error = caught
-    reports = all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+    reports: list[str | None] = []
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        reports = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            reports, None if error is None else f"{type(error).__name__}: {error}"
+        )
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
             raise RuntimeError(f"Rank {rank} failed while the others waited for it: {report}")
+
+
+@contextmanager
+def going_first(first: bool) -> Iterator[None]:
+    """The block runs on the processes that go first, then on the others.
+
+    An error in one that goes first is raised on every process: the others do not run the block. An
+    error in one of the others stays there, since nobody waits for them.
+
+    Args:
+        first: This process goes first.
+
+    Raises:
+        RuntimeError: On the processes without an error, when one that went first failed.
+    """
+    if not first:
+        exchange(None)
+        yield
+        return
+    error: BaseException | None = None
+    try:
+        yield
+    except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
+        error = caught
+    exchange(error)
+
+
+def on_main(function: Callable[[], object]) -> None:
+    """Call `function` on rank 0 of the process group; its error is raised on every process.
+
+    Raises:
+        RuntimeError: On the other processes, when it failed; it names rank and error.
+    """
+    error: BaseException | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            function()
+        except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
+            error = caught
+    exchange(error)
+
+
+def run_where(due: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
+    """A function that does what `function` does where `due()` holds, and returns None elsewhere.
+
+    Args:
+        due: Asked at each call, not when the function is decorated.
+        function: Keeps its name, its docstring and its signature.
+
+    Raises:
+        TypeError: `function` cannot be called.
+    """
+    if not callable(function):
+        raise TypeError(f"A function is to be decorated, but {function!r} cannot be called.")
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return function(*args, **kwargs) if due() else None
+
+    return wrapper

@@ -1,0 +1,170 @@
+"""The part of some inputs that each process takes."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from trainer.distributed.split import split
+from trainer.state import PartialState
+
+Pair = namedtuple("Pair", "left right")
+
+
+class Dataset:
+    """What the library `datasets` offers of it."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: object) -> Dataset:
+        return Dataset([self.rows[index] for index in indices])
+
+
+def parts(inputs: object, world_size: int, **kwargs: object) -> list:
+    return [split(inputs, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", range(10))
+def test_parts_are_the_inputs_in_order_and_differ_by_one_at_most(length, world_size):
+    inputs = list(range(length))
+    found = parts(inputs, world_size)
+    assert [item for part in found for item in part] == inputs
+    sizes = [len(part) for part in found]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("length", range(1, 10))
+def test_padding_repeats_the_last_item_until_all_parts_are_alike(length, world_size):
+    inputs = list(range(length))
+    plain, padded = parts(inputs, world_size), parts(inputs, world_size, padding=True)
+    size = -(-length // world_size)
+    for short, full in zip(plain, padded, strict=True):
+        assert full == short + [length - 1] * (size - len(short))
+
+
+def test_the_documented_cases():
+    assert parts(["A", "B", "C"], 2) == [["A", "B"], ["C"]]
+    assert parts(["A", "B", "C"], 2, padding=True) == [["A", "B"], ["C", "C"]]
+    assert parts(["A"], 3) == [["A"], [], []]
+    assert parts(["A"], 3, padding=True) == [["A"], ["A"], ["A"]]
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_every_kind_of_input_is_split_like_a_list(padding):
+    rows = list(range(5))
+    expected = parts(rows, 3, padding=padding)
+    assert parts(tuple(rows), 3, padding=padding) == [tuple(part) for part in expected]
+    tensors = parts(torch.arange(10).reshape(5, 2), 3, padding=padding)
+    assert [tensor[:, 0].tolist() for tensor in tensors] == [
+        [2 * row for row in part] for part in expected
+    ]
+    assert all(tensor.shape[1] == 2 for tensor in tensors)
+    assert [part.rows for part in parts(Dataset(rows), 3, padding=padding)] == expected
+    assert [part["a"] for part in parts({"a": rows}, 3, padding=padding)] == expected
+
+
+def test_dictionaries_are_split_however_deep():
+    inputs = {
+        "a": [1, 2, 3],
+        "b": {"c": (4, 5, 6), "d": torch.tensor([7, 8, 9])},
+        "name": "x",
+        "n": 2,
+    }
+    kept = copy.deepcopy(inputs)
+    first, second = parts(inputs, 2)
+    assert (first["a"], first["b"]["c"], first["b"]["d"].tolist()) == ([1, 2], (4, 5), [7, 8])
+    assert (second["a"], second["b"]["c"], second["b"]["d"].tolist()) == ([3], (6,), [9])
+    assert (first["name"], second["name"], second["n"]) == ("x", "x", 2)
+    assert inputs["b"].pop("d").equal(kept["b"].pop("d"))
+    assert inputs == kept  # the caller's data are as they were
+
+
+def test_mappings_keep_their_types():
+    for inputs in (OrderedDict(a=[1, 2]), UserDict(a=[1, 2])):
+        first, second = parts(inputs, 2)
+        assert (type(first), first["a"], second["a"]) == (type(inputs), [1], [2])
+        assert inputs["a"] == [1, 2]
+    counted = defaultdict(list, a=[1, 2])
+    assert parts(counted, 2)[1].default_factory is list
+    assert parts(MappingProxyType({"a": [1, 2]}), 2) == [{"a": [1]}, {"a": [2]}]
+
+
+def test_a_named_tuple_is_split_as_a_tuple():
+    assert parts(Pair(1, 2), 2, padding=True) == [(1,), (2,)]
+
+
+def test_lists_are_never_changed():
+    inputs = [[1], [2], [3]]
+    split(inputs, rank=1, world_size=2, padding=True).append(4)
+    assert inputs == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("whole", ["prompt", 3, None, object(), {"a": "prompt"}, {}])
+def test_what_has_no_items_goes_to_every_process_whole(whole):
+    assert parts(whole, 2) == [whole, whole]
+    assert parts(whole, 2, padding=True) == [whole, whole]
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_of_nothing_every_process_has_none(padding):
+    assert parts([], 2, padding=padding) == [[], []]
+    assert parts((), 2, padding=padding) == [(), ()]
+    assert [part.shape for part in parts(torch.zeros(0, 3), 2, padding=padding)] == [(0, 3)] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unequal_values_are_refused_on_any_number_of_processes(world_size):
+    with pytest.raises(
+        ValueError, match=r"same length .* are: inputs\['a'\] 2, inputs\['b'\]\['c'\] 3\."
+    ):
+        parts({"a": [1, 2], "b": {"c": (1, 2, 3)}}, world_size)
+
+
+def test_a_tensor_without_dimensions_is_refused():
+    with pytest.raises(ValueError, match=r"inputs\['t'\] is a tensor without dimensions"):
+        parts({"t": torch.tensor(1.0)}, 2)
+
+
+def test_one_process_gets_the_inputs_themselves():
+    inputs = {"a": [1]}
+    assert split(inputs, rank=0, world_size=1, padding=True) is inputs
+
+
+def test_only_padded_tensors_change_their_device():
+    meta = torch.device("meta")
+    rows = torch.zeros(3)
+    assert [part.device.type for part in parts(rows, 2, device=meta)] == ["cpu", "cpu"]
+    padded = parts(rows, 2, device=meta, padding=True)
+    assert [part.device.type for part in padded] == ["meta", "meta"]
+
+
+def test_each_process_takes_its_part(ranks3):
+    def run() -> tuple[list, list[int], list]:
+        state = PartialState()
+        with state.split_between_processes(["a", "b", "c", "d"]) as own:
+            plain = list(own)
+        with state.split_between_processes(torch.arange(4), apply_padding=True) as own:
+            padded = own.tolist()
+        try:
+            with state.split_between_processes({"a": [1], "b": [1, 2]}):
+                refused = []
+        except ValueError as error:
+            refused = [str(error)[:10]]
+        return plain, padded, refused
+
+    assert ranks3(run) == [
+        (["a", "b"], [0, 1], ["All values"]),
+        (["c"], [2, 3], ["All values"]),
+        (["d"], [3, 3], ["All values"]),
+    ]

@@ -1,0 +1,98 @@
+"""Loggers that speak once, not once a process."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from trainer import environment
+from trainer.errors import choose
+from trainer.state import PartialState
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from 3.11 on
+    """A logger whose records come from the main process, unless a call says otherwise.
+
+    Every method that logs takes two more arguments:
+
+    - ``main_process_only=True``: False logs on every process.
+    - ``in_order=False``: True, with ``main_process_only=False``, lets the processes log one after
+      the other. They wait for each other, so each must make the call, whatever its level.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._said: set[tuple[str, ...]] = set()
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Log on the main process, on all, or on one after the other.
+
+        Args:
+            level: Of the ``logging`` module.
+            msg: With placeholders for `args`.
+            *args: Put into the message.
+            **kwargs: Arguments of ``logging.Logger.log``, `main_process_only` and `in_order`.
+
+        Raises:
+            RuntimeError: There is no `Accelerator` or `PartialState` yet, so that nobody knows
+                which process this is.
+        """
+        if not PartialState._shared_state:
+            raise RuntimeError(
+                "This logger needs to know which process it is on: make an `Accelerator` or a "
+                "`PartialState` before the first message."
+            )
+        state = PartialState()
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+        if main_process_only or not in_order:
+            if state.is_main_process or not main_process_only:
+                self.logger.log(level, msg, *args, **kwargs)
+            return
+        error: BaseException | None = None
+        for turn in range(state.num_processes):
+            if turn == state.process_index:
+                try:
+                    self.logger.log(level, msg, *args, **kwargs)
+                except BaseException as caught:  # noqa: BLE001 - raised when all had their turns
+                    error = caught
+            state.wait_for_everyone()
+        if error is not None:
+            raise error
+
+    def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
+        """``warning``, unless this logger has given the same one before."""
+        said = (str(msg), *map(repr, args))
+        if said not in self._said:
+            self._said.add(said)
+            kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+            self.log(logging.WARNING, msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """The logger of this name, speaking on the main process only.
+
+    Args:
+        name: Usually ``__name__``.
+        log_level: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``, ``"CRITICAL"`` in any case,
+            or a number; None takes ``ACCELERATE_LOG_LEVEL``, else leaves the logger's as it is.
+            Only this logger's level is set, not that of all.
+
+    Raises:
+        ValueError: The level is unknown.
+    """
+    what = "log_level"
+    if log_level is None:
+        what = "ACCELERATE_LOG_LEVEL"
+        log_level = environment.read(what) or None
+    logger = logging.getLogger(name)
+    if isinstance(log_level, str):
+        if log_level.upper() not in _LEVELS:
+            raise ValueError(choose(what, log_level, _LEVELS))
+        log_level = log_level.upper()
+    if log_level is not None:
+        logger.setLevel(log_level)
+    return MultiProcessAdapter(logger)

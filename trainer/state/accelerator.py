@@ -1,0 +1,120 @@
+"""The process, its peers, and what the `Accelerator` was made with."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from trainer import environment
+from trainer.configuration import PrecisionType, refuse_fp8
+from trainer.state.partial import PartialState
+
+_PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+
+
+class AcceleratorState(PartialState):
+    """The process, its peers, and what the `Accelerator` was made with.
+
+    Args:
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
+            ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        cpu: See `PartialState`.
+        dynamo_plugin: How models are compiled, as the `Accelerator` was told.
+        deepspeed_plugin: The same of this engine.
+        fsdp_plugin: The same of this engine.
+        megatron_lm_plugin: The same of this engine.
+        _from_accelerator: The `Accelerator` makes it; users only read it.
+        **kwargs: See `PartialState`.
+
+    Raises:
+        ValueError: There is no `Accelerator` yet; the precision is unknown; or it or a plugin
+            differs from that of the first instance.
+        NotImplementedError: The precision is ``"fp8"``.
+        AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _key: ClassVar[str] = "_mixed_precision"
+    _how_to_change: ClassVar[str] = (
+        "It says how the `Accelerator` was made: restart the process and pass the arguments that "
+        "you want to the first one."
+    )
+
+    dynamo_plugin: Any
+    deepspeed_plugin: Any
+    fsdp_plugin: Any
+    megatron_lm_plugin: Any
+    _mixed_precision: str
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = AcceleratorState._shared_state
+        given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        plugins = dict(zip(_PLUGINS, given, strict=True))
+        if mixed_precision is not None:
+            mixed_precision = _supported(mixed_precision, "mixed_precision")
+        if self.initialized:
+            self._check_same(mixed_precision, plugins)
+            PartialState(cpu)
+            return
+        if not _from_accelerator:
+            raise ValueError(
+                "AcceleratorState holds what an `Accelerator` was made with, and there is none "
+                "yet. Make one first: accelerator = Accelerator()."
+            )
+        if mixed_precision is None:
+            named = environment.read("ACCELERATE_MIXED_PRECISION") or "no"
+            mixed_precision = _supported(named, "ACCELERATE_MIXED_PRECISION")
+        PartialState(cpu, **kwargs)
+        self.__dict__.update(plugins, _mixed_precision=mixed_precision)
+
+    def _check_same(self, mixed_precision: str | None, plugins: dict[str, Any]) -> None:
+        """A second one may repeat what the first was told, or say nothing."""
+        asked = {"mixed_precision": mixed_precision, **plugins}
+        for name, value in asked.items():
+            if value is not None and value != getattr(self, name):
+                raise ValueError(
+                    f"AcceleratorState has already been initialised with {name}="
+                    f"{getattr(self, name)!r} and cannot be changed. Restart the process and pass "
+                    f"{name}={value!r} the first time."
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        # What PartialState knows is asked of it, so that there is one truth.
+        if self._key in self.__dict__ and name in PartialState._shared_state:
+            return PartialState._shared_state[name]
+        return super().__getattr__(name)
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"bf16"`` or ``"fp16"``."""
+        return self._mixed_precision
+
+    def _picklable(self) -> dict[str, Any]:
+        return {**PartialState._shared_state, **self.__dict__}
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    def __repr__(self) -> str:
+        if not self.initialized:
+            return "AcceleratorState(reset)"
+        return f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
+
+
+def _supported(mixed_precision: str, what: str) -> str:
+    mixed_precision = PrecisionType.parse(mixed_precision, what)
+    if mixed_precision == PrecisionType.FP8:
+        refuse_fp8(f"{what}='fp8'")
+    return mixed_precision

@@ -1,0 +1,141 @@
+"""Where the run stands in its window of accumulated micro-batches."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, ClassVar
+
+from trainer.configuration import GradientAccumulationPlugin
+from trainer.state.shared import Shared
+
+
+class GradientState(Shared):
+    """Where the run stands in its window of accumulated micro-batches.
+
+    Args:
+        gradient_accumulation_plugin: The window; a later one replaces it.
+
+    Attributes:
+        sync_gradients: This micro-batch ends its window: gradients are synchronised and used. It
+            may be set.
+        plugin: The window's configuration.
+
+    Raises:
+        TypeError: The plugin is none.
+        AttributeError: An attribute other than `sync_gradients` is assigned to.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _key: ClassVar[str] = "plugin"
+    _settable: ClassVar[frozenset[str]] = frozenset({"sync_gradients", "plugin"})
+    _how_to_change: ClassVar[str] = (
+        "Pass a GradientAccumulationPlugin to the `Accelerator`, or set its "
+        "gradient_accumulation_steps; the prepared loaders know the rest."
+    )
+
+    sync_gradients: bool
+    plugin: GradientAccumulationPlugin
+    _loaders: list[weakref.ref[Any]]
+
+    def __init__(
+        self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    ) -> None:
+        if not isinstance(gradient_accumulation_plugin, GradientAccumulationPlugin | None):
+            raise TypeError(
+                f"gradient_accumulation_plugin is {gradient_accumulation_plugin!r}; it must be a "
+                "GradientAccumulationPlugin."
+            )
+        self.__dict__ = GradientState._shared_state
+        if not self.initialized:
+            self.sync_gradients = True
+            self._loaders = []
+            self.plugin = GradientAccumulationPlugin(num_steps=1)
+        if gradient_accumulation_plugin is not None:
+            self.plugin = gradient_accumulation_plugin
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches for one update."""
+        assert self.plugin.num_steps is not None  # the plugin has found it
+        return self.plugin.num_steps
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """A prepared scheduler counts the calls in which it waits for the window to end."""
+        return self.plugin.adjust_scheduler
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """The end of a prepared loader ends the window."""
+        return self.plugin.sync_with_dataloader
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """Gradients are reduced over the processes for every micro-batch."""
+        return self.plugin.sync_each_batch
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """What the plugin says other than its defaults."""
+        return self.plugin.to_kwargs()
+
+    @property
+    def dataloader_references(self) -> list[Any | None]:
+        """None, for no loader at all, then those that are being read, the innermost last."""
+        return [None, *(loader for ref in self._loaders if (loader := ref()) is not None)]
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """The prepared loader that is being read; the innermost of nested ones; None outside."""
+        return self.dataloader_references[-1]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """A prepared loader is being read."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """The batch at hand is the last one of its loader; False outside."""
+        loader = self.active_dataloader
+        return bool(loader is not None and loader.end_of_dataloader)
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last global batch that are not repeated ones; -1 where unknown."""
+        loader = self.active_dataloader
+        return -1 if loader is None else int(loader.remainder)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, loader: Any) -> None:
+        # Weakly: a loader whose reading was given up without a word, and which nobody has any more,
+        # is not being read.
+        self._loaders = [*(ref for ref in self._loaders if ref() is not None), weakref.ref(loader)]
+
+    def _remove_dataloader(self, loader: Any) -> None:
+        """End the reading that began last; an earlier one of the same loader may end later."""
+        alive = [ref for ref in self._loaders if ref() is not None]
+        for place in reversed(range(len(alive))):
+            if alive[place]() is loader:
+                del alive[place]
+                break
+        self._loaders = alive
+
+    def _picklable(self) -> dict[str, Any]:
+        # Nothing is being read where the pickle is opened.
+        return {**self.__dict__, "_loaders": []} if self.initialized else {}
+
+    @staticmethod
+    def _reset_state() -> None:
+        GradientState._shared_state.clear()
+
+    def __repr__(self) -> str:
+        if not self.initialized:
+            return "GradientState(reset)"
+        return (
+            f"Sync gradients: {self.sync_gradients}\nAt end of current dataloader: "
+            f"{self.end_of_dataloader}\nExtra samples added: {self.remainder}\n"
+            f"Gradient accumulation: {self.plugin}\n"
+        )

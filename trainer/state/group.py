@@ -1,0 +1,170 @@
+"""Which device a process uses, and how it joins its peers."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer import environment
+from trainer.configuration import DistributedType
+
+logger = logging.getLogger(__name__)
+
+_BACKENDS = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
+_DISTRIBUTED = {
+    "cuda": DistributedType.MULTI_GPU,
+    "xpu": DistributedType.MULTI_XPU,
+    "cpu": DistributedType.MULTI_CPU,
+}
+
+
+def distributed_type(device: torch.device, world_size: int) -> DistributedType:
+    """The kind of processes that work together."""
+    if world_size == 1:
+        return DistributedType.NO
+    return _DISTRIBUTED.get(device.type, DistributedType.MULTI_CPU)
+
+
+def default_device() -> torch.device:
+    """The kind of device that a process takes where nothing else is asked for, without an index."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if kind is None else torch.device(kind.type)
+
+
+def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
+    """The device of this process: the accelerator with its local rank, else the CPU.
+
+    Raises:
+        ValueError: There are more processes than devices, or the variable names no device that can
+            serve.
+    """
+    named = environment.read("ACCELERATE_TORCH_DEVICE")
+    if named and not cpu:
+        return _named_device(named, launch)
+    kind = torch.device("cpu") if cpu else default_device()
+    if kind.type == "cpu":
+        return kind
+    if kind.type == "mps":
+        # There is one, and it has no collectives: several processes meet on the CPU.
+        return torch.device("mps" if launch.world_size == 1 else "cpu")
+    if launch.world_size == 1:
+        return torch.device(kind.type, torch.accelerator.current_device_index())
+    count = torch.accelerator.device_count()
+    if launch.local_rank >= count:
+        raise ValueError(
+            f"Local rank {launch.local_rank} has no device of its own: this machine has {count} "
+            f"{kind.type} device(s). Start at most {count} process(es) here, or pass cpu=True."
+        )
+    return torch.device(kind.type, launch.local_rank)
+
+
+def _named_device(named: str, launch: environment.Launch) -> torch.device:
+    try:
+        device = torch.device(named)
+    except RuntimeError as error:
+        raise ValueError(
+            f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which is no device; "
+            "it must be one such as cpu, cuda or cuda:0."
+        ) from error
+    if launch.world_size == 1:
+        return device
+    if device.type == "mps":
+        raise ValueError(
+            "The environment variable ACCELERATE_TORCH_DEVICE is 'mps', which has no collectives "
+            f"for {launch.world_size} processes. Start one process, or name cpu."
+        )
+    if device.type != "cpu" and device.index is None:
+        return torch.device(device.type, launch.local_rank)
+    return device
+
+
+def adopt_group(launch: environment.Launch) -> environment.Launch:
+    """A group that somebody already started says who we are; the launcher's names may be absent."""
+    if not dist.is_initialized():
+        return launch
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (launch.rank, launch.world_size) == (rank, world_size):
+        return launch
+    return environment.Launch(
+        launcher="process group",
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+    )
+
+
+def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[str, Any]) -> None:
+    """Start the process group with the launcher's address and the device's backend.
+
+    Raises:
+        ValueError: This torch lacks the backend, or nothing says where the processes meet.
+    """
+    chosen = {name: value for name, value in kwargs.items() if value is not None}
+    backend = chosen.pop("backend", None) or _BACKENDS.get(device.type, "gloo")
+    for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
+        _check_backend(part.rpartition(":")[2], device)
+    init_method = chosen.pop("init_method", None)
+    if init_method is None:
+        if launch.master_addr is None or launch.master_port is None:
+            raise ValueError(
+                f"{launch.launcher} started {launch.world_size} processes, but MASTER_ADDR and "
+                "MASTER_PORT do not say where they meet. Start the script with torchrun, or export "
+                "both: rank 0's host name and a free port."
+            )
+        if launch.launcher == "torchrun":
+            init_method = "env://"
+        else:
+            init_method = f"tcp://{launch.master_addr}:{launch.master_port}"
+    dist.init_process_group(
+        backend,
+        init_method=init_method,
+        rank=launch.rank,
+        world_size=launch.world_size,
+        **chosen,
+    )
+    if backend == "gloo":
+        atexit.register(_let_threads_finish)
+
+
+def _check_backend(backend: str, device: torch.device) -> None:
+    if not dist.is_backend_available(backend):
+        raise ValueError(
+            f"The backend {backend!r} is not available in this build of torch. Use "
+            f"{_BACKENDS.get(device.type, 'gloo')!r}, or leave it out: it is chosen by the device."
+        )
+
+
+def share_out_cores(launch: environment.Launch) -> None:
+    """Let the CPU processes of one machine share its cores, where nobody has said how.
+
+    Each process would else start as many threads as the machine has cores.
+    """
+    if environment.read("OMP_NUM_THREADS") is not None:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    share = max(1, (cores or 1) // launch.local_world_size)
+    if torch.get_num_threads() > share:
+        torch.set_num_threads(share)
+        logger.warning(
+            "OMP_NUM_THREADS is not set: each of the %d processes of this machine uses %d "
+            "thread(s). Set the variable to choose another number.",
+            launch.local_world_size,
+            share,
+        )
+
+
+def _let_threads_finish() -> None:
+    """Give up the interpreter's lock for a moment before the interpreter ends.
+
+    A thread of gloo that has just ended a collective still has to release Python objects, for which
+    it takes that lock. One that waits for it while the interpreter ends is killed in C++ code that
+    must not be left so, and the whole process aborts: a finished run would be reported as failed.
+    """
+    time.sleep(0.1)

@@ -1,0 +1,329 @@
+"""The process and its peers."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer import environment
+from trainer.configuration import DistributedType
+from trainer.distributed.control import going_first, run_where
+from trainer.distributed.split import split
+from trainer.state import group as joining
+from trainer.state.shared import Shared
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class PartialState(Shared):
+    """The process and its peers, without anything of the training.
+
+    The first instance finds out who started the process (see `trainer.environment`), picks its
+    device and joins the process group. One process never starts a group.
+
+    Args:
+        cpu: Use the CPU though an accelerator is there. ``ACCELERATE_USE_CPU=true`` says the same.
+        **kwargs: Arguments of ``torch.distributed.init_process_group``.
+
+    Attributes:
+        device: The device of this process.
+        distributed_type: The kind of processes that work together.
+        backend: The process group's backend; None without a group.
+        num_processes: How many processes there are.
+        process_index: The rank of this one among all.
+        local_process_index: Its rank on this machine.
+        debug: ``ACCELERATE_DEBUG_MODE`` is true: collectives compare shapes before they start.
+
+    Raises:
+        ValueError: The launcher's variables contradict each other; there are more processes than
+            devices on this machine; or `cpu` is asked for after an accelerator was taken.
+        AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _key: ClassVar[str] = "device"
+    _how_to_change: ClassVar[str] = (
+        "It describes the process that runs: start the process differently, or pass cpu=True or "
+        "arguments of init_process_group when the state is first made."
+    )
+
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    debug: bool
+    _local_world_size: int
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = PartialState._shared_state
+        if self.initialized:
+            if cpu and self.device.type != "cpu":
+                raise ValueError(
+                    f"cpu=True was asked for, but this process already uses {self.device}. "
+                    "Restart it and pass cpu=True the first time."
+                )
+            return
+        cpu = cpu or environment.read_flag("ACCELERATE_USE_CPU")
+        debug = environment.read_flag("ACCELERATE_DEBUG_MODE")
+        launch = joining.adopt_group(environment.detect_launch())
+        device = joining.pick_device(launch, cpu=cpu)
+        _make_current(device)
+        if launch.world_size > 1 and not dist.is_initialized():
+            joining.join_group(launch, device, kwargs)
+        if launch.world_size > 1 and device.type == "cpu":
+            joining.share_out_cores(launch)
+        self.__dict__.update(
+            device=device,
+            distributed_type=joining.distributed_type(device, launch.world_size),
+            backend=dist.get_backend() if launch.world_size > 1 else None,
+            num_processes=launch.world_size,
+            process_index=launch.rank,
+            local_process_index=launch.local_rank,
+            debug=debug,
+            _local_world_size=launch.local_world_size,
+        )
+
+    # -- what this process is ------------------------------------------------------------------
+
+    @property
+    def use_distributed(self) -> bool:
+        """Several processes work together."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """This is rank 0 of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """This is rank 0 of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """This is the highest rank of all."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision of the `Accelerator`; ``"no"`` before there is one."""
+        from trainer.state.accelerator import AcceleratorState  # which builds on this class
+
+        return str(AcceleratorState._shared_state.get("_mixed_precision", "no"))
+
+    @property
+    def fork_launched(self) -> bool:
+        """A launcher of a notebook forked this process; read from ``FORK_LAUNCHED`` each time."""
+        return environment.read_flag("FORK_LAUNCHED")
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that a process takes here unless told otherwise, without an index."""
+        return joining.default_device()
+
+    def set_device(self) -> None:
+        """Make `device` the current one of this thread, as each new thread needs it."""
+        _make_current(self.device)
+
+    # -- who runs what, and when ---------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here; nothing with one process."""
+        if self.num_processes > 1:
+            devices = [self.device.index or 0] if self.device.type == "cuda" else None
+            dist.barrier(device_ids=devices)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Inside ``with``, rank 0 runs the block, then the others do.
+
+        Raises:
+            RuntimeError: On the other processes, when rank 0 failed in it; they do not run it.
+        """
+        return going_first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Inside ``with``, the first process of each machine runs the block, then the others do.
+
+        Raises:
+            RuntimeError: On all other processes, when a first one failed in it.
+        """
+        return going_first(self.is_local_main_process)
+
+    def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[P, R | None]:
+        """Decorator: the function runs on rank 0 only; it returns None elsewhere.
+
+        Raises:
+            ValueError: There is no function, or the state was reset.
+        """
+        return self._where(lambda: self.is_main_process, function, "on_main_process")
+
+    def on_local_main_process(
+        self, function: Callable[P, R] | None = None
+    ) -> Callable[P, R | None]:
+        """Decorator: the function runs on the first process of each machine only.
+
+        Raises:
+            ValueError: There is no function, or the state was reset.
+        """
+        return self._where(lambda: self.is_local_main_process, function, "on_local_main_process")
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorator: the function runs on the highest rank only; it returns None elsewhere.
+
+        Raises:
+            ValueError: There is no function, or the state was reset.
+        """
+        return self._where(lambda: self.is_last_process, function, "on_last_process")
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: the function runs on one rank only; with one process it always runs.
+
+        Args:
+            function: Left out, a decorator is returned: ``@state.on_process(process_index=1)``.
+            process_index: The rank among all.
+
+        Raises:
+            ValueError: There is no such rank, or the state was reset.
+            TypeError: `process_index` is no int, or `function` cannot be called.
+        """
+        self._require("on_process")
+        _check_index("process_index", process_index, self.num_processes, self.use_distributed)
+        if function is None:
+            return partial(self.on_process, process_index=process_index)
+        return self._where(
+            lambda: not self.use_distributed or self.process_index == process_index,
+            function,
+            "on_process",
+        )
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: the function runs on one rank of each machine; alone, it always runs.
+
+        Args:
+            function: Left out, a decorator is returned.
+            local_process_index: The rank on the machine.
+
+        Raises:
+            ValueError: This machine has no such rank, or the state was reset.
+            TypeError: `local_process_index` is no int, or `function` cannot be called.
+        """
+        self._require("on_local_process")
+        _check_index(
+            "local_process_index",
+            local_process_index,
+            self._local_world_size,
+            self.use_distributed,
+        )
+        if function is None:
+            return partial(self.on_local_process, local_process_index=local_process_index)
+        return self._where(
+            lambda: not self.use_distributed or self.local_process_index == local_process_index,
+            function,
+            "on_local_process",
+        )
+
+    def _require(self, name: str) -> None:
+        if not self.initialized:
+            raise ValueError(
+                f"`{name}` needs to know which process this is: make an `Accelerator` or a "
+                "`PartialState` before."
+            )
+
+    def _where(
+        self, due: Callable[[], bool], function: Callable[P, R] | None, name: str
+    ) -> Callable[P, R | None]:
+        self._require(name)
+        if function is None:
+            raise ValueError(
+                f"`{name}` was called without a function; write `@state.{name}` above one, without "
+                "parentheses."
+            )
+        return run_where(due, function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Inside ``with``, the part of `inputs` that this process takes.
+
+        See `trainer.distributed.split.split`, which says what can be split.
+
+        Args:
+            inputs: A list, a tuple, a tensor, a data set with ``select``, or a dictionary of those.
+            apply_padding: Repeat the last item so that every process has the same number, for
+                example to gather what comes of them; drop the repeated ones afterwards. Tensors
+                come on `device` then.
+
+        Raises:
+            ValueError: The values of a dictionary have different numbers of items.
+        """
+        yield split(
+            inputs,
+            rank=self.process_index,
+            world_size=self.num_processes,
+            padding=apply_padding,
+            device=self.device,
+        )
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, once a machine."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)  # noqa: T201 - printing is what this method is for
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Leave the process group, if there is one.
+
+        Args:
+            group: Another group than that of all; the one of all belongs to the launcher where
+                `fork_launched` is true, and stays.
+        """
+        if group is None and self.fork_launched:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    @staticmethod
+    def _reset_state() -> None:
+        PartialState._shared_state.clear()
+
+    def __repr__(self) -> str:
+        if not self.initialized:
+            return f"{type(self).__name__}(reset)"
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+
+def _make_current(device: torch.device) -> None:
+    if device.type not in ("cpu", "mps"):
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def _check_index(name: str, index: object, count: int, distributed: bool) -> None:
+    """Refuse a rank that does not exist: the function would silently run nowhere.
+
+    One process stands for all of them, so that a script can be tried without a launcher.
+    """
+    if index is None:
+        raise ValueError(f"{name} is missing; say on which process the function shall run.")
+    if isinstance(index, bool) or not isinstance(index, int):
+        raise TypeError(f"{name} is {index!r}; it must be an int.")
+    if index < 0 or (distributed and index >= count):
+        raise ValueError(f"{name} is {index}; it must be at least 0 and below {count}.")

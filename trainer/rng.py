@@ -10,6 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from trainer.configuration import RNGType
+from trainer.distributed.collectives import broadcast
+from trainer.errors import choose
+from trainer.state import PartialState
+
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
@@ -30,7 +35,7 @@ def mix(*values: int) -> int:
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python's, numpy's and torch's generators.
+    """Seed Python's, numpy's and torch's generators, on every kind of device.
 
     Args:
         seed: From 0 to 2**32 - 1, the range that numpy takes.
@@ -43,8 +48,6 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}; it must lie between 0 and 2**32 - 1.")
     if device_specific:
-        from trainer.state import PartialState
-
         seed = (seed + PartialState().process_index) % 2**32
     seed_generators(seed)
     if deterministic:
@@ -66,8 +69,11 @@ def rng_state() -> dict[str, Any]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    for name, device in _devices().items():
+        if device.is_initialized():
+            state[name] = device.get_rng_state()
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
     return state
 
 
@@ -80,8 +86,59 @@ def load_rng_state(state: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(tuple(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for name, device in _devices().items():
+        if name in state and device.is_available():
+            device.set_rng_state(state[name])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])
+
+
+def _devices() -> dict[str, Any]:
+    """The modules of devices that have a generator each."""
+    return {"cuda": torch.cuda, "xpu": torch.xpu}
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
+) -> None:
+    """Give the generators of all processes the states of rank 0's; collective.
+
+    Args:
+        rng_types: Which: ``"torch"`` (the CPU's), ``"cuda"``, ``"xpu"``, ``"mps"`` (the device's),
+            ``"generator"`` for the one given.
+        generator: For ``"generator"``.
+
+    Raises:
+        ValueError: A type is unknown, belongs to a device that this process does not use, or is
+            ``"generator"`` without one.
+    """
+    if isinstance(rng_types, str):
+        rng_types = [rng_types]
+    kinds = [_parse_rng_type(kind, generator) for kind in rng_types]
+    for kind in kinds:  # each is right: no process is left waiting
+        if kind == RNGType.GENERATOR:
+            assert generator is not None
+            generator.set_state(_from_main(generator.get_state()))
+        elif kind == RNGType.TORCH:
+            torch.set_rng_state(_from_main(torch.get_rng_state()))
+        else:
+            device = getattr(torch, kind)
+            device.set_rng_state(_from_main(device.get_rng_state()))
+
+
+def _parse_rng_type(kind: str | RNGType, generator: torch.Generator | None) -> str:
+    used = PartialState().device.type
+    choices = ["torch", "generator", *({used} & {"cuda", "xpu", "mps"})]
+    if str(kind) not in choices:
+        raise ValueError(f"{choose('rng_types', str(kind), choices)} This process uses {used}.")
+    if kind == RNGType.GENERATOR and generator is None:
+        raise ValueError("rng_types names 'generator', but none was given: pass generator=.")
+    return str(kind)
+
+
+def _from_main(state: torch.Tensor) -> torch.Tensor:
+    shared: torch.Tensor = broadcast(state.to(PartialState().device))
+    return shared.cpu()
 
 
 @contextmanager

@@ -1,13 +1,15 @@
 """Nested containers of tensors: map over them, find their batch size, put them on a device.
 
-A tree is a tensor, or a list, tuple, named tuple or mapping of trees; anything else is a leaf that
-passes through untouched.
+A tree is a tensor, or a list, tuple, named tuple, mapping or dataclass instance that holds trees;
+anything else is a leaf that passes through untouched.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,51 +22,117 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
     Args:
         function: Takes a leaf, returns its replacement.
-        tree: The nested containers; they are not changed.
+        tree: The nested containers; they are not changed. A dataclass instance is copied without
+            its constructor, which may take other arguments than its fields or refuse what is new.
     """
-    if isinstance(tree, Mapping):
-        items = {key: map_tree(function, value) for key, value in tree.items()}
-        return _rebuild_mapping(tree, items)
     if isinstance(tree, PackedSequence):  # its batch sizes stay on the host wherever the rest is
         indices = map(function, (tree.sorted_indices, tree.unsorted_indices))
         return PackedSequence(function(tree.data), tree.batch_sizes, *indices)
+    parts = children(tree)
+    if parts is None:
+        return function(tree)
+    return rebuild(tree, [map_tree(function, value) for _, value in parts])
+
+
+def children(tree: Any) -> list[tuple[Any, Any]] | None:
+    """What a container holds, each with its key, field or position; None for a leaf."""
+    if isinstance(tree, (Tensor, PackedSequence, type)):
+        return None
+    if isinstance(tree, Mapping):
+        return list(tree.items())
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple
-        return type(tree)(*(map_tree(function, value) for value in tree))
+        return list(zip(tree._fields, tree, strict=True))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tree(function, value) for value in tree)
-    return function(tree)
+        return list(enumerate(tree))
+    if is_dataclass(tree):
+        names = [field.name for field in fields(tree)]
+        return [(name, getattr(tree, name)) for name in names if hasattr(tree, name)]
+    return None
 
 
-def _rebuild_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the type of `like`; subclasses such as ``BatchEncoding`` take a dict."""
-    if type(like) is dict:
-        return items
-    if isinstance(like, defaultdict):
-        return type(like)(like.default_factory, items)
-    return type(like)(items)  # type: ignore[call-arg]  # Mapping itself declares no constructor
+def rebuild(like: Any, values: Sequence[Any]) -> Any:
+    """A container as `like`, with `values` in place of its `children`."""
+    if isinstance(like, Mapping):
+        items = dict(zip(like, values, strict=True))
+        if type(like) is dict:
+            return items
+        if isinstance(like, defaultdict):
+            return type(like)(like.default_factory, items)
+        return type(like)(items)  # type: ignore[call-arg]  # Mapping declares no constructor
+    if isinstance(like, tuple) and hasattr(like, "_make"):
+        return like._make(values)
+    if isinstance(like, (list, tuple)):
+        return type(like)(values)
+    made = object.__new__(type(like))
+    if hasattr(like, "__dict__"):
+        made.__dict__.update(like.__dict__)
+    for (name, _), value in zip(children(like) or (), values, strict=True):
+        object.__setattr__(made, name, value)  # a frozen one refuses the usual way
+    return made
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Every leaf, in the order of the containers."""
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)) and not isinstance(tree, PackedSequence):
-        for value in tree:
-            yield from leaves(value)
-    else:
+    """Every leaf, in the order of the containers; a packed sequence is one."""
+    parts = children(tree)
+    if parts is None:
         yield tree
+    else:
+        for _, value in parts:
+            yield from leaves(value)
 
 
-def to_device(tree: Any, device: torch.device, *, non_blocking: bool = False) -> Any:
-    """Copy every leaf that has a ``.to`` (tensors, packed sequences, …) to `device`."""
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
+    """Copy every tensor of a tree, and everything else with a ``.to``, to `device`.
 
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) or hasattr(leaf, "to"):
-            return leaf.to(device, non_blocking=non_blocking)
-        return leaf
+    A container with a ``.to`` of its own (a tokenizer's encoding, a dataclass that knows how to
+    move) is moved by that, unless it holds one of `skip_keys`.
 
-    return map_tree(move, tree)
+    Args:
+        tensor: The nested containers; they are not changed.
+        device: Where to.
+        non_blocking: Do not wait for copies from pinned memory. Said to a ``.to`` that takes it.
+        skip_keys: Keys of mappings and fields of dataclasses whose values stay where they are, at
+            every depth.
+    """
+    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
+
+    def send(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return tree.to(device, non_blocking=non_blocking)
+        parts = children(tree)
+        keeps = bool(skipped and parts and any(key in skipped for key, _ in parts))
+        if not keeps and not isinstance(tree, type) and callable(getattr(tree, "to", None)):
+            return _send_by_itself(tree, device, non_blocking=non_blocking)
+        if parts is None:
+            return tree
+        return rebuild(tree, [value if key in skipped else send(value) for key, value in parts])
+
+    return send(tensor)
+
+
+to_device = send_to_device
+
+
+def _send_by_itself(thing: Any, device: torch.device | str | int, *, non_blocking: bool) -> Any:
+    moved = (
+        thing.to(device, non_blocking=True)
+        if non_blocking and _takes(thing.to, "non_blocking")
+        else thing.to(device)
+    )
+    return thing if moved is None else moved  # some move in place and return nothing
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:  # a built-in that does not tell
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def detach(tree: Any) -> Any:
@@ -75,6 +143,54 @@ def detach(tree: Any) -> Any:
 def to_host(tree: Any) -> Any:
     """Every tensor detached and copied to host memory."""
     return map_tree(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Every float16 and bfloat16 tensor of a tree as float32; everything else as it is."""
+    half = (torch.float16, torch.bfloat16)
+    return map_tree(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in half else leaf,
+        tensor,
+    )
+
+
+def slice_tensors(data: Any, tensor_slice: Any) -> Any:
+    """Index every tensor of a tree along its first dimension.
+
+    Args:
+        data: The tree. Tensors without dimensions, and leaves that are no tensors, stay whole.
+        tensor_slice: A slice, or whatever else a tensor can be indexed with.
+    """
+    return map_tree(
+        lambda leaf: leaf[tensor_slice] if isinstance(leaf, Tensor) and leaf.ndim else leaf, data
+    )
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """One tree out of several of the same structure, their tensors joined along `dim`.
+
+    Args:
+        data: The trees, at least one; their leaves are tensors with at least one dimension.
+        dim: The dimension to join along.
+
+    Raises:
+        TypeError: A leaf is no tensor.
+        ValueError: There is nothing to join, or the trees differ in structure.
+    """
+    if not data:
+        raise ValueError("concatenate was given nothing to join.")
+    if all(isinstance(tree, Tensor) for tree in data):
+        return torch.cat(list(data), dim=dim)
+    parts = [children(tree) for tree in data]
+    if any(each is None for each in parts):
+        met = ", ".join(sorted({type(tree).__name__ for tree in data}))
+        raise TypeError(f"concatenate joins tensors in containers of one structure; it met {met}.")
+    tables = [dict(each or ()) for each in parts]
+    first = tables[0]
+    if any(table.keys() != first.keys() for table in tables):
+        keys = " and ".join(dict.fromkeys(str(list(table)) for table in tables))
+        raise ValueError(f"concatenate was given trees of different structure: {keys}.")
+    return rebuild(data[0], [concatenate([table[key] for table in tables], dim) for key in first])
 
 
 def find_batch_size(tree: Any) -> int | None:

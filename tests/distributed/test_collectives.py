@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import difflib
+import os
+import re
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pack_sequence
 
 from tests.helpers.ranks import RankError
-from trainer.distributed import collectives
+from trainer.distributed import collectives, debug, transport
+from trainer.state import PartialState
 
 
 class Pair(NamedTuple):
     left: Any
     right: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    x: Any
+    y: Any
 
 
 def lists(tree: Any) -> Any:
@@ -143,13 +156,439 @@ def test_an_object_is_broadcast(ranks3, source):
     assert ranks3(broadcast) == [{"from": source}] * 3
 
 
+KINDS = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.uint16,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.complex64,
+]
+
+
+def of_rank(rank: int, kind: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, exact in every type."""
+    return torch.tensor([[rank, 1, 2 * rank], [3, rank % 2, 0]], dtype=torch.float32).to(kind)
+
+
+def shown(tensor: torch.Tensor) -> tuple[str, Any]:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return str(tensor.dtype), tensor.to(wide).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_type_of_tensor_travels(ranks3, kind):
+    def travel() -> list[Any]:
+        own = of_rank(dist.get_rank(), kind)
+        sent = own.clone()
+        assert collectives.broadcast(sent, from_process=2) is sent
+        longer = own[:1] if dist.get_rank() else own
+        padded = collectives.pad_across_processes(longer, pad_index=1)
+        results = [collectives.gather(own), collectives.reduce(own), sent, padded]
+        return [shown(each) for each in (*results, own)]
+
+    every = [of_rank(rank, kind) for rank in range(3)]
+    exact = [each.to(torch.complex128 if kind.is_complex else torch.float64) for each in every]
+    for rank, found in enumerate(ranks3(travel)):
+        padded = exact[rank].clone()
+        if rank:
+            padded[1:] = 1
+        # Booleans are counted, as torch.sum does.
+        total = sum(exact).to(torch.int64 if kind == torch.bool else kind)
+        results = (torch.cat(exact).to(kind), total, every[2], padded.to(kind), every[rank])
+        assert found == [shown(each) for each in results]
+
+
+def test_views_that_are_computed_when_read_travel(ranks2):
+    def travel() -> list[Any]:
+        own = torch.tensor([1 + 1j, 2 - 3j]) * (dist.get_rank() + 1)
+        sent = own.clone().conj()
+        collectives.broadcast(sent, from_process=1)
+        lazy = own.conj()
+        gathered, negative = collectives.gather([lazy, torch._neg_view(own.imag.contiguous())])
+        return [gathered.tolist(), negative.tolist(), sent.tolist(), lazy.is_conj()]
+
+    gathered = [1 - 1j, 2 + 3j, 2 - 2j, 4 + 6j]
+    expected = [gathered, [-1.0, 3.0, -2.0, 6.0], gathered[2:], True]
+    assert ranks2(travel) == [expected] * 2
+
+
+def test_nothing_of_the_graph_travels(ranks2):
+    def travel() -> list[Any]:
+        weight = torch.ones(2, requires_grad=True)
+        output = weight * (dist.get_rank() + 2.0)
+        collectives.broadcast(weight, from_process=1)  # a leaf, changed in place
+        results = [collectives.gather(output), collectives.reduce(output, "mean")]
+        return [[each.requires_grad, each.tolist()] for each in (*results, weight)]
+
+    expected = [[False, [2.0, 2.0, 3.0, 3.0]], [False, [2.5, 2.5]], [True, [1.0, 1.0]]]
+    assert ranks2(travel) == [expected] * 2
+
+
+def test_dataclasses_travel(ranks2):
+    def travel() -> list[Any]:
+        own = Sample(torch.tensor([dist.get_rank()]), torch.tensor(1.0))
+        gathered, reduced = collectives.gather(own), collectives.reduce(own)
+        return [type(gathered).__name__, lists(vars(gathered)), lists(vars(reduced))]
+
+    expected = ["Sample", {"x": [0, 1], "y": [1.0, 1.0]}, {"x": [1], "y": 2.0}]
+    assert ranks2(travel) == [expected] * 2
+
+
+def test_scaled_integers_become_floats_as_in_torch(ranks2):
+    def reduce() -> list[Any]:
+        small = torch.tensor([2, 3], dtype=torch.int16)
+        results = [collectives.reduce(small, scale=each) for each in (2, 0.5)]
+        results.append(collectives.reduce(small, "none", scale=2))
+        return [shown(each) for each in results]
+
+    expected = [("torch.int16", [8, 12]), ("torch.float32", [2, 3]), ("torch.int16", [4, 6])]
+    assert ranks2(reduce) == [expected] * 2
+
+
+def test_none_exchanges_nothing(ranks2):
+    def reduce() -> Any:
+        # The shapes do not fit, and one rank does not even call it.
+        own = torch.arange(dist.get_rank() + 1)
+        result = collectives.reduce(own, "none") if dist.get_rank() else own
+        return result.tolist(), result is own
+
+    assert ranks2(reduce) == [([0], True), ([0, 1], False)]
+
+
+# -- padding
+
+
+@pytest.mark.parametrize(
+    ("dim", "first", "expected"),
+    [
+        (0, False, [[[1, 1], [9, 9], [9, 9]], [[1, 1], [1, 1], [9, 9]], [[1, 1]] * 3]),
+        (-2, True, [[[9, 9], [9, 9], [1, 1]], [[9, 9], [1, 1], [1, 1]], [[1, 1]] * 3]),
+    ],
+)
+def test_padding_makes_sizes_equal(ranks3, dim, first, expected):
+    def pad() -> Any:
+        rows = torch.ones(dist.get_rank() + 1, 2, dtype=torch.int64)
+        tree = {"a": [rows], "scalar": torch.tensor(5), "b": Pair(rows.float(), rows.t())}
+        padded = collectives.pad_across_processes(
+            {"a": [rows], "scalar": torch.tensor(5)}, dim, pad_index=9, pad_first=first
+        )
+        turned = collectives.pad_across_processes(tree["b"].right, -1 - dim % 2, 9, first)
+        gathered = collectives.gather(padded["a"][0])
+        assert padded["scalar"].item() == 5
+        assert turned.t().tolist() == padded["a"][0].tolist()
+        return padded["a"][0].tolist(), gathered.shape[0]
+
+    assert ranks3(pad) == [(each, 9) for each in expected]
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dimension_that_is_not_there_is_not_padded(ranks2, dim):
+    def pad() -> bool:
+        own = torch.ones(2, 2)
+        return collectives.pad_across_processes(own, dim) is own
+
+    assert ranks2(pad) == [True] * 2
+
+
+def test_a_tensor_of_full_size_is_returned_itself(ranks2):
+    def pad() -> bool:
+        own = torch.ones(2, 3 - dist.get_rank())
+        return collectives.pad_across_processes(own, 1) is own
+
+    assert ranks2(pad) == [True, False]
+
+
+def test_empty_tensors_are_padded_and_gathered(ranks2):
+    def pad() -> Any:
+        own = torch.ones(0 if dist.get_rank() else 2, 3)
+        return collectives.gather(collectives.pad_across_processes(own, 0, 7)).tolist()
+
+    assert ranks2(pad) == [[[1.0] * 3] * 2 + [[7.0] * 3] * 2] * 2
+
+
+def test_a_nested_tensor_is_not_padded_but_warned_of(ranks2):
+    def pad() -> Any:
+        rows = [torch.ones(dist.get_rank() + 1), torch.ones(3)]
+        own = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        with pytest.warns(collectives.CannotPadNestedTensorWarning, match="to_padded_tensor"):
+            return collectives.pad_across_processes([own])[0] is own
+
+    assert ranks2(pad) == [True] * 2
+
+
+# -- calls that do not fit together
+
+
+def failures(pool: Any, function: Any) -> list[str]:
+    """What each rank raised."""
+
+    def call() -> str:
+        try:
+            function()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    found = pool(call)
+    assert pool(dist.get_rank) == list(range(pool.size))  # they are still in step
+    return found
+
+
+@pytest.mark.parametrize("mode", ["", "true"])
+@pytest.mark.parametrize(
+    ("name", "plans"),
+    [
+        ("shape", ["gather (float32[2, 3])", "gather (float32[2, 4])"]),
+        ("ndim", ["gather (float32[2])", "gather (float32[2, 1])"]),
+        ("dtype", ["gather (int64[2])", "gather (float64[2])"]),
+        ("keys", ["gather (dict{'a': int64[]})", "gather (dict{'b': int64[]})"]),
+        ("operation", ["gather (int64[2])", "reduce sum (int64[2])"]),
+        ("reduction", ["reduce mean (float32[])", "reduce sum (float32[])"]),
+        ("source", ["broadcast from 0 (int64[2])", "broadcast from 1 (int64[2])"]),
+        (
+            "other",
+            ["broadcast from 0 (list{0: int64[2], 1: str})", "broadcast from 0 (list{0: int"],
+        ),
+        ("objects", ["gather_object", "gather (int64[2])"]),
+        ("box", ["broadcast_object from 0", "all_gather_object"]),
+        ("pad", ["pad_across_processes along dimension 1 (float32[2, *])", "(float32[3, *])"]),
+    ],
+)
+def test_every_rank_is_told_what_does_not_fit(ranks2, mode, name, plans):
+    def call() -> None:
+        os.environ["ACCELERATE_DEBUG_MODE"] = mode
+        rank = dist.get_rank()
+        two = torch.arange(2)
+        {
+            "shape": lambda: collectives.gather(torch.ones(2, 3 + rank)),
+            "ndim": lambda: collectives.gather(torch.ones((2, 1) if rank else 2)),
+            "dtype": lambda: collectives.gather(two.double() if rank else two),
+            "keys": lambda: collectives.gather({"b" if rank else "a": torch.tensor(1)}),
+            "operation": lambda: (collectives.reduce if rank else collectives.gather)(two),
+            "reduction": lambda: collectives.reduce(torch.tensor(1.0), "sum" if rank else "mean"),
+            "source": lambda: collectives.broadcast(two, from_process=rank),
+            "other": lambda: collectives.broadcast([two] if rank else [two, "text"]),
+            "objects": lambda: (collectives.gather if rank else collectives.gather_object)(two),
+            "box": lambda: (
+                collectives.all_gather_object(1) if rank else collectives.broadcast_object(1)
+            ),
+            "pad": lambda: collectives.pad_across_processes(torch.ones(2 + rank, 5 - rank), 1),
+        }[name]()
+
+    found = failures(ranks2, call)
+    assert found[0] == found[1]
+    assert found[0].startswith("DistributedOperationException: ")
+    for rank, plan in enumerate(plans):
+        assert f"rank {rank}: " in found[0]
+        assert plan in found[0].partition(f"rank {rank}: ")[2].splitlines()[0]
+
+
+def test_an_error_of_one_rank_is_told_to_the_others(ranks3):
+    def gather() -> None:
+        collectives.gather(["text"] if dist.get_rank() == 1 else [torch.ones(1)])
+
+    found = failures(ranks3, gather)
+    assert found[1].startswith("TypeError: gather takes tensors")
+    assert found[0] == found[2]
+    assert "rank 1: gather fails with TypeError: gather takes tensors" in found[0]
+
+
+def test_devices_are_checked_in_debug_mode_alone(monkeypatch):
+    monkeypatch.setattr(transport, "side_device", lambda: torch.device("cuda"))
+    assert not debug.is_checked()
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")
+    assert debug.is_checked()
+
+
+def test_without_the_check_everything_works_that_fits(ranks2):
+    def travel() -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "is_checked", lambda: False)
+            patch.setattr(collectives, "meet", None)
+            rank = dist.get_rank()
+            own = torch.arange(1 + rank)
+            results = [
+                collectives.gather(own[:1] + rank),
+                collectives.gather_uneven(own),
+                collectives.reduce(own[:1] + rank),
+                collectives.broadcast(own[:1] + rank, 1),
+                collectives.pad_across_processes(own, pad_index=5)[:2],
+            ]
+            with pytest.raises(TypeError, match="gather takes tensors"):
+                collectives.gather(3)
+        return [each.tolist() for each in results]
+
+    shared = [[0, 1], [0, 0, 1], [1], [1]]
+    assert ranks2(travel) == [[*shared, [0, 5]], [*shared, [0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.ones(2, device="meta"), "ValueError: gather got a tensor on meta.* on cpu"),
+        (lambda: torch.ones(2).to_sparse(), r"TypeError: gather takes dense tensors.*to_dense"),
+        (lambda: pack_sequence([torch.ones(2)]), "TypeError: gather takes .* met PackedSequence"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
+            "TypeError: gather takes dense tensors.*nested",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_with_the_reason(ranks2, make, text):
+    for each in failures(ranks2, lambda: collectives.gather(make())):
+        assert re.match(text, each)
+
+
+@pytest.mark.parametrize("source", [-1, 2])
+def test_a_rank_that_is_not_there_is_refused(ranks2, source):
+    for function in (
+        lambda: collectives.broadcast(torch.ones(1), source),
+        lambda: collectives.broadcast_object_list([1], source),
+    ):
+        for each in failures(ranks2, function):
+            assert each.startswith(f"ValueError: from_process is {source}; it must be a rank from")
+
+
+# -- objects
+
+
+def test_what_is_a_sequence_gives_its_elements(ranks2):
+    def gather() -> list[Any]:
+        rank = dist.get_rank()
+        objects = [
+            ("a", rank),
+            {rank},
+            range(rank, 2),
+            collections.deque([rank]),
+            numpy.array([[rank, 1]]),
+            torch.tensor([[rank, 2]]),
+            [],
+            # and what is none
+            "ab",
+            {"rank": rank},
+            difflib.Match(rank, 1, 1),  # a named tuple
+            numpy.float64(rank),
+            torch.tensor(rank),
+            None,
+        ]
+        found = [collectives.gather_object(each) for each in objects]
+        return [[item.tolist() if hasattr(item, "tolist") else item for item in x] for x in found]
+
+    expected = [
+        ["a", 0, "a", 1],
+        [0, 1],
+        [0, 1, 1],
+        [0, 1],
+        [[0, 1], [1, 1]],
+        [[0, 2], [1, 2]],
+        [],
+        ["ab", "ab"],
+        [{"rank": 0}, {"rank": 1}],
+        [(0, 1, 1), (1, 1, 1)],
+        [0.0, 1.0],
+        [0, 1],
+        [None, None],
+    ]
+    assert ranks2(gather) == [expected] * 2
+
+
+def test_objects_of_any_size_travel(ranks3):
+    def gather() -> list[Any]:
+        rank = dist.get_rank()
+        parts = collectives.all_gather_object("x" * (100_000 * rank))
+        text = collectives.broadcast_object("y" * (100_000 * rank), from_process=2)
+        return [[len(part) for part in parts], len(text)]
+
+    assert ranks3(gather) == [[[0, 100_000, 200_000], 200_000]] * 3
+
+
+def test_sets_come_in_the_same_order_everywhere(ranks2):
+    def gather() -> Any:
+        own = {f"{dist.get_rank()}-{i}" for i in range(30)}
+        return list(own), collectives.gather_object(own)
+
+    (first, found), (second, other) = ranks2(gather)
+    assert found == other == first + second
+
+
+def test_of_a_view_only_its_own_values_are_sent():
+    table = torch.arange(1000.0).reshape(10, 100)
+    payload, _ = transport.dump([table[0], table[:, 0]])
+    assert len(payload) < 2 * table[0].nbytes + 2000
+    assert [each.tolist() for each in transport.load(payload)] == [
+        list(range(100)),
+        list(range(0, 1000, 100)),
+    ]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_list_of_objects_is_broadcast_in_place(ranks2, source):
+    def broadcast() -> tuple[Any, bool]:
+        rank = dist.get_rank()
+        own = [rank, {"from": rank}] + ["more"] * rank
+        result = collectives.broadcast_object_list(own, source)
+        return own, result is own
+
+    assert ranks2(broadcast) == [([source, {"from": source}] + ["more"] * source, True)] * 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_object_that_cannot_be_sent_is_an_error_of_all(ranks3, number):
+    def send() -> None:
+        value = (lambda: 0) if dist.get_rank() == 1 else 0
+        if number:
+            collectives.gather_object([value])
+        else:
+            collectives.broadcast_object_list([value], from_process=1)
+
+    found = failures(ranks3, send)
+    assert "RuntimeError" not in found[1]
+    assert "pickle" in found[1]
+    assert found[0] == found[2]
+    assert found[0].startswith("RuntimeError: Rank 1 could not send its object: ")
+    assert "pickle" in found[0]
+
+
+@pytest.mark.gpu
+def test_tensors_of_an_accelerator_travel_through_the_host():
+    value = {"deep": [torch.ones(2, device="cuda", requires_grad=True)], "host": torch.ones(1)}
+    payload, error = transport.dump(value)
+    assert error is None
+    arrived = transport.load(payload)
+    assert arrived["deep"][0].device == PartialState().device
+    assert arrived["deep"][0].tolist() == [1.0, 1.0]
+    assert arrived["host"].device.type == "cpu"
+
+
 def test_one_process_answers_at_once():
     tensor = torch.tensor([1.0])
     assert collectives.gather(tensor) is tensor
     assert collectives.broadcast([tensor])[0] is tensor
     assert collectives.gather_object([1, 2]) == [1, 2]
+    assert collectives.gather_object((1, 2)) == [1, 2]
+    assert collectives.gather_object("ab") == ["ab"]
+    assert collectives.gather(["any", 1]) == ["any", 1]
+    assert collectives.pad_across_processes([tensor])[0] is tensor
+    objects = [1, "a"]
+    assert collectives.broadcast_object_list(objects) is objects
     assert collectives.all_gather_object(3) == [3]
     assert collectives.broadcast_object("x") == "x"
     assert collectives.reduce(tensor, "mean", 2.0).tolist() == [2.0]
-    with pytest.raises(TypeError, match="reduce takes tensors"):
-        collectives.reduce([1.0])
+    assert collectives.reduce(tensor, "none") is not tensor
+    flags = collectives.reduce(torch.tensor([True, False]))
+    assert (flags.dtype, flags.tolist()) == (torch.int64, [1, 0])
+    for refuses in (collectives.reduce, collectives.pad_across_processes):
+        with pytest.raises(TypeError, match=f"{refuses.__name__} takes tensors"):
+            refuses([1.0])
+    with pytest.raises(ValueError, match="from_process is 1; it must be a rank from 0 to 0"):
+        collectives.broadcast(tensor, 1)
+    with pytest.raises(TypeError, match="changes a list in place; it got tuple"):
+        collectives.broadcast_object_list((1,))

@@ -8,7 +8,9 @@ import random
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 
+from trainer.configuration import RNGType
 from trainer.rng import (
     isolated_rng,
     load_rng_state,
@@ -17,6 +19,7 @@ from trainer.rng import (
     seed_generators,
     seeded_iteration,
     set_seed,
+    synchronize_rng_states,
 )
 
 
@@ -147,3 +150,110 @@ def test_seeded_iteration_covers_the_making_of_the_iterator():
     first = list(seeded_iteration(Shuffled(), 3))
     assert first == list(seeded_iteration(Shuffled(), 3))
     assert sorted(first) == list(range(10))
+
+
+def test_states_of_older_checkpoints_are_taken():
+    set_seed(3)
+    state = {key: rng_state()[key] for key in ("python", "torch")}
+    first = random.random(), torch.rand(1).item()
+    set_seed(4)
+    load_rng_state(state | {"cuda": torch.zeros(16, dtype=torch.uint8)})  # of another machine
+    assert (random.random(), torch.rand(1).item()) == first
+
+
+class Device:
+    """What torch.cuda, torch.xpu and torch.mps do with a generator, without a device."""
+
+    def __init__(self, number: int, *, initialized: bool = True) -> None:
+        self.state = torch.tensor([number], dtype=torch.uint8)
+        self.initialized = initialized
+        self.available = True
+
+    def is_initialized(self) -> bool:
+        return self.initialized
+
+    def is_available(self) -> bool:
+        return self.available
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+def test_generators_of_devices_are_kept(monkeypatch):
+    cuda, xpu, mps = Device(1), Device(2), Device(3)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "xpu", xpu)
+    monkeypatch.setattr(torch, "mps", mps)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    state = rng_state()
+    assert {key: state[key].tolist() for key in ("cuda", "xpu", "mps")} == {
+        "cuda": [1],
+        "xpu": [2],
+        "mps": [3],
+    }
+    for device in (cuda, xpu, mps):
+        device.state = torch.tensor([9])
+    load_rng_state(state)
+    assert [device.state.tolist() for device in (cuda, xpu, mps)] == [[1], [2], [3]]
+    xpu.available = False  # the checkpoint is of another machine
+    load_rng_state(state | {"xpu": torch.tensor([7])})
+    assert xpu.state.tolist() == [2]
+    cuda.initialized = False  # asking would take memory on it
+    assert "cuda" not in rng_state()
+
+
+def test_every_process_gets_a_seed_of_its_own_where_asked(ranks3):
+    def seeded() -> tuple[float, float, float]:
+        set_seed(5, device_specific=True)
+        return draw()
+
+    found = ranks3(seeded)
+    for rank, values in enumerate(found):
+        set_seed(5 + rank)
+        assert values == draw()
+
+
+def test_generators_follow_rank_0(ranks3):
+    def synchronize(rng_types: list[str | RNGType]) -> list[float]:
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        generator = torch.Generator().manual_seed(10 + rank)
+        synchronize_rng_states(rng_types, generator)
+        return [torch.rand(1).item(), torch.rand(1, generator=generator).item()]
+
+    def expected(seed: int, generator_seed: int) -> list[float]:
+        numbers = [torch.Generator().manual_seed(each) for each in (seed, generator_seed)]
+        return [torch.rand(1, generator=each).item() for each in numbers]
+
+    assert ranks3(synchronize, ["torch"]) == [expected(0, 10 + rank) for rank in range(3)]
+    assert ranks3(synchronize, "torch") == [expected(0, 10 + rank) for rank in range(3)]
+    assert ranks3(synchronize, [RNGType.GENERATOR]) == [expected(rank, 10) for rank in range(3)]
+    assert ranks3(synchronize, ["generator", "torch"]) == [expected(0, 10)] * 3
+    assert ranks3(synchronize, []) == [expected(rank, 10 + rank) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("rng_types", "text"),
+    [
+        (["torch", "numpy"], "rng_types is 'numpy'; it must be one of 'generator', 'torch'"),
+        (["xla"], "rng_types is 'xla'; it must be one of"),
+        ([RNGType.CUDA], "rng_types is 'cuda'.* This process uses cpu"),
+        (["torch", "generator"], "none was given: pass generator="),
+    ],
+)
+def test_generators_that_are_not_there_are_refused(rng_types, text):
+    torch.manual_seed(1)
+    with pytest.raises(ValueError, match=text):
+        synchronize_rng_states(rng_types)
+
+
+@pytest.mark.gpu
+def test_the_state_of_cuda_is_put_back():
+    torch.rand(1, device="cuda")
+    state = rng_state()
+    first = torch.rand(2, device="cuda").tolist()
+    load_rng_state(state)
+    assert torch.rand(2, device="cuda").tolist() == first

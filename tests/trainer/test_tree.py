@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -123,3 +124,190 @@ def test_a_read_only_mapping_is_made_anew():
     result = tree.map_tree(str, MappingProxyType({"a": 1}))
     assert type(result) is MappingProxyType
     assert result["a"] == "1"
+
+
+# Dataclasses
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    note: Any = "text"
+    derived: Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self):
+        if not isinstance(self.x, torch.Tensor):
+            raise TypeError("only tensors")  # what a map puts here must not pass this way
+        self.derived = len(self.x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Frozen:
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    one: Any
+    two: Any = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Mover:
+    x: torch.Tensor
+    moved_to: Any = None
+
+    def to(self, device):
+        return Mover(self.x.to(device), moved_to=device)
+
+
+def test_a_dataclass_is_a_container_that_is_not_made_anew():
+    batch = Batch(torch.ones(2), ["a", "b"])
+    batch.extra = "kept"
+    result = tree.map_tree(lambda leaf: str(leaf).upper(), batch)
+    assert type(result) is Batch
+    assert (result.x, result.note, result.derived) == ("TENSOR([1., 1.])", ["A", "B"], "2")
+    assert result.extra == "kept"
+    assert batch.note == ["a", "b"]
+    assert batch.x.tolist() == [1.0, 1.0]
+
+
+def test_frozen_dataclasses_are_mapped_and_stay_frozen():
+    before = Frozen(left=1, right=(2,))
+    assert tree.map_tree(lambda leaf: leaf + 1, before) == Frozen(left=2, right=(3,))
+    assert before == Frozen(left=1, right=(2,))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tree.map_tree(str, before).left = 3
+
+
+def test_a_field_that_was_never_set_is_left_out():
+    result = tree.map_tree(str, Slotted(1))
+    assert result.one == "1"
+    assert not hasattr(result, "two")
+    assert list(tree.leaves(Slotted(1))) == [1]
+
+
+def test_a_dataclass_itself_is_a_leaf():
+    assert list(tree.leaves([Frozen, Frozen(left=1, right=2)])) == [Frozen, 1, 2]
+    assert tree.send_to_device(Mover, "meta") is Mover
+
+
+def test_a_named_tuple_with_a_constructor_of_its_own_is_kept():
+    class Sorted(Pair):
+        def __new__(cls, values):
+            return super().__new__(cls, *sorted(values))
+
+    assert tree.map_tree(str, Sorted([2, 1])) == ("1", "2")
+    assert type(tree.map_tree(str, Sorted([2, 1]))) is Sorted
+
+
+def test_dataclasses_move():
+    moved = tree.send_to_device(Frozen(left=torch.ones(1), right=[torch.ones(1)]), "meta")
+    assert moved.left.device == moved.right[0].device == torch.device("meta")
+    assert tree.find_batch_size(Frozen(left="a", right=torch.zeros(3, 2))) == 3
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_a_container_that_can_move_moves_by_itself(non_blocking):
+    moved = tree.send_to_device([Mover(torch.ones(1))], "meta", non_blocking)[0]
+    assert moved.x.device == torch.device("meta")
+    assert moved.moved_to == "meta"  # its own `.to` has been called, without what it cannot take
+
+
+def test_non_blocking_is_said_to_those_who_can_hear_it():
+    heard = []
+
+    class Listener:
+        def to(self, device, **kwargs):
+            heard.append(kwargs)  # in place: nothing is returned
+
+    listener = Listener()
+    assert tree.send_to_device({"a": listener}, "meta", non_blocking=True) == {"a": listener}
+    tree.send_to_device(listener, "meta")
+    assert heard == [{"non_blocking": True}, {}]
+
+
+def test_an_attribute_named_to_is_no_method():
+    @dataclasses.dataclass
+    class Edge:
+        x: torch.Tensor
+        to: int
+
+    moved = tree.send_to_device(Edge(torch.ones(1), 4), "meta")
+    assert (moved.x.device.type, moved.to) == ("meta", 4)
+
+
+@pytest.mark.parametrize("skip_keys", ["keep", ["keep", "absent"]])
+def test_skipped_keys_stay_at_every_depth(skip_keys):
+    @dataclasses.dataclass
+    class Record:
+        keep: torch.Tensor
+        go: torch.Tensor
+
+        def to(self, device):
+            raise AssertionError("this would move what is to be kept")
+
+    def one() -> torch.Tensor:
+        return torch.ones(1)
+
+    moved = tree.send_to_device(
+        {"keep": [one()], "go": one(), "in": ({"keep": one()}, Record(one(), one()))},
+        torch.device("meta"),
+        skip_keys=skip_keys,
+    )
+    kept = [moved["keep"][0], moved["in"][0]["keep"], moved["in"][1].keep]
+    assert [each.device.type for each in kept] == ["cpu"] * 3
+    assert moved["go"].device.type == moved["in"][1].go.device.type == "meta"
+
+
+# What is made of trees
+
+
+def test_convert_to_fp32_changes_half_precision_alone():
+    kinds = [torch.float16, torch.bfloat16, torch.float64, torch.int8]
+    result = tree.convert_to_fp32({"a": [torch.ones(1, dtype=kind) for kind in kinds], "b": "text"})
+    assert [each.dtype for each in result["a"]] == [torch.float32, torch.float32, *kinds[2:]]
+    assert result["b"] == "text"
+
+
+def test_slices_are_taken_of_every_tensor_that_has_a_first_dimension():
+    data = {"x": torch.arange(6).reshape(3, 2), "y": Pair(torch.arange(3), torch.tensor(7))}
+    result = tree.slice_tensors({**data, "z": "text"}, slice(1, 3))
+    assert result["x"].tolist() == [[2, 3], [4, 5]]
+    assert result["y"].left.tolist() == [1, 2]
+    assert result["y"].right.item() == 7
+    assert result["z"] == "text"
+
+
+def test_concatenate_joins_what_slices_had_parted():
+    data = {"x": torch.arange(12).reshape(4, 3), "y": Pair([torch.arange(4)], ())}
+    parts = [tree.slice_tensors(data, slice(i, i + 2)) for i in (0, 2)]
+    joined = tree.concatenate(parts)
+    assert joined["x"].tolist() == data["x"].tolist()
+    assert joined["y"].left[0].tolist() == [0, 1, 2, 3]
+    assert type(joined["y"]) is Pair
+    turned = tree.concatenate([Frozen(left=each["x"], right=()) for each in parts], dim=1)
+    assert turned.left.tolist() == [[0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]]
+
+
+def test_concatenate_pairs_by_key():
+    first = {"a": torch.tensor([1]), "b": torch.tensor([2])}
+    second = {"b": torch.tensor([4]), "a": torch.tensor([3])}
+    joined = tree.concatenate([first, second])
+    assert {key: value.tolist() for key, value in joined.items()} == {"a": [1, 3], "b": [2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "text"),
+    [
+        ([], ValueError, "nothing to join"),
+        ([[torch.ones(1), 3]] * 2, TypeError, "it met int"),
+        ([torch.ones(1), [torch.ones(1)]], TypeError, "it met Tensor, list"),
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], ValueError, r"\['a'\] and \['b'\]"),
+        ([[torch.ones(1)], [torch.ones(1)] * 2], ValueError, r"\[0\] and \[0, 1\]"),
+    ],
+)
+def test_concatenate_refuses_what_does_not_fit(data, error, text):
+    with pytest.raises(error, match=text):
+        tree.concatenate(data)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIELDS = 5
+FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,7 @@ class Tally:
     Attributes:
         items: Items of the window.
         stop_votes: How many processes want to stop.
+        signals: How many were told to end by a signal.
         seconds: Rank 0's clock.
         ended: How many processes have no further round in this epoch.
         witness: 1 from rank 0 alone; another sum says that nothing was reduced.
@@ -31,6 +32,7 @@ class Tally:
 
     items: float
     stop_votes: float
+    signals: float
     seconds: float
     ended: float
     witness: float
@@ -48,7 +50,7 @@ class Agreement:
         self._host: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
         self.items_seen = 0.0
-        self.latest = Tally(0.0, 0.0, 0.0, 0.0, 1.0)
+        self.latest = Tally(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
     def count_alone(self, tally: Tally) -> None:
         """The tally of a process that has no peers: its own ballot."""

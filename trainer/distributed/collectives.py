@@ -1,19 +1,44 @@
 """Collectives over trees of tensors and over plain objects; one process answers at once.
 
-Each function is called by every process alike. Tensors must lie on the process's device.
+Each function is called by every process alike. Tensors must lie on the process's device; what was
+exchanged has no graph. A call that does not fit those of the others is an error on all of them
+where `trainer.distributed.debug` checks it: always on the CPU, elsewhere in debug mode.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections import deque
+from collections.abc import Set
+from itertools import chain
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainer.configuration import Choice
+from trainer.distributed import transport
+from trainer.distributed.debug import describe, is_checked, meet
 from trainer.state import PartialState
-from trainer.tree import map_tree
+from trainer.tree import leaves, map_tree
+
+_ARRAYS = (Tensor, numpy.ndarray)
+_SEQUENCES = (list, tuple, range, deque, Set)
+# What the backends add up by themselves; other types are added up in a wider one.
+_SUMMED = {
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
 
 
 class Reduction(Choice):
@@ -24,117 +49,369 @@ class Reduction(Choice):
     NONE = "none"
 
 
-def _expect_tensor(leaf: Any, operation: str) -> Tensor:
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{operation} takes tensors, or lists, tuples and dicts of them; it met "
-            f"{type(leaf).__name__}. Use gather_object for other objects."
-        )
-    return leaf.contiguous()
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor has no size to pad."""
 
 
-def gather(tree: Any) -> Any:
+# -- tensors -------------------------------------------------------------------------------------
+
+
+def gather(tensor: Any) -> Any:
     """Concatenate each tensor of every process along its first dimension.
 
     Args:
-        tree: Tensors in nested containers; each of the same shape on every process. A tensor
+        tensor: Tensors in nested containers; each of the same shape on every process. A tensor
             without dimensions becomes one of length ``num_processes``.
 
     Returns:
         The same containers with first dimensions ``num_processes`` times as long; the input
-        itself with one process.
+        itself with one process, whatever it is.
 
     Raises:
-        TypeError: Several processes, and a leaf is not a tensor.
+        TypeError: Several processes, and a leaf is not a dense tensor.
+        ValueError: A tensor lies where the processes cannot send from.
+        DistributedOperationException: The processes' calls do not fit together.
+    """
+    if PartialState().num_processes == 1:
+        return tensor
+    _agree("gather", tensor)
+    return map_tree(_gather_one, tensor)
+
+
+def _gather_one(tensor: Tensor) -> Tensor:
+    parts = transport.stack(tensor)
+    return parts if tensor.ndim == 0 else parts.flatten(0, 1)
+
+
+def gather_uneven(tensor: Any) -> Any:
+    """As `gather`, with first dimensions that may differ between the processes.
+
+    It costs one more exchange, of the sizes, for which the host waits.
     """
     world_size = PartialState().num_processes
     if world_size == 1:
-        return tree
+        return tensor
+    _agree("gather", tensor, free=0)
+    own = [len(leaf) for leaf in leaves(tensor) if leaf.ndim]
+    rows = transport.share_numbers(own) if own else []
+    columns = iter(zip(*rows, strict=True))
 
-    def gather_one(leaf: Any) -> Tensor:
-        tensor = _expect_tensor(leaf, "gather")
-        parts = [torch.empty_like(tensor) for _ in range(world_size)]
-        dist.all_gather(parts, tensor)
-        return torch.stack(parts) if tensor.ndim == 0 else torch.cat(parts)
+    def gather_one(leaf: Tensor) -> Tensor:
+        sizes = next(columns) if leaf.ndim else (1,)
+        if len(set(sizes)) == 1:
+            return _gather_one(leaf)
+        parts = transport.stack(_padded(leaf, 0, max(sizes), 0, first=False))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    return map_tree(gather_one, tree)
+    return map_tree(gather_one, tensor)
 
 
-def reduce(tree: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     """Reduce each tensor over the processes; every process gets the result.
 
     Args:
-        tree: Tensors in nested containers; they are not changed.
-        reduction: ``"sum"``, ``"mean"``, or ``"none"`` for the values as they are.
+        tensor: Tensors in nested containers, each of the same shape on every process; they are not
+            changed.
+        reduction: ``"sum"`` (of booleans: how many are true), ``"mean"``, or ``"none"`` for copies
+            of the values as they are, without any exchange.
         scale: Multiplied into the result.
 
     Raises:
-        ValueError: The reduction is unknown.
-        TypeError: A leaf is not a tensor, or a mean of integers is asked for.
+        ValueError: The reduction is unknown, or a tensor lies where the processes cannot send from.
+        TypeError: A leaf is not a dense tensor, or a mean of integers is asked for.
+        DistributedOperationException: The processes' calls do not fit together.
     """
     reduction = Reduction.parse(reduction, "reduction")
-    world_size = PartialState().num_processes
+    if reduction != Reduction.NONE:
+        _agree(f"reduce {reduction}", tensor, means=reduction == Reduction.MEAN)
+    elif (problem := _problem("reduce", tensor)) is not None:
+        raise problem
 
-    def reduce_one(leaf: Any) -> Tensor:
-        tensor = _expect_tensor(leaf, "reduce").clone()
-        if reduction == Reduction.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(
-                f"The mean of {tensor.dtype} is not of that type; convert with .float() first."
-            )
-        if reduction != Reduction.NONE and world_size > 1:
-            dist.all_reduce(tensor)
+    def reduce_one(leaf: Tensor) -> Tensor:
+        if reduction == Reduction.NONE:
+            total = leaf.detach().clone()
+        else:
+            total = _sum(leaf)
             if reduction == Reduction.MEAN:
-                tensor /= world_size
-        return tensor if scale == 1.0 else tensor * scale
+                total /= PartialState().num_processes
+        if scale != 1.0:
+            total = total * scale
+        narrow = leaf.dtype != torch.bool and total.dtype == _wide(leaf.dtype)
+        return total.to(leaf.dtype) if narrow else total
 
-    return map_tree(reduce_one, tree)
-
-
-def broadcast(tree: Any, from_process: int = 0) -> Any:
-    """Give every process the tensors of one; they are changed in place and returned."""
-    if PartialState().num_processes > 1:
-
-        def broadcast_one(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                # The backends read and write one stretch of memory, whatever view of it they get.
-                packed = leaf.contiguous()
-                dist.broadcast(packed, src=from_process)
-                if packed is not leaf:
-                    leaf.copy_(packed)
-            return leaf
-
-        with torch.no_grad():
-            return map_tree(broadcast_one, tree)
-    return tree
+    return map_tree(reduce_one, tensor)
 
 
-def gather_object(items: list[Any]) -> list[Any]:
-    """Concatenate the lists of all processes, in the order of their ranks.
+def _sum(tensor: Tensor) -> Tensor:
+    """The sum over the processes, in a type that holds it; new memory."""
+    total = torch.empty_like(
+        tensor, dtype=_wide(tensor.dtype), memory_format=torch.contiguous_format
+    )
+    total.copy_(tensor.detach())
+    if PartialState().num_processes > 1 and total.numel():
+        dist.all_reduce(total)
+    return total
 
-    The objects travel pickled between the processes of one run, never through a file.
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype in _SUMMED:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give every process the tensors of one; they are changed in place and returned.
+
+    Args:
+        tensor: Tensors in nested containers, each of the same shape on every process. Leaves that
+            are no tensors stay as they are.
+        from_process: The rank whose values all get.
+
+    Raises:
+        ValueError: There is no such rank, or a tensor lies where the processes cannot send from.
+        DistributedOperationException: The processes' calls do not fit together.
     """
-    return [item for part in all_gather_object(items) for item in part]
+    _check_rank(from_process)
+    if PartialState().num_processes == 1:
+        return tensor
+    _agree(f"broadcast from {from_process}", tensor, others=True)
+
+    def broadcast_one(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            # The backends read and write one stretch of memory, whatever view of it they get.
+            values = transport.packed(leaf)
+            transport.send(values, from_process)
+            if values.data_ptr() != leaf.data_ptr():
+                leaf.copy_(values)
+        return leaf
+
+    with torch.no_grad():
+        map_tree(broadcast_one, tensor)
+    return tensor
+
+
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+) -> Any:
+    """Pad each tensor to its largest size over the processes, so that `gather` takes it.
+
+    Args:
+        tensor: Tensors in nested containers; the processes' may differ in size along `dim` only.
+        dim: The dimension to pad; from the end if negative. A tensor that has no such dimension
+            stays as it is; so does a nested tensor, with a `CannotPadNestedTensorWarning`.
+        pad_index: The value to pad with.
+        pad_first: Pad at the beginning instead of the end.
+
+    Returns:
+        The same containers; a tensor that has its full size is returned itself.
+
+    Raises:
+        TypeError: A leaf is not a tensor, also with one process.
+        ValueError: A tensor lies where the processes cannot send from.
+        DistributedOperationException: The processes' calls do not fit together.
+    """
+    _agree("pad_across_processes", tensor, free=dim, nested=True)
+
+    def size_of(leaf: Tensor) -> int | None:
+        return None if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim]
+
+    own = [size for leaf in leaves(tensor) if (size := size_of(leaf)) is not None]
+    rows = transport.share_numbers(own) if own and PartialState().num_processes > 1 else [own]
+    largest = iter([max(column) for column in zip(*rows, strict=True)])
+
+    def pad_one(leaf: Tensor) -> Tensor:
+        size = size_of(leaf)
+        if leaf.is_nested:
+            warnings.warn(
+                "pad_across_processes leaves a nested tensor as it is; convert it with "
+                "torch.nested.to_padded_tensor(tensor, padding) first.",
+                CannotPadNestedTensorWarning,
+                stacklevel=2,
+            )
+        if size is None or size == (target := next(largest)):
+            return leaf
+        return _padded(leaf, dim, target, pad_index, first=pad_first)
+
+    return map_tree(pad_one, tensor)
+
+
+def _padded(tensor: Tensor, dim: int, size: int, value: int, *, first: bool) -> Tensor:
+    shape = list(tensor.shape)
+    missing = size - shape[dim]
+    shape[dim] = missing
+    padding = tensor.detach().new_full(shape, value)
+    parts = (padding, tensor) if first else (tensor, padding)
+    return torch.cat(parts, dim=dim)
+
+
+def _agree(
+    operation: str,
+    tree: Any,
+    *,
+    free: int | None = None,
+    means: bool = False,
+    others: bool = False,
+    nested: bool = False,
+) -> None:
+    """Nothing is sent before every process knows that the tensors of all fit together."""
+    problem = _problem(operation, tree, means=means, others=others, nested=nested)
+    if PartialState().num_processes > 1 and is_checked():
+        where = "" if free is None else f" along dimension {free}"
+        meet(f"{operation}{where} ({describe(tree, free=free)})", problem=problem)
+    elif problem is not None:
+        raise problem
+
+
+def _problem(
+    operation: str, tree: Any, *, means: bool = False, others: bool = False, nested: bool = False
+) -> Exception | None:
+    """Why this tree cannot be sent, if so."""
+    state = PartialState()
+    reachable = transport.device_types() if state.num_processes > 1 else None
+    operation = operation.partition(" ")[0]
+    for leaf in leaves(tree):
+        if not isinstance(leaf, Tensor):
+            if others and not isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
+                continue
+            return TypeError(
+                f"{operation} takes tensors, or lists, tuples, dicts and dataclasses of them; it "
+                f"met {type(leaf).__name__}. Use gather_object for other objects."
+            )
+        if leaf.is_nested and nested:
+            continue
+        if leaf.is_nested or leaf.layout != torch.strided:
+            return TypeError(
+                f"{operation} takes dense tensors; it met one with layout {leaf.layout}"
+                f"{', nested' if leaf.is_nested else ''}. Convert it first, with .to_dense() or "
+                "torch.nested.to_padded_tensor()."
+            )
+        if means and not (leaf.is_floating_point() or leaf.is_complex()):
+            return TypeError(
+                f"The mean of {leaf.dtype} is not of that type; convert with .float() first."
+            )
+        if reachable is not None and (
+            leaf.device.type not in reachable
+            or (leaf.device.type == state.device.type != "cpu" and leaf.device != state.device)
+        ):
+            return ValueError(
+                f"{operation} got a tensor on {leaf.device}, but this process works on "
+                f"{state.device}. Move it there first, with .to(accelerator.device)."
+            )
+    return None
+
+
+def _check_rank(rank: int) -> None:
+    world_size = PartialState().num_processes
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"from_process is {rank}; it must be a rank from 0 to {world_size - 1}, one of the "
+            f"{world_size} process(es)."
+        )
+
+
+# -- objects -------------------------------------------------------------------------------------
+
+
+def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API's name
+    """The objects of all processes in one list, in the order of their ranks.
+
+    A list, tuple, range, deque or set, and an array or tensor with a first dimension, contributes
+    its elements; anything else (a string, a number, a dict, a named tuple) itself. So the result is
+    a list with any number of processes. The objects travel pickled between the processes of one
+    run, never through a file; tensors on an accelerator arrive on the receiver's device.
+
+    Args:
+        object: The processes' may differ in length and kind.
+
+    Raises:
+        Exception: What pickling raised, on the process whose object cannot be pickled.
+        RuntimeError: On the other processes then.
+        DistributedOperationException: The processes' calls do not fit together.
+    """
+    # A set's order is this process's own, so it is laid down here; an array travels in one piece.
+    own = object if isinstance(object, _ARRAYS) else _elements(object)
+    return list(chain.from_iterable(map(_elements, _exchange("gather_object", own))))
+
+
+def _elements(thing: Any) -> list[Any]:
+    return list(thing) if is_sequence(thing) else [thing]
+
+
+def is_sequence(thing: Any) -> bool:
+    """`gather_object` takes its elements, not itself."""
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return False
+    if isinstance(thing, _ARRAYS):
+        return thing.ndim > 0
+    return isinstance(thing, _SEQUENCES)
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """One value a process, in the order of their ranks."""
-    world_size = PartialState().num_processes
-    if world_size == 1:
-        return [value]
-    parts: list[Any] = [None] * world_size
-    dist.all_gather_object(parts, value)
-    return parts
+    """One value a process, in the order of their ranks.
+
+    Raises:
+        Exception: See `gather_object`.
+    """
+    return _exchange("all_gather_object", value)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the elements of every process's list by those of one.
+
+    Args:
+        object_list: Changed in place, and returned.
+        from_process: The rank whose elements all get.
+
+    Raises:
+        TypeError: It is not a list.
+        ValueError: There is no such rank.
+    """
+    if not isinstance(object_list, list):
+        raise TypeError(
+            f"broadcast_object_list changes a list in place; it got {type(object_list).__name__}."
+        )
+    values = broadcast_object(object_list, from_process)
+    if values is not object_list:
+        object_list[:] = values
+    return object_list
 
 
 def broadcast_object(value: Any, from_process: int = 0) -> Any:
-    """The value of one process, on every process."""
-    if PartialState().num_processes == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=from_process, device=_object_device())
-    return box[0]
+    """The value of one process, on every process.
 
-
-def _object_device() -> torch.device | None:
+    Raises:
+        Exception: See `gather_object`; there may be no such rank besides (``ValueError``).
+    """
+    _check_rank(from_process)
     state = PartialState()
-    return None if state.device.type == "cpu" else state.device
+    if state.num_processes == 1:
+        return value
+    payload, error = transport.dump(value) if state.process_index == from_process else (b"", None)
+    size = meet(f"broadcast_object from {from_process}", len(payload))[from_process]
+    own = torch.zeros(size, dtype=torch.uint8)
+    if payload:
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    own = own.to(transport.side_device())
+    transport.send(own, from_process)
+    if error is not None:
+        raise error
+    if state.process_index == from_process:
+        return value
+    return _received(transport.load(own.cpu().numpy().tobytes()), from_process)
+
+
+def _exchange(operation: str, value: Any) -> list[Any]:
+    if PartialState().num_processes == 1:
+        return [value]
+    payload, error = transport.dump(value)
+    sizes = meet(operation, len(payload))
+    payloads = transport.share_bytes(payload, sizes)
+    if error is not None:
+        raise error
+    return [_received(transport.load(each), rank) for rank, each in enumerate(payloads)]
+
+
+def _received(value: Any, rank: int) -> Any:
+    if isinstance(value, transport.Unsendable):
+        raise RuntimeError(f"Rank {rank} could not send its object: {value.reason}")
+    return value

@@ -1,0 +1,305 @@
+"""What metrics are computed from: every sample once, on any number of processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.helpers.ranks import RankError
+from trainer.data.prepare import prepare_data_loader
+from trainer.distributed.metrics import gather_for_metrics
+from trainer.state import GradientState
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    scores: Any
+    names: Any
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class Loader:
+    """A prepared loader as far as `gather_for_metrics` knows it: all processes' batches are given.
+
+    Args:
+        rounds: Per round the batch of each process.
+        remainder: Real samples in the last round.
+    """
+
+    def __init__(self, rounds: list[Any], remainder: int) -> None:
+        self.rounds, self.last_remainder = rounds, remainder
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def __iter__(self):
+        state = GradientState()
+        state._add_dataloader(self)
+        try:
+            for number, batches in enumerate(self.rounds, start=1):
+                if number == len(self.rounds):
+                    self.end_of_dataloader, self.remainder = True, self.last_remainder
+                yield batches[dist.get_rank()]
+        finally:
+            state._remove_dataloader(self)
+
+
+def loader(source: Any, batch_size: int, **settings: Any) -> Any:
+    plain = DataLoader(source, batch_size=batch_size)
+    return prepare_data_loader(plain, put_on_device=True, **settings)
+
+
+# -- the whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_sample_comes_once_in_its_order(ranks, size):
+    modes: list[Any] = [({}, (1, 2, 3, 4)), ({"split_batches": True}, (2,))]
+    modes.append(({"dispatch_batches": True}, (2,)))
+
+    def evaluate(modes: list[Any]) -> list[Any]:
+        wrong = []
+        for (mode, batch_sizes), samples in product(modes, range(1, 14)):
+            for batch_size in batch_sizes:
+                split = dist.get_world_size() if "split_batches" in mode else 1
+                found: list[int] = []
+                names: list[str] = []
+                for batch in loader(range(samples), batch_size * split, **mode):
+                    found += gather_for_metrics(batch).tolist()
+                    if not mode:
+                        names += gather_for_metrics([f"{each}" for each in batch.tolist()])
+                expected = list(range(samples))
+                if found != expected or (not mode and names != [f"{each}" for each in expected]):
+                    wrong.append((mode, samples, batch_size, found, names))
+        return wrong
+
+    assert ranks(size)(evaluate, modes) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches_of_unequal_size_lose_nothing(ranks, size):
+    def evaluate() -> list[Any]:
+        wrong, rounds = [], 0
+        for samples, batch_size in product(range(1, 14), range(1, 5)):
+            world = dist.get_world_size()
+            if -(-samples // batch_size) % world:
+                continue  # some process has no last batch, and does not come to the gathering
+            found: list[int] = []
+            for batch in loader(range(samples), batch_size, even_batches=False):
+                found += gather_for_metrics(batch).tolist()
+                rounds += 1
+            if found != list(range(samples)):
+                wrong.append((samples, batch_size, found))
+        return [wrong, rounds > 10]
+
+    assert ranks(size)(evaluate) == [[[], True]] * size
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "mode", "last"),
+    [
+        (9, 2, {}, [8]),
+        (3, 4, {}, [0, 1, 2]),
+        (10, 4, {"split_batches": True}, [8, 9]),
+        (9, 2, {"dispatch_batches": True}, [8]),
+        (8, 2, {}, [4, 5, 6, 7]),  # nothing is repeated
+    ],
+)
+def test_the_last_gathering_holds_what_is_left(ranks2, samples, batch_size, mode, last):
+    def evaluate() -> list[int]:
+        found = [gather_for_metrics(each) for each in loader(range(samples), batch_size, **mode)]
+        return found[-1].tolist()
+
+    assert ranks2(evaluate) == [last] * 2
+
+
+def test_streams_are_cut_too(ranks2):
+    def evaluate() -> list[int]:
+        found: list[int] = []
+        for batch in loader(Stream(9), 2):
+            found += gather_for_metrics(batch).tolist()
+        return found
+
+    assert ranks2(evaluate) == [list(range(9))] * 2
+
+
+# -- which part is cut, by loaders whose batches are given here
+
+
+ROUNDS = [
+    [torch.tensor([0, 1]), torch.tensor([2, 3])],
+    [torch.tensor([4, 0]), torch.tensor([1, 2])],
+]
+
+
+@pytest.mark.parametrize(
+    ("remainder", "last"),
+    [(1, [4]), (3, [4, 0, 1]), (4, [4, 0, 1, 2]), (0, [4, 0, 1, 2]), (-1, [4, 0, 1, 2])],
+)
+def test_only_the_end_is_cut_and_only_to_what_is_known(ranks2, remainder, last):
+    def evaluate() -> list[Any]:
+        found = [gather_for_metrics(batch).tolist() for batch in Loader(ROUNDS, remainder)]
+        outside = gather_for_metrics(torch.tensor([dist.get_rank()] * 2)).tolist()
+        return [*found, outside]
+
+    assert ranks2(evaluate) == [[[0, 1, 2, 3], last, [0, 0, 1, 1]]] * 2
+
+
+def test_an_unknown_remainder_is_said(ranks2):
+    def evaluate() -> list[str]:
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logger = logging.getLogger("trainer.distributed.metrics")
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        for batch in Loader(ROUNDS, -1):
+            gather_for_metrics(batch)
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        return messages
+
+    for messages in ranks2(evaluate):
+        assert len(messages) == 1
+        assert "does not know how many" in messages[0]
+
+
+def test_of_nested_loops_the_inner_loader_counts(ranks2):
+    def evaluate() -> list[Any]:
+        found = []
+        for outer in Loader(ROUNDS, 3):
+            for inner in Loader(ROUNDS[1:], 1):
+                found.append(gather_for_metrics(inner).tolist())
+                break  # a loop that is left lets the outer loader count again
+            found.append(gather_for_metrics(outer).tolist())
+        return found
+
+    assert ranks2(evaluate) == [[[4], [0, 1, 2, 3], [4], [4, 0, 1]]] * 2
+
+
+def test_values_of_a_process_are_not_cut(ranks2):
+    def evaluate() -> list[Any]:
+        rank = dist.get_rank()
+        found: list[Any] = []
+        for batch in Loader(ROUNDS[1:], 1):
+            both = gather_for_metrics([torch.tensor(rank), batch])
+            found += [each.tolist() for each in both]
+            found += [gather_for_metrics(0.5 + rank), gather_for_metrics("ab")]
+        return found
+
+    assert ranks2(evaluate) == [[[0, 1], [4], [0.5, 1.5], ["ab", "ab"]]] * 2
+
+
+def test_sizes_may_differ_in_any_round_and_tensor(ranks3):
+    def evaluate() -> list[Any]:
+        rank = dist.get_rank()
+        rows = torch.full((rank, 2), rank, dtype=torch.int16)
+        found = gather_for_metrics(
+            Pair(rows, {"n": torch.full((2 - rank,), rank), "s": rows.sum()})
+        )
+        return [found.left.tolist(), found.right["n"].tolist(), found.right["s"].tolist()]
+
+    expected = [[[1, 1], [2, 2], [2, 2]], [0, 0, 1], [0, 2, 8]]
+    assert ranks3(evaluate) == [expected] * 3
+
+
+# -- objects
+
+
+def test_lists_of_objects_are_cut_at_the_end(ranks2):
+    def evaluate(rounds: list[Any]) -> list[Any]:
+        return [gather_for_metrics(batch) for batch in Loader(rounds, 3)]
+
+    rounds = [[("a", "b"), ("c", "d")], [[[1], []], [[2, 3], [4]]]]
+    assert ranks2(evaluate, rounds) == [[["a", "b", "c", "d"], [[1], [], [2, 3]]]] * 2
+
+
+def test_an_empty_list_of_one_process_does_not_part_them(ranks2):
+    def evaluate() -> Any:
+        return gather_for_metrics(["a"] if dist.get_rank() else [])
+
+    assert ranks2(evaluate) == [["a"]] * 2
+
+
+def test_each_entry_of_a_record_is_gathered_in_its_own_way(ranks2):
+    def evaluate() -> Any:
+        found = []
+        for batch in Loader(ROUNDS[1:], 3):
+            names = [f"{each}" for each in batch.tolist()]
+            output = gather_for_metrics(Output(batch, names))
+            both = gather_for_metrics((names, batch))
+            pair = gather_for_metrics(Pair({"a": names}, 1))
+            assert type(both) is tuple
+            assert type(output) is Output
+            assert type(pair) is Pair
+            found += [output.scores.tolist(), output.names, both[0], both[1].tolist(), *pair]
+        return found
+
+    names, numbers = ["4", "0", "1"], [4, 0, 1]
+    expected = [numbers, names, names, numbers, {"a": names}, [1, 1]]
+    assert ranks2(evaluate) == [expected] * 2
+
+
+def test_tensors_are_gathered_as_objects_where_asked(ranks2):
+    def evaluate() -> Any:
+        rank = dist.get_rank()
+        found: list[Any] = []
+        for _ in Loader(ROUNDS[1:], 3):
+            ragged = torch.full((2, 1 + rank), rank)
+            samples = [torch.full((1 + i,), rank) for i in range(2)]
+            found += [
+                gather_for_metrics(ragged, use_gather_object=True),
+                gather_for_metrics(samples, use_gather_object=True),
+                gather_for_metrics({"x": samples}, use_gather_object=True)["x"],
+                gather_for_metrics([samples[0], "a"], use_gather_object=True),
+            ]
+        return [[getattr(s, "tolist", lambda s=s: s)() for s in each] for each in found]
+
+    samples = [[0], [0, 0], [1]]
+    expected = [[[0], [0], [1, 1]], samples, samples, [[0], "a", [1]]]
+    assert ranks2(evaluate) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 4), r"gather along dimension 0 \(float32\[\*, 4\]\)"),
+        (torch.ones(2), ["a", "b"], "gather_object"),
+        ({"a": ["x"]}, {"b": ["x"]}, r"gather_for_metrics \(dict of 'b'\)"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_of_all(ranks2, first, second, text):
+    def evaluate(*both: Any) -> None:
+        gather_for_metrics(both[dist.get_rank()])
+
+    with pytest.raises(RankError, match=rf"rank 1: {text}") as found:
+        ranks2(evaluate, first, second)
+    assert found.value.failures.keys() == {0, 1}
+
+
+def test_one_process_gets_its_own_back():
+    tensors = {"a": torch.ones(2), "b": [torch.tensor(1.0)]}
+    assert gather_for_metrics(tensors) is tensors
+    assert gather_for_metrics(["a", "b"]) == ["a", "b"]
+    assert gather_for_metrics({"a": ("x", "y"), "b": 3}) == {"a": ["x", "y"], "b": [3]}
+    tokens = []
+    for batch in loader(range(5), 2):  # two values of each sample: no count of samples cuts them
+        tokens += gather_for_metrics(torch.stack([batch, batch], 1).flatten()).tolist()
+    assert tokens == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]

@@ -1,0 +1,139 @@
+"""Running out of memory: finding a batch size that fits, giving memory back."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+logger = logging.getLogger(__name__)
+
+# Of errors that are no torch.OutOfMemoryError.
+_SIGNS = (
+    "out of memory",  # MPS, and libraries below torch
+    "OUT_OF_DEVICE_MEMORY",  # XPU
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN says this when it finds no room to work in
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+@overload
+def find_executable_batch_size(
+    function: Callable[Concatenate[int, P], R], starting_batch_size: int = 128
+) -> Callable[P, R]: ...
+
+
+@overload
+def find_executable_batch_size(
+    function: None = None, starting_batch_size: int = 128
+) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
+
+
+def find_executable_batch_size(function: Any = None, starting_batch_size: int = 128) -> Any:
+    """Run a function with ever smaller batch sizes until one does not run out of memory.
+
+    The decorated function is called without its first argument, the batch size::
+
+        @find_executable_batch_size(starting_batch_size=64)
+        def train(batch_size, model): ...
+
+        train(model)
+
+    Every call begins with `starting_batch_size`; each failure halves it. Everything that holds
+    memory must be made inside the function. Each process finds its own size: among several, make
+    the function fail on all of them alike.
+
+    Args:
+        function: Takes the batch size first. None gives a decorator.
+        starting_batch_size: The size of the first try.
+
+    Raises:
+        TypeError: The size is no integer; or, when called, the arguments do not fit `function`,
+            because the batch size was passed too for example.
+        ValueError: The size is negative.
+        RuntimeError: When called: no size above zero fits.
+    """
+    if not isinstance(starting_batch_size, int):
+        raise TypeError(f"starting_batch_size is {starting_batch_size!r}; it must be an integer.")
+    if starting_batch_size < 0:
+        raise ValueError(f"starting_batch_size is {starting_batch_size}; it must be positive.")
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size, starting_batch_size=starting_batch_size
+        )
+
+    @functools.wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        _check_arguments(function, args, kwargs)
+        reason = ""
+        batch_size = starting_batch_size
+        while batch_size > 0:
+            try:
+                return function(batch_size, *args, **kwargs)
+            except RuntimeError as error:
+                if not _is_out_of_memory(error):
+                    raise
+                reason = f" The last error: {error}"
+            # The error is gone by now, and with it the frames that held the tensors.
+            _free_caches()
+            logger.info("A batch size of %d does not fit into memory.", batch_size)
+            batch_size //= 2
+        raise RuntimeError(f"No executable batch size found, reached zero.{reason}")
+
+    return search
+
+
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    try:
+        inspect.signature(function).bind(0, *args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", repr(function))
+        given = ", ".join(
+            [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
+        )
+        raise TypeError(
+            f"{name}({given}) does not fit: {error}. find_executable_batch_size passes the batch "
+            f"size to {name} as its first argument; leave it out of the call."
+        ) from error
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage and give unused memory of the device back.
+
+    Python frees what nothing refers to, so put the result in place of the names::
+
+        model, optimizer = release_memory(model, optimizer)
+
+    Args:
+        *objects: What is no longer needed.
+
+    Returns:
+        None for each of them.
+    """
+    count = len(objects)
+    del objects
+    _free_caches()
+    return [None] * count
+
+
+def _free_caches() -> None:
+    gc.collect()
+    for device in (torch.cuda, torch.xpu):
+        if device.is_initialized():
+            device.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()

@@ -12,7 +12,7 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -110,6 +110,9 @@ class ShardedSampler(Sampler[Any]):
         shuffle: False takes the samples in their own order whatever the sampler wants.
         even: Fill the last round with samples of the beginning, so that every process has the
             same number of full batches.
+        split: A batch of the loader is a round, cut into one part for each process; else each
+            process gets whole batches.
+        drop_last: Leave out a last round in which not every process has a batch.
     """
 
     def __init__(
@@ -121,10 +124,12 @@ class ShardedSampler(Sampler[Any]):
         seed: int,
         shuffle: bool = True,
         even: bool = False,
+        split: bool = False,
+        drop_last: bool = False,
     ) -> None:
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
-        self.drop_last = even and bool(getattr(batches, "drop_last", False))
+        self.split, self.drop_last = split, drop_last
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.limit: int | None = None
         self.epoch = 0
@@ -155,31 +160,32 @@ class ShardedSampler(Sampler[Any]):
             return self.limit
         return total if self.limit is None else min(total, self.limit)
 
-    @property
-    def num_rounds(self) -> int | None:
-        """Rounds in the epoch; None for a sampler without length."""
-        total = self.num_batches
-        if total is None:
-            return None
-        return total // self.world_size if self.drop_last else -(-total // self.world_size)
-
     def __len__(self) -> int:
         total = self.num_batches
         if total is None:
             raise TypeError("The loader's sampler has no length.")
-        if self.even:
-            return self.num_rounds or 0
-        full, rest = divmod(total, self.world_size)
-        return full + (self.rank < rest)
+        inner: Any = self._sampler.sampler if type(self._sampler) is BatchSampler else None
+        return own_batches(
+            total,
+            None if inner is None else len(inner),
+            self.batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        self.shares.clear()
+        # Another pass may begin before this one ends: each keeps what it began with.
+        shares, seed, epoch = self.shares, self.seed, self.epoch
+        shares.clear()
         for position, real, batches in self._rounds():
             own = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
             known = [size for size in sizes if size is not None]
             told = self.counts and len(known) == len(sizes)
-            self.shares.append(
+            shares.append(
                 Share(
                     present=own is not None,
                     samples=0 if own is None else sizes[self.rank] if told else None,
@@ -191,29 +197,50 @@ class ShardedSampler(Sampler[Any]):
             )
             if own is not None:
                 before = sum(known[: self.rank]) if known else self.rank
-                yield _tag(own, mix(self.seed, self.epoch, position + before))
+                yield _tag(own, mix(seed, epoch, position + before))
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
-        stream = iter(self._order())
-        position = 0
+        dealt = self._dealt()
+        number = position = 0
         beginning: list[Any] = []  # the first round's batches
-        for number in range(2**63):
-            batches = [_listed(batch) for batch in islice(stream, self.world_size)]
-            if not batches:
-                return
+        while batches := next(dealt, []):
             beginning = beginning or batches
             real = sum(len(_indices(batch)) for batch in batches)
-            if self.even and len(batches) == self.world_size:
-                full = self.batch_size is None or len(_indices(batches[-1])) == self.batch_size
-                batches = batches if full else self._filled(batches, beginning)
-            elif self.even:
-                if self.drop_last:
-                    return
-                batches = self._filled(batches, beginning)
+            if self.drop_last and len(batches) < self.world_size:
+                return
+            if self.even and not self._is_full(batches):
+                following = next(dealt, [])
+                if following:  # a sampler with batches of many sizes: only the last is filled
+                    dealt = chain([following], dealt)
+                else:
+                    batches = self._filled(batches, beginning)
             if number >= self.start_round:
                 yield position, real, batches
+            number += 1
             position += real
+
+    def _dealt(self) -> Iterator[list[Any]]:
+        """The batches of each round, as many of them as there are processes, or fewer."""
+        stream = iter(self._order())
+        if not self.split:
+            while batches := [_listed(batch) for batch in islice(stream, self.world_size)]:
+                yield batches
+            return
+        for batch in filter(None, map(_listed, stream)):
+            size = max(self._size or 1, -(-len(batch) // self.world_size))
+            yield [batch[start : start + size] for start in range(0, len(batch), size)]
+
+    @property
+    def _size(self) -> int | None:
+        """Samples in a full batch of one process."""
+        if self.batch_size is None or not self.split:
+            return self.batch_size
+        return self.batch_size // self.world_size
+
+    def _is_full(self, batches: list[Any]) -> bool:
+        sizes = {len(_indices(batch)) for batch in batches}
+        return len(batches) == self.world_size and (self._size is None or sizes == {self._size})
 
     def _order(self) -> Iterable[Any]:
         stream: Iterable[Any] = self._sampler
@@ -225,15 +252,51 @@ class ShardedSampler(Sampler[Any]):
 
     def _filled(self, batches: list[Any], beginning: list[Any]) -> list[Any]:
         """The last round with a full batch for every process, filled from the beginning."""
-        if self.batch_size is None:  # batches of no size in particular are repeated whole
+        size = self._size
+        flat = list(chain.from_iterable(map(_indices, batches)))
+        if size is None or len(flat) > self.world_size * size:
+            # Batches of no size in particular are repeated whole.
             missing = self.world_size - len(batches)
             return batches + [beginning[i % len(beginning)] for i in range(missing)]
-        size = self.batch_size
-        flat = [index for batch in batches for index in batch]
         first = [index for batch in beginning for index in batch]
         missing = self.world_size * size - len(flat)
         flat += [first[i % len(first)] for i in range(missing)]
         return [flat[i * size : (i + 1) * size] for i in range(self.world_size)]
+
+
+def own_batches(
+    batches: int,
+    samples: int | None,
+    batch_size: int | None,
+    *,
+    rank: int,
+    world_size: int,
+    even: bool,
+    split: bool,
+    drop_last: bool,
+) -> int:
+    """How many batches one process gets of an epoch.
+
+    Args:
+        batches: Batches in the epoch.
+        samples: Samples in it; needed for `split` without `even` alone, where None counts the
+            last batch as one of which every process gets a part.
+        batch_size: Samples in one of those batches.
+        rank: The process.
+        world_size: How many there are.
+        even: See `ShardedSampler`.
+        split: See `ShardedSampler`.
+        drop_last: See `ShardedSampler`.
+    """
+    if not split:
+        full, rest = divmod(batches, world_size)
+        if drop_last:
+            return full
+        return full + (rest > 0 if even else rank < rest)
+    if even or drop_last or not samples or not batch_size:
+        return batches
+    rest = samples % batch_size
+    return batches - (0 < rest <= rank * (batch_size // world_size))
 
 
 def _listed(batch: Any) -> Any:

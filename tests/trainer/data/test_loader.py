@@ -330,8 +330,8 @@ def test_every_process_gets_as_many_batches_of_a_stream(stream):
         return [[listed(batch) for batch in shard(loader, rank, 2)] for rank in (0, 1)]
 
     assert read_by_both(8, 2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert read_by_both(9, 2) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], [0, 1]]]
-    assert read_by_both(3, 4) == [[[0, 1, 2]], [[0, 1, 2]]]
+    assert read_by_both(9, 2) == [[[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]]
+    assert read_by_both(3, 4) == [[[0, 1, 2, 0]], [[1, 2, 0, 1]]]
 
 
 def test_the_remainder_of_a_stream_counts_no_repeated_samples():
@@ -353,14 +353,34 @@ def test_the_end_and_the_remainder_are_known_while_the_last_batch_is_at_hand(ran
     assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (False, False, -1)
 
 
-def test_the_remainder_of_a_full_last_round_is_the_round():
-    loader = shard(DataLoader(Numbers(8), 2), 0, 2)
-    assert [loader.remainder for _ in loader] == [-1, 4]
+@pytest.mark.parametrize("source", [Numbers(8), Stream(8)])
+def test_nothing_remains_of_a_full_last_round(source):
+    loader = shard(DataLoader(source, 2), 0, 2)
+    assert [loader.remainder for _ in loader] == [-1, 0]
 
 
-def test_a_process_that_has_no_batch_in_the_last_round_ends_early():
-    loader = shard(DataLoader(Numbers(9), 2), 1, 2, even=False)
-    assert [loader.end_of_dataloader for _ in loader] == [False, False]
+@pytest.mark.parametrize("source", [Numbers(9), Stream(9)])
+def test_the_remainder_of_a_loader_that_drops_the_last_batch_is_unknown(source):
+    loader = shard(DataLoader(source, 2, drop_last=True), 0, 2)
+    assert [(loader.end_of_dataloader, loader.remainder) for _ in loader] == [
+        (False, -1),
+        (True, -1),
+    ]
+
+
+@pytest.mark.parametrize("source", [Numbers(9), Stream(9)])
+def test_a_process_without_a_batch_in_the_last_round_ends_with_its_own_last_one(source):
+    loader = shard(DataLoader(source, 2), 1, 2, even=False)
+    assert [(loader.end_of_dataloader, loader.remainder) for _ in loader] == [
+        (False, -1),
+        (True, 0),
+    ]
+    loader = shard(DataLoader(source, 2), 0, 2, even=False)
+    assert [(loader.end_of_dataloader, loader.remainder) for _ in loader] == [
+        (False, -1),
+        (False, -1),
+        (True, 1),
+    ]
 
 
 def test_a_loop_left_by_break_leaves_no_active_loader():

@@ -202,9 +202,9 @@ def test_even_batches_are_filled_from_the_beginning(items, batch_size, expected)
 
 def test_even_batches_drop_what_is_not_a_full_round_where_asked():
     dropping = sequential(9, 2, drop_last=True)
-    assert deal(dropping, 2, even=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert deal(dropping, 2, even=True, drop_last=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
     dropping = sequential(11, 2, drop_last=True)
-    assert deal(dropping, 2, even=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert deal(dropping, 2, drop_last=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_the_loaders_own_drop_last_holds_without_even_batches():
@@ -231,6 +231,32 @@ def test_batches_without_a_size_are_repeated_whole():
     batches = [[0], [1, 2], [3, 4, 5], [6], [7, 8]]
     assert deal(batches, 2) == [[[0], [3, 4, 5], [7, 8]], [[1, 2], [6]]]
     assert deal(batches, 3, even=True) == [[[0], [6]], [[1, 2], [7, 8]], [[3, 4, 5], [0]]]
+
+
+class Sized(list):
+    """Batches of the user's own choice, with a size that they have as a rule."""
+
+    batch_size = 2
+
+
+def test_only_the_last_round_is_filled_where_sizes_differ():
+    batches = Sized([[0], [1, 2], [3, 4], [5, 6], [7]])
+    assert deal(batches, 2, even=True) == [[[0], [3, 4], [7, 0]], [[1, 2], [5, 6], [1, 2]]]
+    batches = Sized([[0, 1], [2, 3, 4], [5, 6, 7]])
+    assert deal(batches, 2, even=True) == [[[0, 1], [5, 6]], [[2, 3, 4], [7, 0]]]
+    batches = Sized([[0], [1, 2, 3, 4]])  # more than a full round has: left as it is
+    assert deal(batches, 2, even=True) == [[[0]], [[1, 2, 3, 4]]]
+
+
+def test_batches_are_split_into_a_part_for_each_process():
+    assert deal(sequential(10, 4), 2, split=True) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]]]
+    assert deal(sequential(10, 4), 2, split=True, even=True) == [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [0, 1]],
+    ]
+    batches = Sized([[0, 1], [], [2, 3, 4], [5]])  # an empty one is none, a large one is shared too
+    sampler = [ShardedSampler(batches, rank=r, world_size=2, seed=0, split=True) for r in (0, 1)]
+    assert [list(own) for own in sampler] == [[[0], [2, 3], [5]], [[1], [4]]]
 
 
 @pytest.mark.parametrize(
@@ -260,11 +286,10 @@ class Endless(Sampler[list[int]]):
 def test_a_sampler_without_length_is_read_up_to_the_limit():
     sampler = ShardedSampler(Endless(), rank=1, world_size=2, seed=0)
     assert sampler.num_batches is None
-    assert sampler.num_rounds is None
     with pytest.raises(TypeError, match="has no length"):
         len(sampler)
     sampler.limit = 5
-    assert (sampler.num_batches, sampler.num_rounds, len(sampler)) == (5, 3, 2)
+    assert (sampler.num_batches, len(sampler)) == (5, 2)
     assert list(sampler) == [[1], [3]]
 
 

@@ -1,0 +1,384 @@
+"""Prepared loaders of several processes: dispatching, synchronised generators, joint errors."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from tests.helpers.ranks import RankError
+from trainer.data.dispatch import DataLoaderDispatcher
+from trainer.data.prepare import prepare_data_loader
+from trainer.data.skip import skip_first_batches
+from trainer.distributed.collectives import gather
+from trainer.rng import set_seed
+from trainer.state import GradientState
+
+
+class Numbers(Dataset):
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+class Stream(IterableDataset):
+    """Numbers, which only rank 0 may read if it is `private`."""
+
+    def __init__(self, size: int, *, private: bool = False):
+        self.size, self.private = size, private
+
+    def __iter__(self):
+        if self.private and dist.get_rank() != 0:
+            raise AssertionError("another rank reads")
+        return iter(range(self.size))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.size
+
+
+def dispatched(source: DataLoader[Any], **options: Any) -> DataLoaderDispatcher:
+    loader = prepare_data_loader(
+        source, put_on_device=True, **{"dispatch_batches": True, **options}
+    )
+    assert isinstance(loader, DataLoaderDispatcher)
+    return loader
+
+
+def rounds(
+    items: int, batch_size: int, world_size: int, *, split: bool, even: bool, drop_last: bool
+) -> list[list[list[int]]]:
+    """What each process gets of a dispatched stream, by arithmetic on samples alone."""
+    together = batch_size if split else batch_size * world_size
+    found: list[list[list[int]]] = [[] for _ in range(world_size)]
+    for start in range(0, items, together):
+        part = list(range(start, min(start + together, items)))
+        if len(part) < together and drop_last:
+            continue
+        own = -(-len(part) // world_size) if even else together // world_size
+        if even:
+            part += [number % items for number in range(own * world_size - len(part))]
+        for rank in range(world_size):
+            if mine := part[rank * own : (rank + 1) * own]:
+                found[rank].append(mine)
+    return found
+
+
+def read_all(kind: type, world_size: int) -> list[str]:
+    """Every case, on this rank; what differs from `rounds`."""
+    rank, wrong = dist.get_rank(), []
+    for split, even, drop_last in product([False, True], repeat=3):
+        for batch_size, items in product([1, 2, 4], [0, 1, 3, 5, 8, 13]):
+            if split and batch_size % world_size:
+                continue
+            loader = dispatched(
+                DataLoader(kind(items), batch_size, drop_last=drop_last),
+                split_batches=split,
+                even_batches=even,
+            )
+            every = rounds(
+                items, batch_size, world_size, split=split, even=even, drop_last=drop_last
+            )
+            own = every[rank]
+            together = batch_size if split else batch_size * world_size
+            left = -1 if drop_last else items % together
+            seen = [(b.tolist(), loader.end_of_dataloader, loader.remainder) for b in loader]
+            expected = [(batch, False, -1) for batch in own]
+            if own:
+                uneven = len(own) < len(every[0])  # its last batch is of a full round
+                expected[-1] = (own[-1], True, 0 if uneven and not drop_last else left)
+            announced = None if kind is Stream else len(loader)
+            if seen != expected or announced not in (None, len(own)):
+                wrong.append(
+                    f"{items=} {batch_size=} {split=} {even=} {drop_last=}: {announced} "
+                    f"{seen} for {expected}"
+                )
+    return wrong
+
+
+@pytest.mark.parametrize("kind", [Numbers, SizedStream])
+def test_two_processes_get_what_is_documented(ranks2, kind):
+    assert ranks2(read_all, kind, 2) == [[], []]
+
+
+def test_four_processes_get_what_is_documented(ranks4):
+    assert ranks4(read_all, Stream, 4) == [[]] * 4
+
+
+def test_the_documented_table_for_two_processes(ranks2):
+    def table() -> list[Any]:
+        found = []
+        for source, options in (
+            (DataLoader(Numbers(9), 2), {}),
+            (DataLoader(Numbers(3), 4), {}),
+            (DataLoader(Numbers(9), 2), {"even_batches": False}),
+            (DataLoader(Numbers(9), 2, drop_last=True), {}),
+            (DataLoader(Numbers(10), 4), {"split_batches": True}),
+            (DataLoader(Numbers(9), 2), {"dispatch_batches": True}),
+            (DataLoader(Stream(9), 2), {}),
+            (DataLoader(Stream(9), 2), {"dispatch_batches": False}),
+        ):
+            loader = prepare_data_loader(source, put_on_device=True, **options)
+            batches, kept = [], None
+            for batch in loader:
+                batches.append(batch.tolist())
+                if loader.end_of_dataloader and options.get("even_batches", True):
+                    kept = gather(batch).tolist()
+                    kept = kept[: loader.remainder] if loader.remainder > 0 else kept
+            found.append((batches, kept))
+        return found
+
+    first, second = ranks2(table)
+    assert first == [
+        ([[0, 1], [4, 5], [8, 0]], [8]),
+        ([[0, 1, 2, 0]], [0, 1, 2]),
+        ([[0, 1], [4, 5], [8]], None),
+        ([[0, 1], [4, 5]], [4, 5, 6, 7]),
+        ([[0, 1], [4, 5], [8, 9]], [8, 9]),
+        ([[0, 1], [4, 5], [8]], [8]),
+        ([[0, 1], [4, 5], [8]], [8]),
+        ([[0, 1], [4, 5], [8, 0]], [8]),
+    ]
+    assert [batches for batches, _ in second] == [
+        [[2, 3], [6, 7], [1, 2]],
+        [[1, 2, 0, 1]],
+        [[2, 3], [6, 7]],
+        [[2, 3], [6, 7]],
+        [[2, 3], [6, 7], [0, 1]],
+        [[2, 3], [6, 7], [0]],
+        [[2, 3], [6, 7], [0]],
+        [[2, 3], [6, 7], [1, 2]],
+    ]
+    assert [kept for _, kept in second] == [kept for _, kept in first]
+
+
+# -- dispatching -------------------------------------------------------------------------------
+
+
+def test_only_the_first_process_reads_also_with_workers(ranks2):
+    def read() -> list[Any]:
+        loader = dispatched(DataLoader(Stream(5, private=True), 2, shuffle=False))
+        found = [batch.tolist() for batch in loader]
+        staying = DataLoader(Stream(5), 2, num_workers=1, persistent_workers=True)
+        again = dispatched(staying)
+        passes = [[batch.tolist() for batch in again] for _ in range(2)]
+        again.feed.close()
+        return [found, *passes, again.gradient_state.in_dataloader]
+
+    first, second = ranks2(read)
+    assert first == [[[0, 1], [4]]] * 3 + [False]
+    assert second == [[[2, 3], [0]]] * 3 + [False]
+
+
+def test_batches_hold_whatever_they_hold(ranks2):
+    def read() -> list[str]:
+        data = [
+            {"x": torch.full((2,), n), "name": f"n{n}", "flag": n > 2, "pair": (n, float(n))}
+            for n in range(5)
+        ]
+
+        def collate(samples: list) -> dict:
+            return default_collate(samples) | {"unit": "metre", "none": None}
+
+        return [repr(batch) for batch in dispatched(DataLoader(data, 2, collate_fn=collate))]
+
+    def expected(*numbers: int) -> str:
+        data = [
+            {"x": torch.full((2,), n), "name": f"n{n}", "flag": n > 2, "pair": (n, float(n))}
+            for n in numbers
+        ]
+        return repr(default_collate(data) | {"unit": "metre", "none": None})
+
+    assert ranks2(read) == [[expected(0, 1), expected(4)], [expected(2, 3), expected(0)]]
+
+
+def test_samples_of_a_round_that_does_not_divide_go_to_the_next(ranks2):
+    def read(batches: list[list[int]], even: bool) -> tuple[list[list[int]], int]:
+        source = DataLoader(Numbers(20), batch_sampler=batches)
+        loader = dispatched(source, even_batches=even)
+        remainder = -1
+        found = []
+        for batch in loader:
+            found.append(batch.tolist())
+            remainder = loader.remainder
+        return found, remainder
+
+    batches = [[0, 1], [2], [3, 4], [5, 6], [7]]
+    assert ranks2(read, batches, True) == [
+        ([[0], [2, 3], [6]], 2),
+        ([[1], [4, 5], [7]], 2),
+    ]
+    assert ranks2(read, [[0], [1], [2]], True) == [([[0], [2]], 1), ([[1], [0]], 1)]
+    assert ranks2(read, [[0], [1], [2]], False) == [([[0], [2]], 1), ([[1]], 2)]
+
+
+def test_a_function_of_ones_own_cuts_the_batches(ranks2):
+    def read() -> list[list[int]]:
+        def every_other(batch, part, process_index, num_processes):
+            assert part == slice(process_index * 2, process_index * 2 + 2)
+            return batch[process_index::num_processes]
+
+        loader = dispatched(DataLoader(Numbers(8), 2), slice_fn_for_dispatch=every_other)
+        return [batch.tolist() for batch in skip_first_batches(loader, 1)]
+
+    assert ranks2(read) == [[[4, 6]], [[5, 7]]]
+
+
+def test_a_skipped_dispatcher_goes_on_with_the_same_batches(ranks2):
+    def read() -> tuple[bool, list[int]]:
+        reads: list[int] = []
+
+        class Noisy(Numbers):
+            def __getitem__(self, index):
+                reads.append(index)
+                return index, float(torch.rand(()))
+
+        set_seed(1)
+        loader = dispatched(DataLoader(Noisy(9), 2, shuffle=True))
+        list(loader)
+        loader.set_epoch(1)
+        whole = [[leaf.tolist() for leaf in batch] for batch in loader]
+        alike = []
+        for skip in range(5):
+            loader.set_epoch(1)
+            reads.clear()
+            skipped = skip_first_batches(loader, skip)
+            rest = [[leaf.tolist() for leaf in batch] for batch in skipped]
+            alike.append(rest == whole[skip:] and len(skipped) == len(rest))
+            if skip == 2:  # the last sample, and the first round to complete its batch
+                count = len(reads)
+        stream = dispatched(DataLoader(Stream(9), 2))
+        rest = [batch.tolist() for batch in skip_first_batches(stream, 1)]
+        stream.set_epoch(0)
+        ends = [rest == [batch.tolist() for batch in stream][1:]]
+        return all(alike + ends), count
+
+    assert ranks2(read) == [(True, 5), (True, 0)]
+
+
+def test_a_loop_left_by_break_and_nested_loops_keep_the_processes_together(ranks2):
+    def read() -> list[Any]:
+        outer, inner = dispatched(DataLoader(Numbers(8), 2)), dispatched(DataLoader(Stream(6), 1))
+        found = []
+        for _ in outer:
+            for batch in inner:
+                found.append(batch.tolist())
+                if len(found) % 2 == 0:
+                    break
+            found.append(GradientState().active_dataloader is outer)
+        found += [a.tolist() + b.tolist() for a, b in zip(outer, inner, strict=False)]
+        return found
+
+    assert ranks2(read) == [
+        [[0], [2], True, [0], True, [0, 1, 0], [4, 5, 2]],
+        [[1], [3], True, [1], True, [2, 3, 1], [6, 7, 3]],
+    ]
+
+
+@pytest.mark.parametrize("place", ["at once", "later", "unlike", "unpicklable"])
+def test_an_error_on_the_first_process_is_raised_by_all(ranks2, place):
+    class Breaking(IterableDataset):
+        def __iter__(self):
+            if place == "at once":
+                raise KeyError("no such file")
+            yield from range(4)
+            if place == "later":
+                raise KeyError("no such file")
+            yield from range(4)
+
+    def collate(samples: list) -> Any:
+        if place == "unlike" and len(reads) == 3:
+            return torch.ones(2, 3)
+        reads.append(samples)
+        made: Any = torch.tensor(samples)
+        return (made, lambda: None) if place == "unpicklable" else made
+
+    reads: list[Any] = []
+
+    def read() -> tuple[list[Any], str, str, bool]:
+        reads.clear()
+        loader = dispatched(DataLoader(Breaking(), 2, collate_fn=collate), split_batches=False)
+        found: list[Any] = []
+        try:
+            found.extend((batch.tolist(), loader.end_of_dataloader) for batch in loader)
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is looked at
+            kind, text = type(error).__name__, str(error)
+        everybody = gather(torch.tensor([1])).tolist()
+        return found, kind, text, everybody == [1, 1] and not GradientState().in_dataloader
+
+    first, second = ranks2(read)
+    before = place in ("later", "unlike")
+    assert first[0] == ([([0, 1], False)] if before else [])
+    assert second[0] == ([([2, 3], False)] if before else [])
+    assert (first[3], second[3]) == (True, True)
+    assert second[1] == "RuntimeError"
+    assert f"Reading the data failed on rank 0: {first[1]}: {first[2]}" == second[2]
+    expected = {"unlike": "samples have the shapes", "unpicklable": "lambda"}
+    assert expected.get(place, "no such file") in first[2]
+
+
+# -- on every process --------------------------------------------------------------------------
+
+
+def test_all_processes_share_an_order_that_does_not_depend_on_their_number(ranks2, ranks4):
+    def read() -> list[list[int]]:
+        set_seed(3, device_specific=True)  # rank 0's seed counts
+        source = DataLoader(Numbers(16), 2, shuffle=True)
+        loader = prepare_data_loader(source, put_on_device=True)
+        return [torch.cat([gather(batch) for batch in loader]).tolist() for _ in range(2)]
+
+    set_seed(3)
+    loader = prepare_data_loader(DataLoader(Numbers(16), 2, shuffle=True))
+    alone = [torch.cat(list(loader)).tolist() for _ in range(2)]
+    assert alone[0] != alone[1]
+    assert ranks2(read) == [alone] * 2
+    assert ranks4(read) == [alone] * 4
+
+
+def test_generators_are_synchronised_when_a_pass_begins(ranks2):
+    class Shuffling(Stream):
+        def __init__(self, size: int):
+            super().__init__(size)
+            self.generator = torch.Generator()
+
+        def __iter__(self):
+            return iter(torch.randperm(self.size, generator=self.generator).tolist())
+
+    def draw(kinds: list[str]) -> tuple[int, list[int]]:
+        torch.manual_seed(dist.get_rank())
+        dataset = Shuffling(8)
+        dataset.generator.manual_seed(dist.get_rank())
+        source = DataLoader(dataset, 2)
+        loader = prepare_data_loader(source, rng_types=kinds)
+        seen = [i for batch in loader for i in batch.tolist()]
+        return int(torch.randint(10**6, ())), seen
+
+    (one, ours), (other, theirs) = ranks2(draw, ["generator"])
+    assert one != other
+    assert sorted(ours + theirs) == list(range(8))
+    (one, _), (other, _) = ranks2(draw, ["torch", "generator"])
+    assert one == other
+    with pytest.raises(RankError, match="The stream begins with another batch on each process"):
+        ranks2(draw, [])
+
+
+def test_the_table_of_two_processes_holds_for_uneven_ends_of_three(ranks3):
+    def read() -> list[Any]:
+        loader = prepare_data_loader(DataLoader(Stream(7), 2), dispatch_batches=False)
+        return [(b.tolist(), loader.end_of_dataloader, loader.remainder) for b in loader]
+
+    assert ranks3(read) == [
+        [([0, 1], False, -1), ([6, 0], True, 1)],
+        [([2, 3], False, -1), ([1, 2], True, 1)],
+        [([4, 5], False, -1), ([3, 4], True, 1)],
+    ]

@@ -1,0 +1,590 @@
+"""What `prepare_data_loader` gives each process, against a reference, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import chain, product
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+
+from trainer.data.dispatch import DataLoaderDispatcher
+from trainer.data.loader import DataLoaderShard
+from trainer.data.prepare import prepare_data_loader
+from trainer.data.sampling import ShardedSampler
+from trainer.rng import set_seed
+from trainer.state import GradientState
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    """Each index is its own sample; a number drawn from the global generator beside it."""
+
+    def __init__(self, size: int, *, noise: bool = False):
+        self.size, self.noise, self.epoch = size, noise, None
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return (index, float(torch.rand(()))) if self.noise else index
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.size
+
+
+class OddSampler(BatchSampler):
+    """Batches of two, made without a sampler."""
+
+    def __init__(self):
+        self.batch_size, self.drop_last = 2, False
+
+    def __iter__(self):
+        yield from ([0, 1], [2, 3], [4])
+
+    def __len__(self):
+        return 3
+
+
+def each(source, world_size: int = 2, **options) -> list:
+    return [
+        prepare_data_loader(source, num_processes=world_size, process_index=rank, **options)
+        for rank in range(world_size)
+    ]
+
+
+def read(loaders) -> list[list[list[int]]]:
+    return [[batch.tolist() for batch in loader] for loader in loaders]
+
+
+# -- the batches of each process ---------------------------------------------------------------
+
+
+def shares(
+    items: int, batch_size: int, world_size: int, *, split: bool, even: bool, drop_last: bool
+) -> tuple[list[list[list[int]]], int]:
+    """What each process reads, by arithmetic on samples alone; and the remainder."""
+    own = batch_size // world_size if split else batch_size
+    together = own * world_size
+    samples = list(range(items))
+    if drop_last and world_size == 1:
+        samples = samples[: items // own * own]
+    elif drop_last:
+        samples = samples[: items // together * together]
+    full = -(-len(samples) // together) * together
+    if even and world_size > 1:
+        samples += [number % items for number in range(full - len(samples))]
+    starts = range(0, full, together)
+    found = [
+        [part for start in starts if (part := samples[start + rank * own :][:own])]
+        for rank in range(world_size)
+    ]
+    return found, -1 if drop_last or not items else items % together
+
+
+CASES = [
+    (split, even, drop_last, world_size, batch_size)
+    for split, even, drop_last in product([False, True], repeat=3)
+    for world_size, batch_size in product([1, 2, 3, 4], [1, 2, 3, 4])
+    if not split or batch_size % world_size == 0
+]
+
+
+def test_every_process_gets_the_indices_that_are_documented():
+    for (split, even, drop_last, world_size, batch_size), items in product(CASES, range(18)):
+        if world_size == 1:
+            continue  # nothing is shared out
+        batches = BatchSampler(SequentialSampler(range(items)), batch_size, drop_last)
+        options = {"split": split, "even": even, "drop_last": drop_last, "seed": 0}
+        expected, _ = shares(
+            items, batch_size, world_size, split=split, even=even, drop_last=drop_last
+        )
+        for rank in range(world_size):
+            own = ShardedSampler(batches, rank=rank, world_size=world_size, **options)
+            where = (items, batch_size, world_size, split, even, drop_last, rank)
+            assert list(own) == expected[rank], where
+            assert len(own) == len(expected[rank]), where
+
+
+@pytest.mark.parametrize("kind", [Numbers, Stream, SizedStream])
+def test_every_process_reads_what_is_documented(kind):
+    few = [case for case in CASES if case[3:] in [(1, 2), (2, 2), (2, 4), (3, 3), (4, 1)]]
+    for (split, even, drop_last, world_size, batch_size), items in product(few, [0, 1, 3, 8, 13]):
+        prepared = each(
+            DataLoader(kind(items), batch_size, drop_last=drop_last),
+            world_size,
+            split_batches=split,
+            even_batches=even,
+            dispatch_batches=False,
+        )
+        expected, remainder = shares(
+            items, batch_size, world_size, split=split, even=even, drop_last=drop_last
+        )
+        kept = []
+        for rank, own in enumerate(prepared):
+            where = (items, batch_size, world_size, split, even, drop_last, rank)
+            if kind is not Stream:
+                assert len(own) == len(expected[rank]), where
+            seen = [(b.tolist(), own.end_of_dataloader, own.remainder) for b in own]
+            assert [batch for batch, _, _ in seen] == expected[rank], where
+            assert [end for _, end, _ in seen] == [False] * (len(seen) - 1) + [True] * bool(seen)
+            if even and seen:
+                assert [left for _, _, left in seen] == [-1] * (len(seen) - 1) + [remainder], where
+            kept.append([batch for batch, _, _ in seen])
+        if even and not drop_last and items:  # what gather_for_metrics keeps
+            rounds = [list(chain(*batches)) for batches in zip(*kept, strict=True)]
+            rounds[-1] = rounds[-1][: remainder or None]
+            assert list(chain(*rounds)) == list(range(items)), where
+
+
+def test_samplers_of_ones_own_are_shared_out():
+    ready = DataLoader(Numbers(5), batch_size=None, sampler=[4, 3, 2, 1, 0])
+    assert [list(own) for own in each(ready)] == [[4, 2, 0], [3, 1, 4]]
+    backwards = DataLoader(Numbers(5), 2, sampler=[4, 3, 2, 1, 0])
+    assert read(each(backwards)) == [[[4, 3], [0, 4]], [[2, 1], [3, 2]]]
+    odd = DataLoader(Numbers(5), batch_sampler=OddSampler())
+    assert read(each(odd)) == [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+    assert read(each(odd, split_batches=True)) == [[[0], [2], [4]], [[1], [3], [0]]]
+    assert [len(own) for own in each(odd, split_batches=True, even_batches=False)] == [3, 3]
+
+
+def test_batches_of_a_stream_that_cannot_be_cut_are_repeated_whole():
+    loader = DataLoader(Stream(3), 2, collate_fn=str)
+    assert [list(own) for own in each(loader)] == [["[0, 1]"], ["[2]"]]
+    loader = DataLoader(Stream(5), 2, collate_fn=str)
+    assert [list(own) for own in each(loader)] == [["[0, 1]", "[4]"], ["[2, 3]", "[0, 1]"]]
+
+
+def test_only_the_last_round_of_a_stream_is_filled():
+    # The ends of two workers' parts are short, and lie in the middle.
+    class Parts(IterableDataset):
+        def __iter__(self):
+            yield from ()
+
+    batches = [[0, 1], [2, 3], [4], [5], [6, 7]]
+    loader = DataLoader(Parts(), 2)
+    loader.__class__ = type(
+        "Own", (DataLoader,), {"__iter__": lambda self: map(torch.tensor, batches)}
+    )
+    assert read(each(loader)) == [[[0, 1], [4], [6, 7]], [[2, 3], [5], [0, 1]]]
+
+
+# -- the order ---------------------------------------------------------------------------------
+
+
+def order(world_size: int = 1, source=None, **options) -> list[list[int]]:
+    """The global order of two passes."""
+    source = source or DataLoader(Numbers(16), 2, shuffle=True)
+    loaders = each(source, world_size, **options)
+    passes = []
+    for _ in range(2):
+        rounds = zip(*loaders, strict=True)
+        passes.append([int(i) for batches in rounds for batch in batches for i in batch])
+    return passes
+
+
+def test_the_seed_decides_the_order_on_any_number_of_processes():
+    set_seed(5)
+    first = order()
+    assert first[0] != first[1] != sorted(first[1])
+    for world_size, options in [(1, {}), (2, {}), (4, {}), (2, {"split_batches": True})]:
+        set_seed(5)
+        assert order(world_size, **options) == first
+    set_seed(6)
+    assert order() != first
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_a_generator_of_ones_own_decides_unless_the_sampler_is_to_be_seedable(seedable):
+    def source(seed: int) -> DataLoader:
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(Numbers(16), 2, shuffle=True, generator=generator)
+
+    def found(seed: int, own: int) -> list[list[int]]:
+        set_seed(seed)
+        return order(2, source(own), use_seedable_sampler=seedable)
+
+    assert (found(5, 1) == found(6, 1)) is not seedable
+    assert (found(5, 1) == found(5, 2)) is seedable
+
+
+def test_the_generator_of_a_sampler_comes_before_that_of_the_loader():
+    def source(sampler: int, loader: int) -> DataLoader:
+        own = RandomSampler(range(16), generator=torch.Generator().manual_seed(sampler))
+        other = torch.Generator().manual_seed(loader)
+        return DataLoader(Numbers(16), 2, sampler=own, generator=other)
+
+    assert order(1, source(1, 2)) == order(1, source(1, 3)) != order(1, source(4, 2))
+
+
+def test_an_order_drawn_from_a_samplers_own_generator_can_be_read_again():
+    generator = torch.Generator()
+    sampler = WeightedRandomSampler([1.0] * 16, 16, generator=generator)
+    (loader,) = each(DataLoader(Numbers(16), 2, sampler=sampler), 1)
+    first = read([loader])
+    assert read([loader]) != first
+    generator.manual_seed(99)
+    loader.set_epoch(0)
+    assert read([loader]) == first
+
+
+def test_a_pass_left_by_break_is_followed_by_another_order():
+    (loader,) = each(DataLoader(Numbers(16), 2, shuffle=True), 1)
+    first = read([loader])
+    loader.set_epoch(0)
+    for _ in loader:
+        break
+    assert loader.iteration == 0
+    second = read([loader])
+    assert (loader.iteration, second != first) == (2, True)
+    for _ in loader:
+        break
+    loader.set_epoch(0)
+    assert read([loader]) == first
+
+
+def test_everybody_hears_of_the_epoch():
+    class Hearing(SequentialSampler):
+        epoch = None
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    class HearingBatches(OddSampler):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    sampler, dataset, batches = Hearing(range(5)), Numbers(5), HearingBatches()
+    (loader,) = each(DataLoader(dataset, 2, sampler=sampler), 1)
+    loader.set_epoch(3)
+    assert (sampler.epoch, dataset.epoch) == (3, 3)
+    list(loader)
+    list(loader)
+    assert (sampler.epoch, dataset.epoch, loader.iteration) == (4, 4, 5)
+    (loader,) = each(DataLoader(dataset, batch_sampler=batches), 1)
+    loader.set_epoch(7)
+    assert batches.epoch == 7
+
+
+# -- what it is --------------------------------------------------------------------------------
+
+
+def collate(samples: list) -> torch.Tensor:
+    return torch.tensor(samples)
+
+
+def test_a_prepared_loader_has_the_users_settings():
+    dataset, generator = Numbers(10, noise=True), torch.Generator()
+    source = DataLoader(
+        dataset,
+        4,
+        num_workers=2,
+        persistent_workers=True,
+        prefetch_factor=3,
+        timeout=7,
+        collate_fn=collate,
+        generator=generator,
+        worker_init_fn=print,
+        multiprocessing_context="fork",
+    )
+    loader = each(source)[1]
+    assert isinstance(loader, DataLoader)
+    assert type(loader) is DataLoaderShard
+    assert loader.dataset is dataset
+    assert loader.generator is generator
+    names = (
+        "num_workers persistent_workers prefetch_factor timeout collate_fn pin_memory "
+        "worker_init_fn multiprocessing_context"
+    )
+    for name in names.split():
+        for own in (loader, loader.feed.loader):
+            if own is loader or name != "collate_fn":
+                assert getattr(own, name) == getattr(source, name), name
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (4, False)
+    assert (loader.total_batch_size, loader.total_dataset_length) == (8, 10)
+    assert each(source, split_batches=True)[0].total_batch_size == 4
+    assert each(DataLoader(dataset, batch_size=None))[0].total_batch_size is None
+
+
+def test_a_prepared_loader_is_returned_as_it_is():
+    (loader,) = each(DataLoader(Numbers(4), 2), 1)
+    assert prepare_data_loader(loader) is loader
+
+
+def test_which_kind_of_loader_reads():
+    stream, numbers = DataLoader(Stream(4), 2), DataLoader(Numbers(4), 2)
+    assert type(prepare_data_loader(numbers, put_on_device=True)) is DataLoaderShard
+    assert type(prepare_data_loader(stream)) is DataLoaderShard
+    assert type(prepare_data_loader(stream, put_on_device=True)) is DataLoaderDispatcher
+    options = {"put_on_device": True, "dispatch_batches": False}
+    assert type(prepare_data_loader(stream, **options)) is DataLoaderShard
+    options["dispatch_batches"] = True
+    assert type(prepare_data_loader(numbers, **options)) is DataLoaderDispatcher
+
+
+def test_batches_go_where_they_are_wanted():
+    source, meta = DataLoader(Numbers(4), 2), torch.device("meta")
+    assert {b.device for b in prepare_data_loader(source, meta, put_on_device=True)} == {meta}
+    assert {b.device for b in prepare_data_loader(source, meta)} == {CPU}
+    assert prepare_data_loader(source, put_on_device=True).device == CPU
+    assert prepare_data_loader(source).device is None
+
+
+@pytest.mark.parametrize("source", [Numbers(5), SizedStream(5)])
+def test_one_process_reads_what_the_loader_reads(source):
+    for dispatch in (True, False):
+        loader = prepare_data_loader(
+            DataLoader(source, 2), put_on_device=True, dispatch_batches=dispatch
+        )
+        seen = [(b.tolist(), loader.end_of_dataloader, loader.remainder) for b in loader]
+        assert seen == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 1)]
+        assert len(loader) == 3
+
+
+def test_even_batches_can_be_switched_off_for_a_while():
+    first, second = each(DataLoader(Numbers(9), 2))
+    assert (first.even_batches, len(second)) == (True, 3)
+    for loader in (first, second):
+        loader.even_batches = False
+    assert read([first, second]) == [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+    assert (second.even_batches, len(second)) == (False, 2)
+    for loader in (first, second):
+        loader.even_batches = True
+    assert read([first, second]) == [[[0, 1], [4, 5], [8, 0]], [[2, 3], [6, 7], [1, 2]]]
+    (alone,) = each(DataLoader(Numbers(3), 2), 1)
+    alone.even_batches = True
+    assert read([alone]) == [[[0, 1], [2]]]
+
+
+def test_the_sampler_can_be_replaced():
+    sampler = SequentialSampler(range(6))
+    first, second = each(DataLoader(Numbers(6), 2, sampler=sampler))
+    assert first.get_sampler() is sampler
+    backwards = [5, 4, 3, 2, 1, 0]
+    for loader in (first, second):
+        list(loader)
+        loader.set_sampler(backwards)
+        assert loader.get_sampler() is backwards
+    assert read([first, second]) == [[[5, 4], [1, 0]], [[3, 2], [5, 4]]]
+    assert list(first.batch_sampler) == [[5, 4], [1, 0]]
+    assert first.iteration == 2
+    (ready,) = each(DataLoader(Numbers(3), batch_size=None), 1)
+    ready.set_sampler([2, 0])
+    assert list(ready) == [2, 0]
+    assert list(ready.sampler) == [2, 0]
+
+
+def test_a_sampler_that_is_not_there_cannot_be_replaced():
+    (odd,) = each(DataLoader(Numbers(5), batch_sampler=OddSampler()), 1)
+    assert isinstance(odd.get_sampler(), OddSampler)
+    with pytest.raises(ValueError, match="OddSampler makes its batches without a sampler"):
+        odd.set_sampler([1])
+    (stream,) = each(DataLoader(Stream(5), 2), 1)
+    with pytest.raises(ValueError, match="A stream has no sampler"):
+        stream.set_sampler([1])
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_prepared_loader_can_be_copied(copied, dispatch):
+    loader = prepare_data_loader(
+        DataLoader(Numbers(9, noise=True), 2, shuffle=True),
+        put_on_device=True,
+        dispatch_batches=dispatch,
+    )
+    list(loader)
+    twin = copied(loader)
+    assert twin.iteration == 1
+    for ours, theirs in zip(loader, twin, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+# -- loops -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_may_be_read_inside_itself(workers):
+    source = DataLoader(Numbers(6, noise=True), 2, shuffle=True, num_workers=workers)
+    (loader,) = each(source, 1)
+    passes = [list(loader) for _ in range(4)]
+    loader.set_epoch(0)
+    outer = []
+    for number, batch in enumerate(loader):
+        outer.append(batch)
+        if number == 0:
+            torch.testing.assert_close(list(loader), passes[1], rtol=0, atol=0)
+    torch.testing.assert_close(outer, passes[0], rtol=0, atol=0)
+
+
+def test_loaders_may_be_read_side_by_side():
+    state = GradientState()
+    (one,), (other,) = each(DataLoader(Numbers(4), 2), 1), each(DataLoader(Numbers(3), 1), 1)
+    found = []
+    for a, b in zip(one, other, strict=False):
+        found.append((a.tolist(), b.tolist(), one.end_of_dataloader, other.end_of_dataloader))
+    assert found == [([0, 1], [0], False, False), ([2, 3], [1], True, False)]
+    del a, b
+    assert state.end_of_dataloader is False
+
+
+def test_an_error_leaves_no_active_loader():
+    (loader,) = each(DataLoader([0, 1, "x", 2], 1), 1)
+
+    def fail() -> None:
+        for _ in loader:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert not GradientState().in_dataloader
+
+
+def test_an_error_of_the_dataset_comes_after_what_was_read_before():
+    class Breaking(Numbers):
+        def __getitem__(self, index):
+            if index == 4:
+                raise KeyError("no such sample")
+            return index
+
+    (loader,) = each(DataLoader(Breaking(6), 2), 1)
+    seen = []
+    with pytest.raises(KeyError, match="no such sample"):
+        seen.extend((batch.tolist(), loader.end_of_dataloader) for batch in loader)
+    assert seen == [([0, 1], False), ([2, 3], False)]
+    assert not GradientState().in_dataloader
+
+
+def test_a_batch_is_read_ahead_and_no_more():
+    reads = []
+
+    class Noting(Numbers):
+        def __getitem__(self, index):
+            reads.append(index)
+            return index
+
+    (loader,) = each(DataLoader(Noting(6), 2), 1)
+    seen = [(batch.tolist(), len(reads)) for batch in loader]
+    assert seen == [([0, 1], 4), ([2, 3], 6), ([4, 5], 6)]
+
+
+def test_workers_that_stay_serve_every_pass():
+    source = DataLoader(Numbers(8), 2, shuffle=True, num_workers=1, persistent_workers=True)
+    (loader,) = each(source, 1)
+    for _ in loader:
+        break
+    (plain,) = each(DataLoader(Numbers(8), 2, shuffle=True), 1)
+    for _ in plain:
+        break
+    assert read([loader]) == read([plain])
+    loader.feed.close()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "text"),
+    [
+        ([1, 2], {}, TypeError, r"dataloader is a list; it must be a torch DataLoader"),
+        (
+            DataLoader(Numbers(4), 2),
+            {"slice_fn_for_dispatch": 3},
+            TypeError,
+            r"slice_fn_for_dispatch is 3; it must be a function",
+        ),
+        (
+            DataLoader(Numbers(4), 2),
+            {"num_processes": 2, "process_index": 2},
+            ValueError,
+            r"process_index is 2 of num_processes=2; it must lie between 0 and 1",
+        ),
+        (
+            DataLoader(Numbers(4), 2),
+            {"dispatch_batches": True},
+            ValueError,
+            r"dispatch_batches=True with put_on_device=False.*Pass put_on_device=True",
+        ),
+        (
+            DataLoader(Numbers(4), 2),
+            {"dispatch_batches": True, "put_on_device": True, "num_processes": 3},
+            ValueError,
+            r"dispatch_batches=True with num_processes=3, but 1 are running",
+        ),
+        (
+            DataLoader(Numbers(4), 3),
+            {"split_batches": True, "num_processes": 2},
+            ValueError,
+            r"split_batches=True with batch size 3, which must be a round multiple of the number "
+            r"of processes \(2\): use 2 or 4",
+        ),
+        (
+            DataLoader(Numbers(4), 1),
+            {"split_batches": True, "num_processes": 2},
+            ValueError,
+            r"batch size 1.*use 2, or split_batches=False",
+        ),
+        (
+            DataLoader(Numbers(4), batch_size=None),
+            {"split_batches": True},
+            ValueError,
+            r"needs a batch size to split, and a loader without batches has batch_size=None",
+        ),
+        (
+            DataLoader(Numbers(4), batch_sampler=[[0], [1]]),
+            {"split_batches": True},
+            ValueError,
+            r"needs a batch size to split, and a list has batch_size=None",
+        ),
+        (
+            DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), num_replicas=2, rank=0)),
+            {},
+            ValueError,
+            r"DistributedSampler, which would share the data out a second time",
+        ),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused(source, options, error, text):
+    with pytest.raises(error, match=text):
+        prepare_data_loader(source, **options)
+
+
+def test_the_length_of_a_stream_without_one_is_asked_in_vain():
+    for dispatch in (True, False):
+        loader = prepare_data_loader(
+            DataLoader(Stream(4), 2), put_on_device=True, dispatch_batches=dispatch
+        )
+        with pytest.raises(TypeError, match="reads a stream that has no length"):
+            len(loader)
+
+
+def test_an_unknown_generator_to_synchronise_is_refused_when_a_pass_begins():
+    (loader,) = each(DataLoader(Numbers(4), 2), 1, rng_types=["torhc"])
+    with pytest.raises(ValueError, match="torhc"):
+        list(loader)
+    (loader,) = each(DataLoader(Numbers(4), 2), 1, rng_types=["generator"])
+    assert len(list(loader)) == 2  # there is none to synchronise

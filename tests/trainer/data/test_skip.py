@@ -1,0 +1,246 @@
+"""Loaders that go on inside an epoch."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from itertools import islice
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from trainer.data.loader import DataLoaderShard
+from trainer.data.prepare import prepare_data_loader
+from trainer.data.skip import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from trainer.state import GradientState
+
+
+class Noisy(Dataset):
+    """An index with a number drawn for it; what is read is noted."""
+
+    def __init__(self, size: int):
+        self.size, self.reads = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.reads.append(index)
+        return index, float(torch.rand(()))
+
+
+class Stream(IterableDataset):
+    def __init__(self, size: int):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+
+class SizedStream(Stream):
+    def __len__(self):
+        return self.size
+
+
+def prepared(source, world_size: int = 1, rank: int = 0, **options) -> DataLoaderShard:
+    return prepare_data_loader(source, num_processes=world_size, process_index=rank, **options)
+
+
+def alike(found, expected) -> bool:
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return True
+
+
+# -- prepared loaders --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_rest_of_a_pass_is_that_of_the_whole_one(workers, dispatch):
+    source = DataLoader(Noisy(13), 2, shuffle=True, num_workers=workers)
+    loader = prepared(source, put_on_device=True, dispatch_batches=dispatch)
+    list(loader)
+    skipped = skip_first_batches(loader, 3)
+    assert type(skipped) is type(loader)
+    rest, following = list(skipped), list(loader)  # which counts as the loader's own pass
+    assert len(rest) == len(skipped) == 4
+    assert len(loader) == len(following) == 7
+    loader.set_epoch(1)
+    assert alike(rest, list(loader)[3:])
+    assert alike(following, list(loader))
+
+
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}])
+@pytest.mark.parametrize("source", [Noisy(21), SizedStream(21)])
+def test_a_part_of_a_pass_is_skipped_on_every_process(source, options, caplog):
+    for rank in (0, 1):
+        loader = prepared(DataLoader(source, 4), 2, rank, **options)
+        whole = list(loader)
+        for skip in range(len(whole) + 2):
+            loader.set_epoch(0)
+            skipped = skip_first_batches(loader, skip)
+            assert alike(list(skipped), whole[skip:])
+            assert len(skipped) == max(0, len(whole) - skip)
+    said = "batches are read again and thrown away" in caplog.text
+    assert said == isinstance(source, Stream)
+
+
+def test_what_is_skipped_is_not_read():
+    for dispatch in (False, True):
+        dataset = Noisy(9)
+        loader = prepared(DataLoader(dataset, 2), put_on_device=True, dispatch_batches=dispatch)
+        list(skip_first_batches(loader, 3))
+        assert dataset.reads == [6, 7, 8]
+
+
+def test_batches_of_the_users_own_are_skipped_by_a_dispatcher():
+    sampler = [[0], [1, 2], [3, 4, 5]]
+    loader = prepared(
+        DataLoader(Noisy(9), batch_sampler=sampler), put_on_device=True, dispatch_batches=True
+    )
+    assert [batch[0].tolist() for batch in skip_first_batches(loader, 2)] == [[3, 4, 5]]
+    assert len(skip_first_batches(loader, 2)) == 1
+
+
+def test_a_pass_that_was_left_is_gone_on_with():
+    loader = prepared(DataLoader(Noisy(12), 2, shuffle=True))
+    whole = list(loader)
+    loader.set_epoch(0)
+    begun = list(islice(loader, 2))
+    assert alike(begun + list(skip_first_batches(loader, 2)), whole)
+    following = list(loader)
+    loader.set_epoch(0)
+    skipped = skip_first_batches(skip_first_batches(loader, 1), 1)
+    assert alike(list(skipped), whole[2:])
+    assert alike(list(loader), following)
+
+
+def test_a_loader_goes_on_from_its_state():
+    source = DataLoader(Noisy(12), 2, shuffle=True)
+    torch.manual_seed(1)
+    loader = prepared(source)
+    list(loader)
+    states = []
+    for number, _ in enumerate(loader):
+        if number == 2:
+            states.append(loader.state_dict())  # inside the second pass
+            break
+    states.append(loader.state_dict())  # which was left
+    assert [state["iteration"] for state in states] == [1, 2]
+    loader.set_epoch(1)
+    second, third = list(loader), list(loader)
+    torch.manual_seed(2)
+    inside, behind = prepared(source), prepared(source)
+    inside.load_state_dict(states[0])
+    behind.load_state_dict(states[1])
+    assert alike(list(skip_first_batches(inside, 3)), second[3:])
+    assert alike(list(inside), third)
+    assert alike(list(behind), third)
+
+
+def test_after_a_restart_the_epoch_is_told():
+    source = DataLoader(Noisy(12), 2, shuffle=True)
+    loader = prepared(source)
+    passes = [list(loader) for _ in range(3)]
+    restarted = prepared(source)
+    restarted.set_epoch(1)
+    assert alike(list(skip_first_batches(restarted, 4)), passes[1][4:])
+    restarted.set_epoch(2)
+    assert alike(list(restarted), passes[2])
+
+
+def test_the_end_is_known_with_the_last_batch_of_the_rest():
+    state = GradientState()
+    skipped = skip_first_batches(prepared(DataLoader(Noisy(9), 2), 2, 1), 1)
+    seen = [(state.end_of_dataloader, state.remainder) for _ in skipped]
+    assert seen == [(False, -1), (True, 1)]
+    assert state.active_dataloader is None
+
+
+# -- plain loaders -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_plain_loader_is_skipped_without_reading(workers):
+    dataset = Noisy(9)
+    loader = DataLoader(dataset, 2, num_workers=workers)
+    skipped = skip_first_batches(loader, 3)
+    assert (len(skipped), len(loader)) == (2, 5)
+    assert [batch[0].tolist() for batch in skipped] == [[6, 7], [8]]
+    assert dataset.reads == ([] if workers else [6, 7, 8])
+    assert (skipped.num_workers, skipped.dataset) == (workers, dataset)
+    assert len(skip_first_batches(loader, 7)) == 0
+    assert list(skip_first_batches(loader, 7)) == []
+    assert len(skip_first_batches(skipped, 1)) == 1
+
+
+def test_a_plain_loader_of_ready_made_batches_is_skipped():
+    loader = DataLoader([10, 11, 12], batch_size=None)
+    skipped = skip_first_batches(loader, 2)
+    assert (list(skipped), len(skipped)) == ([12], 1)
+
+
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_a_plain_stream_is_skipped_by_reading(batch_size):
+    loader = DataLoader(SizedStream(5), batch_size, drop_last=batch_size is not None)
+    whole = list(loader)
+    skipped = skip_first_batches(loader, 1)
+    assert type(skipped) is SkipDataLoader
+    assert alike(list(skipped), whole[1:])
+    assert alike(list(skip_first_batches(skipped, 1)), whole[2:])
+    assert len(skipped) == len(whole) - 1
+    assert len(skip_first_batches(loader, 9)) == 0
+
+
+def test_a_skipping_sampler_shows_what_it_holds_and_can_be_pickled():
+    inner = BatchSampler(RandomSampler(range(9)), 2, drop_last=True)
+    sampler = pickle.loads(pickle.dumps(SkipBatchSampler(inner, 1)))
+    assert (sampler.batch_size, sampler.drop_last, len(sampler)) == (2, True, 3)
+    assert len(list(sampler)) == 3
+    with pytest.raises(AttributeError, match="colour"):
+        _ = sampler.colour
+
+
+def test_a_plain_skipped_loader_can_be_prepared():
+    skipped = skip_first_batches(DataLoader(list(range(9)), 2), 1)
+    own = [prepared(skipped, 2, rank) for rank in (0, 1)]
+    assert [[batch.tolist() for batch in each] for each in own] == [
+        [[2, 3], [6, 7]],
+        [[4, 5], [8, 2]],
+    ]
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        yield from ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((DataLoader([1]), -1), ValueError, "num_batches is -1; it must be 0 or more"),
+        ((DataLoader([1]), 1.0), TypeError, r"num_batches is 1.0; it must be an int"),
+        ((DataLoader([1]), True), TypeError, "num_batches is True; it must be an int"),
+        (([1], 1), TypeError, "dataloader is a list; .* use itertools.islice"),
+        ((Own([1]), 1), TypeError, "A Own reads in a way of its own"),
+    ],
+)
+def test_what_cannot_be_skipped_is_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        skip_first_batches(*arguments)
+
+
+def test_a_loader_of_a_kind_of_its_own_is_skipped_once_prepared(caplog):
+    caplog.set_level(logging.WARNING)
+
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (batch * 2 for batch in super().__iter__())
+
+    loader = prepared(Doubling(list(range(5)), 2), 2, 1)
+    assert [batch.tolist() for batch in loader] == [[4, 6], [2, 4]]
+    assert [batch.tolist() for batch in skip_first_batches(loader, 1)] == [[2, 4]]

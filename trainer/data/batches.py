@@ -1,0 +1,182 @@
+"""Batches as rows: their length, parts of them, several joined, and travel between processes.
+
+A batch is a tree whose tensors have one row for each sample in their first dimension. A list or
+tuple without a tensor and without further lists (names, paths, dicts of plain values) is a column:
+one entry for each sample. What else there is (numbers, texts, tensors without dimensions) belongs
+to the batch as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from trainer.tree import children, leaves, map_tree, rebuild
+
+
+def length(batch: Any) -> int:
+    """The number of samples in a batch.
+
+    Raises:
+        ValueError: Nothing in it tells, or its tensors disagree.
+    """
+    samples = samples_in(batch)
+    if samples is not None:
+        return samples
+    rows = _rows(batch)
+    found = f"tensors of the lengths {sorted(rows)}" if rows else f"a {type(batch).__name__}"
+    raise ValueError(
+        f"A batch cannot be cut into samples: it holds {found}. Sharing a batch out, or completing "
+        "a short one, takes tensors whose first dimension counts the samples: let collate_fn give "
+        "such a batch, or make each process read its own (a map-style dataset, or "
+        "dispatch_batches=False without split_batches)."
+    )
+
+
+def samples_in(batch: Any) -> int | None:
+    """The number of samples in a batch; None if it cannot be cut into samples."""
+    rows = _rows(batch)
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves(batch)):
+        return None
+    return rows.pop() if len(rows) == 1 else None
+
+
+def take(batch: Any, start: int, stop: int) -> Any:
+    """The samples from `start` to before `stop`, as a batch."""
+    samples = length(batch)
+
+    def cut(value: Any) -> Any:
+        return value[start:stop] if _counts(value, samples) else value
+
+    return _map(cut, batch)
+
+
+def concatenate(batches: Sequence[Any]) -> Any:
+    """Several batches as one.
+
+    Raises:
+        ValueError: They are not of one structure and shape, or differ in a value that belongs to
+            the whole batch.
+    """
+    if len(batches) == 1:
+        return batches[0]
+    sizes = [length(batch) for batch in batches]
+    parts = [_parts(batch) for batch in batches]
+    if len({tuple(place for place, _ in each) for each in parts}) > 1:
+        raise ValueError(_unlike("they do not hold the same keys or the same number of tensors"))
+    joined = iter([_join(values, sizes) for values in zip(*parts, strict=True)])
+    return _map(lambda _: next(joined), batches[0])
+
+
+def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
+    """The values of several batches in one place, as one value."""
+    place, values = found[0][0] or "the batch", [value for _, value in found]
+    if all(_counts(value, size) for value, size in zip(values, sizes, strict=True)):
+        if not isinstance(values[0], Tensor):
+            return type(values[0])(chain.from_iterable(values))
+        shapes = sorted({tuple(value.shape[1:]) for value in values})
+        if len(shapes) > 1:
+            raise ValueError(_unlike(f"samples have the shapes {shapes} in {place}"))
+        return torch.cat(values)
+    for value in values[1:]:
+        if not _equal(values[0], value):
+            raise ValueError(_unlike(f"{place} is {values[0]!r} in one and {value!r} in another"))
+    return values[0]
+
+
+def _unlike(what: str) -> str:
+    return (
+        f"The batches of one round cannot be joined to be shared out: {what}. Pass "
+        "split_batches=True to share out one batch at a time, dispatch_batches=False to let every "
+        "process read its own, or pad them alike in collate_fn."
+    )
+
+
+def completed(batch: Any, beginning: Any, samples: int) -> Any:
+    """A batch of `samples` samples: its own, then those of `beginning`, over and over."""
+    missing = samples - length(batch)
+    whole, rest = divmod(max(missing, 0), length(beginning))
+    last = [take(beginning, 0, rest)] if rest else []
+    return concatenate([batch, *[beginning] * whole, *last])
+
+
+def _map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply `function` to the tensors, the columns, and whatever else is no container."""
+    parts = children(tree)
+    if parts is None or _is_column(tree):
+        return function(tree)
+    return rebuild(tree, [_map(function, value) for _, value in parts])
+
+
+def _parts(tree: Any, place: str = "") -> list[tuple[str, Any]]:
+    """What `_map` applies its function to, with its place."""
+    parts = children(tree)
+    if parts is None or _is_column(tree):
+        return [(place, tree)]
+    return [found for key, value in parts for found in _parts(value, f"{place}[{key!r}]")]
+
+
+def _is_column(tree: Any) -> bool:
+    return type(tree) in (list, tuple) and not any(
+        isinstance(value, (list, tuple, PackedSequence))
+        or any(isinstance(leaf, Tensor) for leaf in leaves(value))
+        for value in tree
+    )
+
+
+def _rows(batch: Any) -> set[int]:
+    """The lengths of its tensors; that of its first column where there is no tensor."""
+    values = [value for _, value in _parts(batch)]
+    rows = {value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim > 0}
+    return rows or set([len(value) for value in values if _is_column(value)][:1])
+
+
+def _counts(value: Any, samples: int) -> bool:
+    """The value has an entry for each sample."""
+    if isinstance(value, Tensor):
+        return value.ndim > 0
+    return _is_column(value) and len(value) == samples
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+class Hole:
+    """Where a tensor was in a packed batch."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def packed(batch: Any) -> tuple[Any, list[Tensor]]:
+    """A batch with a `Hole` for each tensor, and the tensors."""
+    tensors: list[Tensor] = []
+
+    def take_out(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return Hole(leaf)
+
+    return map_tree(take_out, batch), tensors
+
+
+def unpacked(skeleton: Any, device: torch.device | None) -> tuple[Any, list[Tensor]]:
+    """The batch that was packed, with empty tensors on `device`, and these to be filled."""
+    tensors: list[Tensor] = []
+
+    def put_in(leaf: Any) -> Any:
+        if not isinstance(leaf, Hole):
+            return leaf
+        tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device=device))
+        return tensors[-1]
+
+    return map_tree(put_in, skeleton), tensors

@@ -1,0 +1,238 @@
+"""The prepared loader of which only rank 0 reads: the others receive their part of each round."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
+from trainer.data.feed import Feed, ahead
+from trainer.data.loader import PreparedLoader
+from trainer.data.sampling import own_batches
+from trainer.distributed import collectives
+from trainer.tree import find_batch_size, to_device
+
+Slice = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round as rank 0 shares it out.
+
+    Attributes:
+        batch: The round's samples, repeated ones included.
+        size: Samples that each process gets, as far as they reach.
+        real: Samples that are not repeated; None if unknown.
+        present: Processes that get any: the first so many.
+    """
+
+    batch: Any
+    size: int
+    real: int | None
+    present: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What rank 0 tells about a round before it sends the tensors.
+
+    Attributes:
+        skeleton: The batch without its tensors; see `trainer.data.batches.packed`.
+        size: See `Plan`.
+        real: See `Plan`.
+        present: See `Plan`.
+        following: Processes that get a batch in the next round; 0 at the end.
+        error: Reading failed, and how.
+    """
+
+    skeleton: Any = None
+    size: int = 0
+    real: int | None = None
+    present: int = 0
+    following: int = 0
+    error: str | None = None
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """The prepared loader of which only rank 0 reads the data; the others receive theirs.
+
+    For datasets that only one process can or should read: streams above all. In each round rank 0
+    reads a batch for every process (one for all with `split_batches`), and each gets its part. It
+    works whatever the batches hold beside tensors: lists with an entry for each sample are cut like
+    tensors, other values go to everybody as they are.
+
+    The last round may be short. With `even_batches` it is shared out evenly, completed with samples
+    of the first round only as far as it does not divide by the number of processes, so that the
+    last batches are of one size, though smaller. Without, the processes get their batches as long
+    as there are samples, the others end one batch earlier. Before the last round, samples of a
+    round that does not divide go to the next one, and none is lost or repeated.
+
+    If the dataset fails on rank 0, every process raises: rank 0 the error itself, the others a
+    ``RuntimeError`` with its text.
+
+    Args:
+        source: The user's loader.
+        slice_fn: Called on every process with the round's batch, the ``slice`` of its samples that
+            are this process's, ``process_index`` and ``num_processes``; returns this process's
+            batch.
+        **settings: See `PreparedLoader`.
+    """
+
+    def __init__(
+        self, source: DataLoader[Any], *, slice_fn: Slice | None = None, **settings: Any
+    ) -> None:
+        super().__init__(source, **settings)
+        self.slice_fn = slice_fn
+        self.settings["slice_fn"] = slice_fn
+
+    def _make_feed(self, source: DataLoader[Any]) -> Feed:
+        return Feed(source, seed=self.settings["seed"])
+
+    def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
+        plans = ahead(self._plans()) if self.rank == 0 else iter(())
+        following = self.world_size
+        while following:
+            message, batch = self._exchange(plans)
+            if self.rank < message.present:
+                last = self.rank >= message.following
+                yield self._own(batch, message.size), last, message.real
+            following = message.following
+
+    def _own(self, batch: Any, size: int) -> Any:
+        start, stop = self.rank * size, (self.rank + 1) * size
+        if self.slice_fn is not None:
+            return self.slice_fn(
+                batch,
+                slice(start, stop),
+                process_index=self.rank,
+                num_processes=self.world_size,
+            )
+        return batch if self.world_size == 1 else take(batch, start, stop)
+
+    # -- between the processes -----------------------------------------------------------------
+
+    def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any]:
+        """The next round, on every process; collective.
+
+        Raises:
+            RuntimeError: Reading failed on rank 0, which raises the error itself.
+        """
+        if self.rank != 0:
+            message: Message = pickle.loads(collectives.broadcast_object(b""))  # noqa: S301
+            if message.error is not None:
+                raise RuntimeError(f"Reading the data failed on rank 0: {message.error}")
+            batch, tensors = unpacked(message.skeleton, self.device)
+            collectives.broadcast(tensors)
+            return message, batch
+        try:
+            message, batch, tensors, sent = self._next(plans)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            collectives.broadcast_object(pickle.dumps(Message(error=text)))
+            raise
+        collectives.broadcast_object(sent)
+        collectives.broadcast(tensors)
+        return message, batch
+
+    def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any, Any, bytes]:
+        """On rank 0: the next round with what the others need of it."""
+        plan, following = next(plans, (None, None))
+        if plan is None:
+            return Message(), None, [], pickle.dumps(Message())
+        batch = plan.batch
+        if self.device is not None:
+            batch = to_device(batch, self.device, non_blocking=self.non_blocking)
+        skeleton, tensors = packed(batch) if self.world_size > 1 else (None, [])
+        message = Message(
+            skeleton=skeleton,
+            size=plan.size,
+            real=plan.real,
+            present=plan.present,
+            following=0 if following is None else following.present,
+        )
+        return message, batch, tensors, pickle.dumps(message)  # here, where an error is told
+
+    # -- on rank 0 -----------------------------------------------------------------------------
+
+    def _plans(self) -> Iterator[Plan]:
+        """The rounds of a pass, those left out that are to be skipped."""
+        indexed = self._skips_by_index
+        self.feed.start_round = self.skip_batches * self._per_round if indexed else 0
+        return islice(self._all_plans(), 0 if indexed else self.skip_batches, None)
+
+    def _all_plans(self) -> Iterator[Plan]:
+        first = held = None
+        for group, following in ahead(self._groups(self.feed)):
+            if self.world_size == 1:
+                yield Plan(group[0], 0, find_batch_size(group[0]), 1)
+                continue
+            batch = concatenate(group if held is None else [held, *group])
+            first, held = batch if first is None else first, None
+            total = length(batch)
+            size, rest = divmod(total, self.world_size)
+            if following is None:
+                yield self._last_plan(batch, first)
+            else:
+                if rest:
+                    held = take(batch, total - rest, total)
+                    batch = take(batch, 0, total - rest)
+                if size:
+                    yield Plan(batch, size, total - rest, self.world_size)
+
+    def _last_plan(self, batch: Any, first: Any) -> Plan:
+        total = length(batch)
+        size = -(-total // self.world_size)
+        if self.even_batches:
+            if size * self.world_size > total:
+                first = self._beginning() if self.feed.start_round else first
+                batch = completed(batch, first, size * self.world_size)
+            return Plan(batch, size, total, self.world_size)
+        size = max(size, (self.total_batch_size or 0) // self.world_size)
+        return Plan(batch, size, total, -(-total // size))
+
+    def _groups(self, feed: Feed) -> Iterator[list[Any]]:
+        """The batches of each round."""
+        batches = (round_.batch for round_ in feed.read())
+        while group := list(islice(batches, self._per_round)):
+            if len(group) < self._per_round and self._drops_last:
+                return
+            yield group
+
+    def _beginning(self) -> Any:
+        """The first round's samples, read now: this pass has left them out."""
+        feed = self._make_feed(self.source)
+        feed.set_epoch(self.feed.epoch)
+        feed.limit = self._per_round
+        return concatenate(next(self._groups(feed)))
+
+    @property
+    def _per_round(self) -> int:
+        return 1 if self.split_batches else self.world_size
+
+    @property
+    def _skips_by_index(self) -> bool:
+        """Rounds are whole batches of a map-style dataset: what is skipped need not be read."""
+        return self.feed.sampler is not None and type(self.source.batch_sampler) is BatchSampler
+
+    def __len__(self) -> int:
+        total = self.feed.num_batches
+        if total is None:
+            raise TypeError("The loader reads a stream that has no length.")
+        data = self.source.dataset
+        known = not isinstance(data, IterableDataset) or hasattr(data, "__len__")
+        own = own_batches(
+            total,
+            self.total_dataset_length if known else None,
+            self.total_batch_size if self.split_batches else None,
+            rank=self.rank,
+            world_size=self.world_size,
+            even=self.even_batches,
+            split=self.split_batches,
+            drop_last=self._drops_last,
+        )
+        return max(0, own - self.skip_batches)

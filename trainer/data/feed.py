@@ -1,0 +1,404 @@
+"""Reading an epoch: its rounds, dealt out to the processes and read one batch ahead."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from trainer.data.batches import completed, concatenate, length, samples_in, take
+from trainer.data.sampling import ShardedSampler, Share, own_batches
+from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
+from trainer.distributed.collectives import all_gather_object
+from trainer.rng import mix, seeded_iteration
+from trainer.tree import find_batch_size, leaves
+
+logger = logging.getLogger(__name__)
+Transfer = Callable[[Any], Any]
+T = TypeVar("T")
+
+
+def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
+    """Each item with the one that follows, None after the last.
+
+    An error while reading ahead is raised when the item before it has been handed over, which says
+    until then that something follows.
+    """
+    iterator = iter(items)
+    current = next(iterator, None)
+    while current is not None:
+        try:
+            following = next(iterator, None)
+        except Exception:
+            yield current, current
+            raise
+        yield current, following
+        current = following
+
+
+@dataclass(slots=True)
+class Round:
+    """One round of an epoch as this process sees it.
+
+    Attributes:
+        present: This process has a batch in it.
+        batch: That batch, on the device; None otherwise.
+        samples: Samples in that batch.
+        round_samples: Samples in the round over all processes; None if only a reduction can tell.
+        complete: Every process has a batch in it.
+        real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
+        last: The epoch has no further round.
+    """
+
+    present: bool
+    batch: Any
+    samples: int
+    round_samples: int | None
+    real_samples: int | None
+    complete: bool
+    last: bool = False
+
+
+class Feed:
+    """A loader's epochs, dealt out in rounds and read one batch ahead.
+
+    A map-style loader is rebuilt around a `ShardedSampler`. A stream (an ``IterableDataset``'s
+    loader, or any iterable of batches) is read whole by every process, each keeping its own
+    batches: exact for every length, at the cost of reading *N* times.
+
+    Args:
+        source: A ``DataLoader`` or an iterable of batches.
+        rank: This process.
+        world_size: How many there are.
+        seed: The run's seed; the order is a function of it and the epoch.
+        shuffle: See `ShardedSampler`.
+        even: See `ShardedSampler`.
+        split: See `ShardedSampler`.
+        drop_last: See `ShardedSampler`.
+
+    Raises:
+        TypeError: The source cannot be iterated.
+        ValueError: Its sampler shares the data out already.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        even: bool = False,
+        split: bool = False,
+        drop_last: bool = False,
+    ) -> None:
+        if not isinstance(source, Iterable):
+            raise TypeError(
+                f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
+                "or another iterable of batches."
+            )
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.epoch = 0
+        self.start_round = 0
+        self._even, self.split, self.drop_last = even, split, drop_last
+        self.sampler: ShardedSampler | None = None
+        self.loader: Any = source
+        self._limit: int | None = None
+        self._generator = torch.Generator()
+        self._users_generators = _generators_of(source)
+        if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
+            raise ValueError(
+                "The loader was prepared by an Accelerator and is shared out already; pass the one "
+                "that was given to prepare()."
+            )
+        # A subclass that reads in its own way is read by it, as a stream.
+        if isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__:
+            streams = isinstance(source.dataset, IterableDataset)
+            if not streams:
+                self.sampler = ShardedSampler(
+                    source.sampler if source.batch_sampler is None else source.batch_sampler,
+                    rank=rank,
+                    world_size=world_size,
+                    seed=seed,
+                    shuffle=shuffle,
+                    even=even,
+                    split=split,
+                    drop_last=drop_last,
+                )
+                self.sampler.counts = source.collate_fn is default_collate
+            self.loader = DataLoader(**loader_kwargs(source, self.sampler, self._generator))
+
+    @property
+    def limit(self) -> int | None:
+        """Batches over all processes after which the epoch ends; None for all of them."""
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int | None) -> None:
+        self._limit = limit
+        if self.sampler is not None:
+            self.sampler.limit = limit
+
+    @property
+    def even(self) -> bool:
+        """Every process gets as many full batches as the others; see `ShardedSampler`."""
+        return self._even
+
+    @even.setter
+    def even(self, even: bool) -> None:
+        self._even = even
+        if self.sampler is not None:
+            self.sampler.even = even
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in the epoch over all processes; None if only reading can tell."""
+        if self.sampler is not None:
+            return self.sampler.num_batches
+        try:
+            total = len(self.loader)
+        except TypeError:
+            return self._limit
+        return total if self._limit is None else min(total, self._limit)
+
+    @property
+    def num_rounds(self) -> int | None:
+        """Rounds in the epoch; None if only reading can tell."""
+        total = self.num_batches
+        return None if total is None else -(-total // self.world_size)
+
+    @property
+    def num_own_batches(self) -> int | None:
+        """Batches in the epoch that this process gets; None if only reading can tell."""
+        total = self.num_batches
+        if total is None:
+            return None
+        if self.sampler is not None:
+            return len(self.sampler)
+        data: Any = getattr(self.loader, "dataset", None)
+        return own_batches(
+            total,
+            len(data) if self.split and hasattr(data, "__len__") else None,
+            getattr(self.loader, "batch_size", None),
+            rank=self.rank,
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that is read next."""
+        self.epoch = epoch
+        self._generator.manual_seed(mix(self.seed, epoch, 1))
+        for generator in self._users_generators:  # else its state decides, which no resume knows
+            generator.manual_seed(mix(self.seed, epoch, 3))
+        if self.sampler is not None:
+            self.sampler.set_epoch(epoch)
+        dataset = getattr(self.loader, "dataset", None)
+        if dataset is not None and hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+
+    def close(self) -> None:
+        """End workers that would wait for a further epoch."""
+        if isinstance(self.loader, DataLoader):
+            self.loader._iterator = None
+
+    def reseed(self, seed: int) -> None:
+        """Take over the seed of the run that is resumed."""
+        self.seed = seed
+        if self.sampler is not None:
+            self.sampler.reseed(seed)
+
+    def rounds(self, transfer: Transfer | None = None) -> Generator[Round, None, None]:
+        """The epoch's rounds, each known to be the last one or not when it is handed over.
+
+        Args:
+            transfer: Puts a batch on the device; called one batch ahead of its use.
+        """
+        for current, following in ahead(self.read(transfer)):
+            current.last = following is None
+            yield current
+
+    def read(self, transfer: Transfer | None = None) -> Iterator[Round]:
+        """The epoch's rounds, each as soon as it has been read; `rounds` knows the last one."""
+        if self.sampler is None:
+            yield from self._read_stream(transfer)
+            return
+        self.sampler.start_round = self.start_round
+        shares = self.sampler.shares = deque()  # of this pass: another may begin before it ends
+        for batch in self.loader:
+            yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
+        while shares:  # a last round in which only other processes have a batch
+            share = shares.popleft()
+            yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)
+
+    def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
+        stream: Iterator[Any] = iter(seeded_iteration(self.loader, mix(self.seed, self.epoch, 2)))
+        if self.world_size > 1:
+            stream = _refuse_different(stream)
+        if self._limit is not None:
+            stream = islice(stream, self._limit)
+        skipped = self.start_round * (1 if self.split else self.world_size)
+        if self.start_round:
+            logger.warning(
+                "Resuming inside an epoch of a stream: %d batches are read again and thrown away.",
+                skipped,
+            )
+        for batches, real in self._stream_rounds(stream, self.start_round):
+            sizes = [find_batch_size(batch) or 1 for batch in batches]
+            total, complete = sum(sizes), len(batches) == self.world_size
+            if self.rank < len(batches):
+                batch = batches[self.rank]
+                batch = batch if transfer is None else transfer(batch)
+                yield Round(True, batch, sizes[self.rank], total, real, complete)
+            else:
+                yield Round(False, None, 0, total, real, complete)
+
+    def _stream_rounds(self, stream: Iterator[Any], start: int) -> Iterator[tuple[list[Any], int]]:
+        """Of each round from `start` on: its batches, and its samples that are not repeated."""
+        dealt = self._dealt(stream)
+        number = 0
+        beginning: list[Any] = []
+        while batches := next(dealt, []):
+            if self.drop_last and len(batches) < self.world_size:
+                return
+            real = sum(find_batch_size(batch) or 1 for batch in batches)
+            if self.even:
+                beginning = beginning or batches
+                if not self._is_full(batches):
+                    following = next(dealt, [])
+                    if following:
+                        dealt = chain([following], dealt)
+                    else:
+                        batches = self._filled(batches, beginning)
+            if number >= start:
+                yield batches, real
+            number += 1
+
+    def _dealt(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
+        """The batches of each round, as many of them as there are processes, or fewer."""
+        if not self.split:
+            while batches := list(islice(stream, self.world_size)):
+                yield batches
+            return
+        for batch in stream:
+            total = length(batch)
+            size = max(self._size or 1, -(-total // self.world_size))
+            yield [take(batch, start, start + size) for start in range(0, total, size)]
+
+    @property
+    def _size(self) -> int | None:
+        """Samples in a full batch of one process, of a stream that makes batches."""
+        size: int | None = getattr(self.loader, "batch_size", None)
+        return size // self.world_size if size and self.split else size
+
+    def _is_full(self, batches: list[Any]) -> bool:
+        sizes = {find_batch_size(batch) for batch in batches}
+        return len(batches) == self.world_size and (self._size is None or sizes == {self._size})
+
+    def _filled(self, batches: list[Any], beginning: list[Any]) -> list[Any]:
+        """The last round with a full batch for every process, filled from the beginning."""
+        size, world_size = self._size, self.world_size
+        known = [samples_in(batch) for batch in batches]
+        total = sum(samples or 0 for samples in known)
+        if size is None or None in known or total > world_size * size:
+            # Batches of no size in particular, or that cannot be cut, are repeated whole.
+            missing = world_size - len(batches)
+            return batches + [beginning[i % len(beginning)] for i in range(missing)]
+        flat = completed(concatenate(batches), concatenate(beginning), world_size * size)
+        return [take(flat, i * size, (i + 1) * size) for i in range(world_size)]
+
+
+def _samples_in(batch: Any, indices: int) -> int:
+    """What a batch made by somebody else's code holds.
+
+    Fewer than its indices if the ``collate_fn`` left some out. More is no number of samples: the
+    first dimension is then another, as for graphs laid end to end.
+    """
+    found = find_batch_size(batch)
+    if not indices:  # a ready-made batch
+        return found or 1
+    return indices if found is None else min(found, indices)
+
+
+def sampler_generator(loader: DataLoader[Any]) -> torch.Generator | None:
+    """The generator that a loader's own order is drawn from, if it has been given one."""
+    batches = loader.batch_sampler
+    owners = (loader.sampler, getattr(batches, "sampler", None), batches)
+    return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
+
+
+def _generators_of(source: Any) -> list[torch.Generator]:
+    """The generators that a loader and its samplers draw from."""
+    batches = getattr(source, "batch_sampler", None)
+    owners = (source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = {id(g): g for owner in owners if (g := getattr(owner, "generator", None)) is not None}
+    return list(found.values())
+
+
+def _refuse_different(stream: Iterator[Any]) -> Iterator[Any]:
+    """The stream itself, if it begins alike on all processes; collective.
+
+    Raises:
+        ValueError: On all processes alike: each has a stream of its own, of which the others'
+            batches would be thrown away.
+    """
+    first = list(islice(stream, 1))
+    seen = [leaf.detach().cpu() for leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
+    sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
+    if len({repr(each) for each in all_gather_object(sums)}) > 1:
+        raise ValueError(
+            "The stream begins with another batch on each process. Every process reads the whole "
+            "stream and keeps its own batches: give all the same one, not a part of it each."
+        )
+    return chain(first, stream)
+
+
+def _own(batch: Any, share: Share, fetched: Any) -> Round:
+    samples = share.samples
+    if samples is None:
+        samples = _samples_in(fetched, share.indices)
+    return Round(True, batch, samples, share.round_samples, share.real_samples, share.complete)
+
+
+def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a ``DataLoader`` that say how it reads, without those that say what."""
+    return {
+        "dataset": loader.dataset,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+
+
+def loader_kwargs(
+    loader: DataLoader[Any], sampler: ShardedSampler | None, generator: torch.Generator
+) -> dict[str, Any]:
+    """The arguments of a ``DataLoader`` like this one, reading what `sampler` says.
+
+    It draws its workers' seeds from `generator`, so that reading leaves the global generators
+    alone.
+    """
+    kwargs = users_kwargs(loader) | {"generator": generator}
+    if sampler is None:
+        return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if not draws_nothing(loader.dataset, loader.collate_fn):
+        kwargs["dataset"] = SeededDataset(loader.dataset, loader.collate_fn)
+        kwargs["collate_fn"] = as_fetched
+    if loader.batch_sampler is None:
+        return kwargs | {"sampler": sampler, "batch_size": None}
+    return kwargs | {"batch_sampler": sampler}

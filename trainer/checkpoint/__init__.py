@@ -14,6 +14,12 @@ when every file is on the disk and every rank has said so. Reading never runs co
 
 ``layout`` has the names, the commit and the removal, ``tensors`` the trees, ``weights`` the
 weights, and ``save`` what the ranks do together.
+
+The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``restore`` puts it
+back, ``folder`` commits it where other files lie, ``project`` names it, and ``accelerate_format``
+reads the folders of accelerate. Weights for other libraries are ``model`` and ``load`` (with
+``weightfiles`` and ``offload``), single objects ``objects``; below them are ``atomic`` and
+``torchfile``.
 """
 
 from trainer.checkpoint.layout import (
@@ -28,6 +34,8 @@ from trainer.checkpoint.layout import (
     sweep,
     verify,
 )
+from trainer.checkpoint.load import load_checkpoint_in_model
+from trainer.checkpoint.model import save_model
 from trainer.checkpoint.save import newest_sound, save
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.weights import WEIGHTS_NAME, load_into, load_weights, save_weights
@@ -37,6 +45,7 @@ __all__ = [
     "WEIGHTS_NAME",
     "checkpoint_name",
     "committed",
+    "load_checkpoint_in_model",
     "load_into",
     "load_tree",
     "load_weights",
@@ -46,6 +55,7 @@ __all__ = [
     "read_manifest",
     "remove",
     "save",
+    "save_model",
     "save_tree",
     "save_weights",
     "step_of",

@@ -82,7 +82,7 @@ def open_staging(target: Path) -> Path:
 
 def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
     """Size in bytes and SHA-256 of every file in a folder, by name relative to it."""
-    names = sorted(file.relative_to(staging).as_posix() for file in _files(staging))
+    names = sorted(file.relative_to(staging).as_posix() for file in files_in(staging))
     return {
         name: {"size": (staging / name).stat().st_size, "sha256": _digest(staging / name)}
         for name in names
@@ -111,17 +111,17 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
         OSError: If the disk refuses; ``target`` is then as it was.
     """
     _refuse_foreign(target)
-    for file in _files(staging):
-        _sync(file)
-    _write_manifest(staging, manifest)
+    for file in files_in(staging):
+        sync(file)
+    write_manifest(staging, manifest)
     for folder, _, _ in os.walk(staging, topdown=False):
-        _sync(Path(folder))
+        sync(Path(folder))
     aside = _aside(target)
     if target.exists():
         _replace(staging, target, aside)
     else:
         os.rename(staging, target)
-    _sync(target.parent)
+    sync(target.parent)
     if aside.exists():
         discard(aside)
     return target
@@ -244,7 +244,7 @@ def remove(path: Path) -> None:
         if trash.exists():
             shutil.rmtree(trash)
         os.rename(path, trash)
-        _sync(path.parent)
+        sync(path.parent)
         shutil.rmtree(trash)
     except OSError as error:
         rest = trash if trash.exists() else path
@@ -273,7 +273,7 @@ def sweep(root: Path) -> list[Path]:
         target = root / entry.name.removeprefix(_REPLACED)
         if not target.exists():
             os.rename(entry, target)
-            _sync(root)
+            sync(root)
         elif target == entry or is_ours(target):
             discard(entry)
     return leftovers
@@ -312,7 +312,13 @@ def _aside(path: Path) -> Path:
     return path.with_name(_REPLACED + path.name)
 
 
-def _write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
+def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
+    """Describe a folder's files in its manifest, and wait until that is on the disk.
+
+    Raises:
+        TypeError: If JSON cannot hold a field.
+        ValueError: If a field has a name that the format keeps for itself.
+    """
     taken = [field for field in _OWN_FIELDS if field in fields]
     if taken:
         raise ValueError(f"The manifest's fields {taken} are the format's own; use other names.")
@@ -329,7 +335,8 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
+    """Every file under a folder, those in its subfolders too."""
     return [file for file in folder.rglob("*") if file.is_file()]
 
 
@@ -341,7 +348,7 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder; its file system orders renames by itself

@@ -68,11 +68,11 @@ def save(
         write_rank(staging)
 
     what = f"Saving {target}"
-    opened = _together(what, lambda: open_staging(target) if main else target, state, group)
+    opened = together(what, lambda: open_staging(target) if main else target, state, group)
     staging = opened[0]
     try:
-        _together(what, write, state, group)
-        done = _together(
+        together(what, write, state, group)
+        done = together(
             what, lambda: commit(staging, target, manifest) if main else target, state, group
         )
     except CheckpointError:
@@ -114,7 +114,32 @@ def newest_sound(
         return sound
 
     what = f"Choosing a checkpoint in {root}"
-    return _together(what, lambda: choose() if state.is_main_process else None, state, group)[0]
+    return together(what, lambda: choose() if state.is_main_process else None, state, group)[0]
+
+
+def refuse_together(check: Callable[[], object], state: Ranks, *, here: bool) -> None:
+    """Check the user's input where it can be checked; what is refused there is refused everywhere.
+
+    Args:
+        check: Raises a ``ValueError`` to refuse.
+        state: The ranks.
+        here: Whether this rank checks.
+
+    Raises:
+        ValueError: On every rank alike, if any refused.
+    """
+
+    def refusal() -> str | None:
+        try:
+            if here:
+                check()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    refused = [text for text in together("Checking the arguments", refusal, state) if text]
+    if refused:
+        raise ValueError(refused[0])
 
 
 def _is_sound(path: Path) -> bool:
@@ -126,10 +151,20 @@ def _is_sound(path: Path) -> bool:
     return True
 
 
-def _together(
-    what: str, work: Callable[[], T], state: Ranks, group: dist.ProcessGroup | None
+def together(
+    what: str, work: Callable[[], T], state: Ranks, group: dist.ProcessGroup | None = None
 ) -> list[T]:
-    """Each rank's result of ``work``, once all are done; if one failed, its error on all."""
+    """Each rank's result of ``work``, once all are done; if one failed, its error on all.
+
+    Args:
+        what: What is done, to begin the error with.
+        work: This rank's part. Its result must be picklable: it travels between the processes.
+        state: The ranks.
+        group: The process group to agree over.
+
+    Raises:
+        CheckpointError: On every rank alike, naming each rank that failed and its error.
+    """
     outcome: tuple[T | None, str | None]
     cause = None
     try:

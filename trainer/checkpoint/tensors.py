@@ -120,7 +120,10 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
 def write_tensors(
     tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write portable tensors to one safetensors file; those that share memory are written apart."""
+    """Write portable tensors to one safetensors file; those that share memory are written apart.
+
+    The file gets the mode of any new file: left to itself, safetensors makes it its owner's alone.
+    """
     from safetensors.torch import save_file
 
     separate: _Tensors = {}
@@ -129,7 +132,10 @@ def write_tensors(
         storage = tensor.untyped_storage().data_ptr()
         separate[name] = tensor.clone() if storage in seen else tensor
         seen.add(storage)
+    file.touch()
+    mode = file.stat().st_mode
     save_file(separate, file, metadata)
+    file.chmod(mode)
 
 
 def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

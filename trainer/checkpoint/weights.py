@@ -33,8 +33,25 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
         TypeError: If a value is not a plain dense tensor, for example what ``get_extra_state``
             returned.
     """
+    tensors, tied = separate_tied(state_dict)
+    file = _file(path)
+    write_weights(tensors, tied, file)
+    return file
+
+
+def separate_tied(
+    state_dict: Mapping[str, object],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Split a ``state_dict()`` into the tensors to store and the names that repeat one of them.
+
+    Returns:
+        The tensors as they are, in order; and for each further name of one of them, its first name.
+
+    Raises:
+        TypeError: If a value is not a tensor, for example what ``get_extra_state`` returned.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    metadata = {"format": "pt"}
+    tied: dict[str, str] = {}
     first_name: dict[tuple[object, ...], str] = {}
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
@@ -44,12 +61,23 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
             )
         first = first_name.setdefault(_memory(value), name) if value.numel() else name
         if first != name and name != "format":
-            metadata[name] = first
+            tied[name] = first
         else:
-            tensors[name] = portable(value, f"The weight {name!r}")
-    file = _file(path)
-    write_tensors(tensors, file, metadata)
-    return file
+            tensors[name] = value
+    return tensors, tied
+
+
+def write_weights(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], file: Path) -> None:
+    """Write one file of weights, with the tied names whose first name is in it.
+
+    Raises:
+        TypeError: If a tensor is not a plain dense one with data.
+    """
+    write_tensors(
+        {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
+        file,
+        {"format": "pt", **{name: first for name, first in tied.items() if first in tensors}},
+    )
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -92,6 +120,8 @@ def load_into(
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """The same for two tensors exactly where they are the same view of the same memory."""
+    if tensor.layout != torch.strided:
+        return (id(tensor),)  # it has no one stretch of memory
     memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *memory, tensor.is_conj(), tensor.is_neg()
 

@@ -1,0 +1,251 @@
+"""The state of several processes in one folder, and in one for each machine."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.checkpoint import project as project_module
+from trainer.checkpoint import verify
+from trainer.checkpoint.project import load_state as load_project
+from trainer.checkpoint.project import save_state as save_project
+from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.state import load_state, save_state
+from trainer.configuration import ProjectConfiguration
+from trainer.errors import CheckpointError
+from trainer.state import PartialState
+
+
+class Node:
+    """A process as it would be on machines of one process each."""
+
+    def __init__(self, state):
+        self.is_main_process, self.num_processes = state.is_main_process, state.num_processes
+        self.process_index, self.local_process_index = state.process_index, 0
+        self.is_local_main_process = True
+
+
+def make(seed: int) -> Prepared:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    return Prepared(models=[model], optimizers=[torch.optim.AdamW(model.parameters())], step=seed)
+
+
+def train(prepared: Prepared) -> float:
+    loss = prepared.models[0](torch.rand(4, 3)).sum()
+    loss.backward()
+    prepared.optimizers[0].step()
+    prepared.optimizers[0].zero_grad()
+    return loss.item()
+
+
+def outcome(function, *args, **kwargs):
+    """What a rank saw: its result, or its error."""
+    try:
+        return str(function(*args, **kwargs))
+    except (CheckpointError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_goes_on_with_its_own_generators(ranks, size):
+    def body():
+        state = PartialState()
+        prepared = make(1)
+        torch.manual_seed(100 + state.process_index)
+        random.seed(200 + state.process_index)
+        train(prepared)
+        path = save_state("out", prepared, state)
+        files = sorted(os.listdir("out"))
+        expected = [train(prepared), random.random()]
+        other = make(2)
+        step = load_state("out", other, state)
+        return str(path), files, step, expected, [train(other), random.random()]
+
+    seen = ranks(size)(body)
+    for path, files, step, expected, found in seen:
+        assert (path, step, found) == ("out", 1, expected)
+        assert {f"random_states_{rank}.json" for rank in range(size)} < set(files)
+        assert "manifest.json" in files
+    assert len({values[3][0] for values in seen}) == size
+    assert verify(Path("out"))["world_size"] == size
+
+
+def test_fewer_and_more_processes_than_saved(ranks2, ranks4):
+    def save():
+        state = PartialState()
+        torch.manual_seed(state.process_index)
+        save_state("out", Prepared(step=3), state)
+        return torch.rand(1).item()
+
+    def load():
+        step = load_state("out", Prepared(), PartialState())
+        return step, torch.rand(1).item()
+
+    drawn = ranks4(save)
+    assert ranks2(load) == [(3, value) for value in drawn[:2]]
+    drawn = ranks2(save)
+    seen = ranks4(load)
+    assert seen[:2] == [(3, value) for value in drawn]
+    assert len({value for _, value in seen}) == 4
+    assert ranks4(load) == seen  # derived, not drawn
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_on_one_rank_is_one_on_all_and_changes_nothing(ranks2, rank):
+    def body():
+        state = PartialState()
+        prepared = make(1)
+        save_state("out", prepared, state)
+
+        def refuse(*args):
+            if state.process_index == rank:
+                raise OSError("broken hook")
+
+        prepared.step = 2
+        saving = outcome(save_state, "out", prepared, state, hooks=[refuse])
+        loading = outcome(load_state, "out", prepared, state, hooks=[refuse])
+        other = make(2)
+        if state.process_index == rank:
+            other.models = [nn.Linear(3, 3)]
+        before = other.models[0].bias.tolist()
+        misfit = outcome(load_state, "out", other, state)
+        unchanged = other.models[0].bias.tolist() == before
+        return saving, loading, misfit, unchanged, load_state("out", prepared, state)
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    saving, loading, misfit, unchanged, step = seen[0]
+    assert saving == f"CheckpointError: Saving out failed on rank {rank}: OSError('broken hook')."
+    assert loading == f"CheckpointError: Loading out failed on rank {rank}: OSError('broken hook')."
+    assert f"Loading out failed on rank {rank}: Model 0" in misfit
+    assert unchanged
+    assert step == 1
+    assert os.listdir() == ["out"]
+
+
+def test_all_ranks_refuse_alike_and_take_the_folder_of_rank_0(ranks2):
+    def body():
+        state = PartialState()
+        missing = outcome(load_state, "nothing", Prepared(), state)
+        saved = outcome(save_state, f"out-{state.process_index}", Prepared(step=7), state)
+        loaded = outcome(load_state, f"out-{state.process_index}", Prepared(), state)
+        return missing, saved, loaded
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    assert seen[0][0].startswith("ValueError: Tried to find nothing but folder does not exist")
+    assert seen[0][1:] == ("out-0", "7")
+    assert os.listdir() == ["out-0"]
+    assert "random_states_1.json" in verify(Path("out-0"))["files"]
+
+
+def test_hooks_run_on_all_ranks_in_one_folder(ranks2):
+    def body():
+        state = PartialState()
+
+        def hook(models, weights, output_dir):
+            Path(output_dir, f"hook-{state.process_index}.txt").write_text("x")
+            if state.is_main_process:  # as scripts do: only who writes takes weights away
+                weights.pop()
+
+        save_state("out", make(1), state, hooks=[hook])
+        other = make(2)
+        before = other.models[0].bias.tolist()
+        load_state("out", other, state, hooks=[lambda models, folder: models.pop()])
+        return other.models[0].bias.tolist() == before
+
+    assert ranks2(body) == [True, True]
+    files = verify(Path("out"))["files"]
+    assert {"hook-0.txt", "hook-1.txt"} < files.keys()
+    assert "model.safetensors" not in files
+
+
+def test_names_limit_and_numbers_are_the_same_on_all(ranks2):
+    def body():
+        state = PartialState()
+        project = ProjectConfiguration(
+            project_dir="p", automatic_checkpoint_naming=True, total_limit=2
+        )
+        paths = [str(save_project(None, Prepared(step=n), state, project)) for n in range(3)]
+        state.wait_for_everyone()
+        left = sorted(os.listdir("p/checkpoints"))
+        resumed = ProjectConfiguration(project_dir="p", automatic_checkpoint_naming=True)
+        refused = outcome(
+            save_project,
+            None,
+            Prepared(),
+            state,
+            ProjectConfiguration(project_dir="p", automatic_checkpoint_naming=True, iteration=1),
+        )
+        step = load_project(None, Prepared(), state, resumed)
+        return paths, left, refused, step, resumed.iteration, project.iteration
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    paths, left, refused, step, resumed, iteration = seen[0]
+    assert paths == [f"p/checkpoints/checkpoint_{n}" for n in range(3)]
+    assert left == ["checkpoint_1", "checkpoint_2"]
+    assert refused.startswith("ValueError: p/checkpoints/checkpoint_1 exists already")
+    assert (step, resumed, iteration) == (2, 3, 3)
+
+
+def test_each_machine_has_a_folder_of_its_own(ranks2):
+    def body():
+        node = Node(PartialState())
+        home = f"node-{node.process_index}"
+        project = ProjectConfiguration(
+            project_dir=home, automatic_checkpoint_naming=True, save_on_each_node=True
+        )
+        for number in range(3):
+            torch.manual_seed(node.process_index)
+            save_project(None, make(number), node, project)
+        files = sorted(os.listdir(f"{home}/checkpoints/checkpoint_0"))
+        if node.process_index == 1:  # the newest here is damaged: nobody takes it
+            Path(home, "checkpoints/checkpoint_2/model.safetensors").write_bytes(b"x")
+        project.iteration = 0
+        other = make(9)
+        step = load_project(None, other, node, project)
+        same = torch.equal(other.models[0].weight, make(1).models[0].weight)
+        return files, step, project.iteration, same
+
+    seen = ranks2(body)
+    for rank, (files, *rest) in enumerate(seen):
+        assert rest == [1, 2, True]
+        assert "model.safetensors" in files
+        assert f"random_states_{rank}.json" in files
+        assert f"random_states_{1 - rank}.json" not in files
+    assert sorted(os.listdir()) == ["node-0", "node-1"]
+
+
+def test_a_delete_that_fails_fails_on_all_and_the_save_stands(ranks2):
+    def body():
+        state = PartialState()
+        project = ProjectConfiguration(
+            project_dir="p", automatic_checkpoint_naming=True, total_limit=1
+        )
+        save_project(None, Prepared(), state, project)
+        real = project_module.remove
+
+        def refuse(path):
+            raise CheckpointError("busy")
+
+        project_module.remove = refuse
+        try:
+            text = outcome(save_project, None, Prepared(), state, project)
+        finally:
+            project_module.remove = real
+        return text, project.iteration
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    assert (
+        "checkpoint_1 is saved, but deleting older checkpoints failed on rank 0: busy" in seen[0][0]
+    )
+    assert seen[0][1] == 2
+    verify(Path("p/checkpoints/checkpoint_1"))

@@ -1,0 +1,311 @@
+"""Weights from files, folders and indexes into models on any device, empty ones too."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trainer.checkpoint import load_checkpoint_in_model, save_model
+from trainer.checkpoint.offload import load_offload_index, load_offloaded_weight, offload_weight
+from trainer.errors import CheckpointError
+
+FOLDER = Path("weights")
+
+
+class Net(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.embed = nn.Linear(4, 4, bias=False, **kwargs)
+        self.norm = nn.BatchNorm1d(4, **kwargs)
+        self.head = nn.Linear(4, 4, bias=False, **kwargs)
+        self.head.weight = self.embed.weight
+
+
+def saved(size="10GB", safe=True, folder=FOLDER) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    model = Net()
+    with torch.no_grad():
+        model.norm.running_mean.uniform_()
+        model.norm.num_batches_tracked.fill_(7)
+    save_model(model, folder, max_shard_size=size, safe_serialization=safe)
+    return model.state_dict()
+
+
+def equal(model: nn.Module, expected: dict) -> bool:
+    here = model.state_dict()
+    return here.keys() == expected.keys() and all(
+        torch.equal(here[k], expected[k]) and here[k].dtype == expected[k].dtype for k in here
+    )
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("size", ["10GB", 70])
+@pytest.mark.parametrize("empty", [False, True])
+def test_every_form_is_read(safe, size, empty):
+    expected = saved(size, safe)
+    stem = "model.safetensors" if safe else "pytorch_model.bin"
+    entry = FOLDER / (stem if size == "10GB" else f"{stem}.index.json")
+    for checkpoint in (FOLDER, str(FOLDER), entry):
+        torch.manual_seed(2)
+        model = Net(device="meta") if empty else Net()
+        weight = model.embed.weight
+        load_checkpoint_in_model(model, checkpoint, strict=True)
+        assert equal(model, expected)
+        assert model.head.weight is model.embed.weight
+        assert empty or model.embed.weight is weight  # an optimizer's, say
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("kwargs", [{"device": "meta"}, {}])
+def test_what_is_loaded_does_not_hang_on_the_file(safe, kwargs):
+    expected = saved(safe=safe)
+    model = Net(**kwargs)
+    load_checkpoint_in_model(model, FOLDER, strict=True)
+    [file] = FOLDER.iterdir()
+    with open(file, "r+b") as stream:  # seen through a mapping of the file
+        stream.write(b"x" * file.stat().st_size)
+    assert equal(model, expected)
+    with torch.no_grad():
+        model.embed.weight += 1
+    assert torch.equal(model.head.weight, expected["embed.weight"] + 1)
+
+
+def test_safetensors_are_preferred():
+    expected = saved()
+    torch.save({}, FOLDER / "pytorch_model.bin")
+    model = Net()
+    load_checkpoint_in_model(model, FOLDER, strict=True)
+    assert equal(model, expected)
+
+
+def test_a_file_that_ties_nothing_fills_all_names_of_a_tie():
+    expected = saved()
+    del expected["head.weight"]
+    save_file(expected, FOLDER / "model.safetensors")  # nothing in its metadata
+    model = Net(device="meta")
+    load_checkpoint_in_model(model, FOLDER, strict=True)
+    assert torch.equal(model.head.weight, expected["embed.weight"])
+
+
+def test_ties_of_the_file_are_kept_apart_in_a_model_that_ties_nothing():
+    expected = saved()
+    for kwargs in ({}, {"device": "meta"}):
+        model = Net(**kwargs)
+        model.head = nn.Linear(4, 4, bias=False, **kwargs)
+        load_checkpoint_in_model(model, FOLDER, strict=True)
+        assert equal(model, expected)
+        assert model.head.weight is not model.embed.weight
+
+
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", torch.float16])
+def test_floats_are_converted_and_integers_are_not(dtype):
+    expected = saved()
+    model = Net()
+    model.embed.weight.requires_grad_(False)
+    load_checkpoint_in_model(model, FOLDER, dtype=dtype, keep_in_fp32_modules=["norm"])
+    assert model.embed.weight.dtype == torch.float16
+    assert torch.equal(model.embed.weight, expected["embed.weight"].half())
+    assert not model.embed.weight.requires_grad
+    assert model.norm.weight.requires_grad
+    assert torch.equal(model.norm.running_mean, expected["norm.running_mean"])  # still float32
+    assert model.norm.num_batches_tracked == 7
+    assert model.norm.num_batches_tracked.dtype == torch.int64
+
+
+def test_modules_are_kept_in_float32_only_beside_float16():
+    saved()
+    model = Net()
+    load_checkpoint_in_model(model, FOLDER, dtype="bfloat16", keep_in_fp32_modules=["norm"])
+    assert model.norm.weight.dtype == torch.bfloat16
+
+
+def test_without_a_dtype_the_models_own_is_kept():
+    expected = saved()
+    model = Net(dtype=torch.float64)
+    load_checkpoint_in_model(model, FOLDER, device_map={"": "cpu"})
+    assert torch.equal(model.embed.weight, expected["embed.weight"].double())
+
+
+def test_the_longest_name_in_the_device_map_counts():
+    expected = saved()
+    model = nn.Sequential(Net(device="meta"))
+    Path("deep").mkdir()
+    save_file({f"0.{k}": v.clone() for k, v in expected.items()}, "deep/model.safetensors")
+    places = {"0": "meta", "0.norm": "cpu", "0.nor": "disk"}
+    with pytest.raises(ValueError, match="offload_folder"):
+        load_checkpoint_in_model(model, "deep", {**places, "0.norm": "disk"})
+    load_checkpoint_in_model(model, "deep", {"0": "disk", "0.norm": torch.device("cpu")}, "off")
+    assert model[0].embed.weight.is_meta
+    assert torch.equal(model[0].norm.running_mean, expected["norm.running_mean"])
+
+
+def test_weights_on_the_disk():
+    expected = saved()
+    model = Net(device="meta")
+    load_checkpoint_in_model(
+        model, FOLDER, {"embed": "cpu", "head": "cpu", "norm": "disk"}, "off", "bfloat16"
+    )
+    index = json.loads(Path("off/index.json").read_text())
+    assert index["norm.weight"] == {"dtype": "bfloat16", "shape": [4]}
+    assert index.keys() == {"norm.weight", "norm.bias"}
+    assert model.norm.weight.is_meta
+    assert model.norm.weight.dtype == torch.bfloat16
+    weight = load_offloaded_weight("off/norm.weight.dat", index["norm.weight"])
+    assert torch.equal(weight, expected["norm.weight"].bfloat16())
+    assert torch.equal(model.norm.running_mean, expected["norm.running_mean"].bfloat16())
+    load_checkpoint_in_model(Net(), FOLDER, {"": "disk"}, "off", offload_buffers=True)
+    index = load_offload_index("off")
+    assert index.keys() == expected.keys() - {"head.weight"}
+    for name, info in index.items():
+        assert torch.equal(load_offloaded_weight(f"off/{name}.dat", info), expected[name])
+
+
+def test_offloaded_weights_of_all_kinds(tmp_path):
+    tensors = {
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "none": torch.empty(0, 3),
+        "fp8": torch.tensor([[1.0, 2.0]]).to(torch.float8_e4m3fn),
+        "strided": torch.arange(6.0).reshape(2, 3).t(),
+    }
+    index: dict = {}
+    for name, tensor in tensors.items():
+        assert offload_weight(tensor, name, tmp_path, index) is index
+    for name, tensor in tensors.items():
+        loaded = load_offloaded_weight(tmp_path / f"{name}.dat", index[name])
+        assert loaded.dtype == tensor.dtype
+        assert torch.equal(loaded.float(), tensor.float())
+    (tmp_path / "scalar.dat").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"scalar\.dat has 5 bytes.* has 8"):
+        load_offloaded_weight(tmp_path / "scalar.dat", index["scalar"])
+    (tmp_path / "fp8.dat").unlink()
+    with pytest.raises(CheckpointError, match=r"fp8\.dat is missing"):
+        load_offloaded_weight(tmp_path / "fp8.dat", index["fp8"])
+
+
+def test_a_weight_without_a_device_is_an_error():
+    saved()
+    with pytest.raises(ValueError, match=r"norm\.weight doesn't have any device set"):
+        load_checkpoint_in_model(Net(), FOLDER, {"embed": "cpu", "head": "cpu"})
+
+
+@pytest.mark.parametrize("place", ["nowhere", "cuda:99", 99, None, 1.5])
+def test_a_place_that_is_not_here_is_an_error(place):
+    saved()
+    with pytest.raises(ValueError, match=r"device_map puts 'embed' on .* not here"):
+        load_checkpoint_in_model(Net(), FOLDER, {"embed": place, "": "cpu"})
+
+
+def test_other_arguments_are_checked():
+    saved()
+    with pytest.raises(TypeError, match=r"device_map is 'auto'"):
+        load_checkpoint_in_model(Net(), FOLDER, "auto")
+    for dtype in ("float17", "nn", 3):
+        with pytest.raises(ValueError, match="dtype is"):
+            load_checkpoint_in_model(Net(), FOLDER, dtype=dtype)
+    with pytest.raises(ValueError, match="offload_8bit_bnb"):
+        load_checkpoint_in_model(Net(), FOLDER, offload_8bit_bnb=True)
+
+
+def test_errors_of_the_path():
+    with pytest.raises(ValueError, match=r"checkpoint is 'nothing'; it must be"):
+        load_checkpoint_in_model(Net(), "nothing")
+    FOLDER.mkdir()
+    with pytest.raises(
+        ValueError, match=r"holds neither model\.safetensors nor pytorch_model\.bin"
+    ):
+        load_checkpoint_in_model(Net(), FOLDER)
+    saved(70)
+    shutil.copy(FOLDER / "model.safetensors.index.json", FOLDER / "b.index.json")
+    with pytest.raises(ValueError, match=r"2 indexes: b\.index\.json, model\.safetensors\.index"):
+        load_checkpoint_in_model(Net(), FOLDER)
+    (FOLDER / "b.index.json").unlink()
+    next(FOLDER.glob("model-00002*")).unlink()
+    with pytest.raises(CheckpointError, match=r"names files that are missing: model-00002-of"):
+        load_checkpoint_in_model(Net(), FOLDER)
+    (FOLDER / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is no index of weights"):
+        load_checkpoint_in_model(Net(), FOLDER)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"device_map": {"": "cpu"}}, {"dtype": "float16"}])
+def test_another_shape_is_named_before_anything_is_loaded(kwargs):
+    expected = saved(70)
+    expected["norm.weight"] = torch.ones(5)
+    save_file(
+        expected | {"head.weight": expected["head.weight"].clone()}, FOLDER / "model.safetensors"
+    )
+    model = Net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'norm.weight' has shape \(5,\) .* and \(4,\)"):
+        load_checkpoint_in_model(model, FOLDER, **kwargs)
+    assert equal(model, before)
+
+
+def test_other_names_are_told_or_refused(caplog):
+    expected = saved()
+    expected["more"] = torch.ones(5)
+    del expected["norm.bias"], expected["head.weight"]
+    save_file(expected, FOLDER / "model.safetensors")
+    model = Net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"missing: norm\.bias; unexpected: more\. .*strict"):
+        load_checkpoint_in_model(model, FOLDER, strict=True)
+    assert equal(model, before)
+    load_checkpoint_in_model(model, FOLDER)
+    assert torch.equal(model.embed.weight, expected["embed.weight"])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "weights that the model has not: more" in caplog.text
+    assert "lacks weights of the model, which keep their values: norm.bias" in caplog.text
+
+
+def test_names_that_a_module_translates_fit():
+    class Translated(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_load_state_dict_pre_hook(self.translate)
+
+        @staticmethod
+        def translate(module, state, prefix, *rest):
+            if "old" in state:
+                state["weight"] = state.pop("old")
+
+    source = nn.Linear(2, 2)
+    FOLDER.mkdir()
+    places = {"old": "a.safetensors", "bias": "b.safetensors"}
+    (FOLDER / "x.index.json").write_text(json.dumps({"weight_map": places}))
+    save_file({"old": source.weight.detach()}, FOLDER / "a.safetensors")
+    save_file({"bias": source.bias.detach()}, FOLDER / "b.safetensors")
+    for kwargs in ({}, {"dtype": "float32"}):
+        model = Translated()
+        load_checkpoint_in_model(model, FOLDER, strict=True, **kwargs)
+        assert equal(model, source.state_dict())
+        with pytest.raises(CheckpointError, match=r"a\.safetensors does not fit .*missing: bias"):
+            load_checkpoint_in_model(model, FOLDER / "a.safetensors", strict=True, **kwargs)
+
+
+def test_damaged_and_foreign_files_are_named():
+    FOLDER.mkdir()
+    (FOLDER / "model.safetensors").write_bytes(b"xxxx")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load_checkpoint_in_model(Net(), FOLDER)
+    torch.save([1], FOLDER / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin is no file of weights"):
+        load_checkpoint_in_model(Net(), FOLDER / "a.bin")
+    torch.save({"a": Path("x")}, FOLDER / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin is not read: .*run whatever code"):
+        load_checkpoint_in_model(Net(), FOLDER / "a.bin")
+
+
+def test_files_of_old_torch_are_read():
+    expected = saved()
+    torch.save(expected, "old.bin", _use_new_zipfile_serialization=False)
+    model = Net()
+    load_checkpoint_in_model(model, "old.bin", strict=True)
+    assert equal(model, expected)

@@ -1,0 +1,86 @@
+"""Single objects in files that are whole or not there."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.checkpoint.objects import load, save
+from trainer.errors import CheckpointError
+
+
+def test_plain_values_come_back():
+    value = {"a": [1, 2.5, "x", None], "b": torch.arange(3), "c": (True,), "d": np.arange(3.0)}
+    save(value, "thing.bin")
+    loaded = load("thing.bin")
+    assert torch.equal(loaded.pop("b"), value.pop("b"))
+    assert loaded.pop("d").tolist() == value.pop("d").tolist()
+    assert loaded == value
+    assert os.listdir() == ["thing.bin"]
+    assert torch.load("thing.bin", weights_only=False)["a"] == value["a"]
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.bin"])
+def test_tensors_as_safetensors_under_any_name(name):
+    tensor = torch.rand(3)
+    save(OrderedDict(a=tensor, b=tensor, c=tensor[:2]), name, safe_serialization=True)
+    assert load_file(name).keys() == {"a", "c"}
+    loaded = load(Path(name))
+    assert {k: v.tolist() for k, v in loaded.items()} == {
+        "a": tensor.tolist(),
+        "b": tensor.tolist(),
+        "c": tensor[:2].tolist(),
+    }
+    assert load(name, map_location="meta")["a"].is_meta
+
+
+@pytest.mark.parametrize("value", [[torch.ones(1)], {1: torch.ones(1)}, {"a": 1}])
+def test_what_safetensors_cannot_hold_is_refused(value):
+    with pytest.raises(TypeError):
+        save(value, "w.safetensors", safe_serialization=True)
+    assert os.listdir() == []
+
+
+def test_a_write_that_fails_leaves_what_was_there():
+    save([1], "a.bin")
+    with pytest.raises(Exception, match="pickle"):
+        save([lambda: 1], "a.bin")
+    assert load("a.bin") == [1]
+    assert os.listdir() == ["a.bin"]
+
+
+def test_an_open_file_is_written_to():
+    stream = io.BytesIO()
+    save([1], stream)
+    assert torch.load(io.BytesIO(stream.getvalue()), weights_only=True) == [1]
+    with pytest.raises(TypeError, match="must be a path"):
+        save({}, stream, safe_serialization=True)
+
+
+def test_code_is_never_run_by_loading():
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, ("exploded",)
+
+    torch.save([Bomb()], "bomb.bin")
+    with pytest.raises(CheckpointError, match=r"bomb\.bin is not read: .*mkdir") as caught:
+        load("bomb.bin")
+    assert "add_safe_globals" not in str(caught.value)
+    assert not Path("exploded").exists()
+
+
+def test_missing_and_damaged_files_are_named():
+    for name in ("none.bin", "none.safetensors"):
+        with pytest.raises(CheckpointError, match=rf"{name}"):
+            load(name)
+    for content in (b"", b"PK\x03\x04", b"\x80\x02rubbish", b"12345678{"):
+        Path("bad.bin").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"bad\.bin"):
+            load("bad.bin")

@@ -1,0 +1,169 @@
+"""Checkpoints that a project names by itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.checkpoint.layout import verify
+from trainer.checkpoint.project import load_state, save_state
+from trainer.checkpoint.restore import Prepared
+from trainer.configuration import ProjectConfiguration
+from trainer.errors import CheckpointError
+
+ALONE = SimpleNamespace(
+    is_main_process=True,
+    is_local_main_process=True,
+    num_processes=1,
+    process_index=0,
+    local_process_index=0,
+)
+ROOT = Path("project/checkpoints")
+
+
+def automatic(**kwargs) -> ProjectConfiguration:
+    return ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True, **kwargs)
+
+
+def save(project, step=0, output_dir=None) -> Path:
+    return save_state(output_dir, Prepared(step=step), ALONE, project)
+
+
+def load(project, input_dir=None, **kwargs) -> int:
+    return load_state(input_dir, Prepared(), ALONE, project, **kwargs)
+
+
+def names() -> list[str]:
+    return sorted(os.listdir(ROOT))
+
+
+def test_names_are_numbered_and_the_newest_is_loaded():
+    project = automatic()
+    for step in range(11):
+        assert save(project, step, output_dir="ignored") == ROOT / f"checkpoint_{step}"
+    assert project.iteration == 11
+    assert os.listdir() == ["project"]
+    resumed = automatic()
+    assert load(resumed) == 10  # not 9, which is the last by name
+    assert resumed.iteration == 11
+    assert save(resumed) == ROOT / "checkpoint_11"
+
+
+def test_an_older_one_may_be_loaded_by_its_path():
+    project = automatic()
+    for step in range(3):
+        save(project, step)
+    assert load(project, ROOT / "checkpoint_1") == 1
+    assert project.iteration == 2
+    assert load(project, str((ROOT / "checkpoint_0").absolute())) == 0
+    assert project.iteration == 1
+
+
+def test_the_number_of_another_project_is_not_taken_over():
+    other = automatic(iteration=7)
+    save(other, 7)
+    os.rename("project", "another")
+    project = automatic()
+    assert load(project, "another/checkpoints/checkpoint_7") == 7
+    assert project.iteration == 0
+
+
+def test_the_oldest_go_when_the_new_one_is_there():
+    project = automatic(total_limit=2)
+    for number in (2, 9, 10):
+        project.iteration = number
+        save(project)
+    assert names() == ["checkpoint_10", "checkpoint_9"]
+    (ROOT / "checkpoint_3").mkdir()  # the user's
+    (ROOT / "checkpoint_old").mkdir()
+    save(project)
+    assert names() == ["checkpoint_10", "checkpoint_11", "checkpoint_3", "checkpoint_old"]
+    project.iteration = 1
+    save(project)  # never the one just saved, whatever its number
+    assert "checkpoint_1" in names()
+    assert len([name for name in names() if (ROOT / name / "manifest.json").exists()]) == 2
+    project.total_limit = 1
+    project.iteration = 0
+    save(project)
+    assert names() == ["checkpoint_0", "checkpoint_3", "checkpoint_old"]
+
+
+def test_a_save_that_fails_deletes_and_counts_nothing():
+    project = automatic(total_limit=1)
+    save(project)
+    project.iteration = 0
+    with pytest.raises(ValueError, match=r"checkpoint_0 exists already.*project_configuration\.it"):
+        save(project)
+    assert project.iteration == 0
+    verify(ROOT / "checkpoint_0")
+    project.iteration = 1
+
+    def refuse(*args):
+        raise OSError("no")
+
+    with pytest.raises(CheckpointError):
+        save_state(None, Prepared(), ALONE, project, hooks=[refuse])
+    assert project.iteration == 1
+    assert names() == ["checkpoint_0"]
+
+
+def test_a_delete_that_fails_is_told_and_the_save_stands(monkeypatch):
+    from trainer.checkpoint import project as module
+
+    project = automatic(total_limit=1)
+    save(project)
+
+    def refuse(path):
+        raise CheckpointError("busy")
+
+    monkeypatch.setattr(module, "remove", refuse)
+    with pytest.raises(CheckpointError, match=r"checkpoint_1 is saved, but deleting .* busy"):
+        save(project)
+    assert project.iteration == 2
+    verify(ROOT / "checkpoint_1")
+
+
+def test_a_damaged_one_is_not_chosen(caplog):
+    project = automatic()
+    for step in range(3):
+        save(project, step)
+    (ROOT / "checkpoint_2" / "sampler.json").write_text("x")
+    assert load(project) == 1
+    assert project.iteration == 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "checkpoint_2 is not used" in caplog.text
+    for number in (0, 1):
+        (ROOT / f"checkpoint_{number}" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="holds no sound checkpoint among 3"):
+        load(project)
+
+
+def test_nothing_to_load():
+    with pytest.raises(CheckpointError, match="holds no sound checkpoint among 0"):
+        load(automatic())
+
+
+def test_without_automatic_names_a_folder_is_needed():
+    project = ProjectConfiguration(project_dir="project")
+    with pytest.raises(ValueError, match="output_dir is None and automatic"):
+        save(project)
+    with pytest.raises(ValueError, match="input_dir is None and automatic"):
+        load(project)
+    assert save(project, 4, output_dir="a/b") == Path("a/b")
+    assert save(project, 5, output_dir="a/b") == Path("a/b")
+    assert project.iteration == 2  # as documented, of these saves too
+    assert load(project, "a/b") == 5
+    assert project.iteration == 2
+    with pytest.raises(TypeError, match="map_location"):
+        load(project, "a/b", map_location="x")
+
+
+def test_automatic_names_need_a_project_dir():
+    project = ProjectConfiguration(automatic_checkpoint_naming=True)
+    for function in (save, load):
+        with pytest.raises(ValueError, match="needs a project_dir"):
+            function(project)

@@ -1,0 +1,132 @@
+"""Folders that accelerate's ``save_state`` wrote, 0.31 to 1.x, read without running code of theirs.
+
+::
+
+    model.safetensors or pytorch_model.bin          model_1.safetensors …
+    optimizer.bin  scheduler.bin  scaler.pt         optimizer_1.bin …
+    custom_checkpoint_0.pkl
+    random_states_0.pkl                             for each rank
+
+Samplers (``sampler.bin``) are pickled objects, and the positions of torchdata's loaders
+(``dl_state_dict.bin``) mean nothing to ours: what they held is told as lost.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.restore import Stored
+from trainer.checkpoint.torchfile import read_torch_file
+from trainer.checkpoint.weights import load_weights
+from trainer.errors import CheckpointError
+
+_STATE = re.compile(r"(optimizer|scheduler)(_\d+)?\.bin|(custom_checkpoint|random_states)_\d+\.pkl")
+_RANK = re.compile(r"random_states_(\d+)\.pkl")
+_LOST = re.compile(r"(sampler|dl_state_dict)(_\d+)?\.bin")
+
+
+def recognised(path: Path) -> bool:
+    """Whether a folder without a manifest is one of accelerate's."""
+    return path.is_dir() and any(_STATE.fullmatch(file.name) for file in path.iterdir())
+
+
+def read(path: Path, rank: int, local_rank: int) -> Stored:
+    """Read a folder into memory.
+
+    Args:
+        path: The folder.
+        rank: Whose random states are wanted.
+        local_rank: Which of the machine's accelerators is this rank's.
+
+    Raises:
+        CheckpointError: If a file is damaged or holds objects that are not plain values; the text
+            names it.
+    """
+    ranks = sorted(
+        int(match[1]) for file in path.iterdir() if (match := _RANK.fullmatch(file.name))
+    )
+    if ranks and rank not in ranks and rank < ranks[-1]:
+        raise CheckpointError(f"{_random_states_file(path, rank)} is missing.")
+    own = _random_states(path, rank) if rank in ranks else None
+    first = _random_states(path, ranks[0]) if ranks and own is None else own
+    scaler = path / "scaler.pt"
+    return Stored(
+        path=path,
+        weights=[read_model(path, number) for number in range(_count_models(path))],
+        optimizers=[read_torch_file(file) for file in _numbered(path, "optimizer")],
+        schedulers=[read_torch_file(file) for file in _numbered(path, "scheduler")],
+        loaders=None,
+        custom_objects=[read_torch_file(file) for file in _custom(path)],
+        scaler=read_torch_file(scaler) if scaler.exists() else None,
+        rng=_generators(own, local_rank),
+        first_rng=_generators(first, local_rank),
+        step=(first or {}).get("step", 0),
+        lost=[
+            f"{file.name} holds the state of a sampler or loader, which cannot be taken over. "
+            "Delete it to go on without."
+            for file in sorted(path.iterdir())
+            if _LOST.fullmatch(file.name)
+        ],
+    )
+
+
+def read_model(path: Path, number: int) -> dict[str, torch.Tensor]:
+    """The weights of one model, safetensors before ``torch.save``'s.
+
+    Raises:
+        CheckpointError: If there are none, or they are damaged.
+    """
+    suffix = f"_{number}" if number else ""
+    safe, unsafe = path / f"model{suffix}.safetensors", path / f"pytorch_model{suffix}.bin"
+    if safe.exists() or not unsafe.exists():
+        return load_weights(safe)
+    weights: dict[str, torch.Tensor] = read_torch_file(unsafe)
+    return weights
+
+
+def _count_models(path: Path) -> int:
+    number = 0
+    while any(
+        (path / name.format(f"_{number}" if number else "")).exists()
+        for name in ("model{}.safetensors", "pytorch_model{}.bin")
+    ):
+        number += 1
+    return number
+
+
+def _numbered(path: Path, name: str) -> list[Path]:
+    files = [path / f"{name}.bin"]
+    while files[-1].exists():
+        files.append(path / f"{name}_{len(files)}.bin")
+    return files[:-1]
+
+
+def _custom(path: Path) -> list[Path]:
+    count = len(list(path.glob("custom_checkpoint_*.pkl")))
+    return [path / f"custom_checkpoint_{number}.pkl" for number in range(count)]
+
+
+def _random_states_file(path: Path, rank: int) -> Path:
+    return path / f"random_states_{rank}.pkl"
+
+
+def _random_states(path: Path, rank: int) -> dict[str, Any]:
+    states: dict[str, Any] = read_torch_file(_random_states_file(path, rank))
+    return states
+
+
+def _generators(states: dict[str, Any] | None, local_rank: int) -> dict[str, Any] | None:
+    """Random states under our names."""
+    if states is None:
+        return None
+    rng = {"python": states["random_state"], "torch": states["torch_manual_seed"]}
+    if "numpy_random_seed" in states:
+        rng["numpy"] = states["numpy_random_seed"]
+    cuda = states.get("torch_cuda_manual_seed") or []
+    if local_rank < len(cuda):
+        rng["cuda"] = cuda[local_rank]
+    return rng

@@ -1,0 +1,38 @@
+"""Single files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.checkpoint.layout import sync
+
+_TEMPORARY = ".cadence-writing-"
+
+
+def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
+    """Write a file beside its place, under a hidden name, and wait until it is on the disk.
+
+    Args:
+        file: Where it will belong; a rename of the result puts it there.
+        write: Writes the file that it is given.
+
+    Returns:
+        The hidden file. If ``write`` fails nothing is left of it.
+    """
+    # Named after its place: a second attempt writes over what a killed one left.
+    temporary = file.with_name(_TEMPORARY + file.name)
+    try:
+        write(temporary)
+        sync(temporary)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return temporary
+
+
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
+    """Write a file so that its name never stands for a part of it; one of that name is replaced."""
+    os.replace(write_aside(file, write), file)
+    sync(file.parent)

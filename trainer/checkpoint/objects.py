@@ -1,0 +1,73 @@
+"""Any object in a file of its own, written whole or not at all, read without running code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from trainer.checkpoint.atomic import write_whole
+from trainer.checkpoint.tensors import read_tensors
+from trainer.checkpoint.torchfile import read_torch_file
+from trainer.checkpoint.weights import separate_tied, write_weights
+from trainer.errors import CheckpointError
+
+
+def save(obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
+    """Write an object to a file, which is replaced at once when everything is on the disk.
+
+    Args:
+        obj: What ``torch.save`` takes; with ``safe_serialization`` a dict of tensors by name.
+            Tensors that are the same memory are then stored once.
+        f: A path, or with ``safe_serialization=False`` an open binary file.
+        safe_serialization: Write safetensors in place of what ``torch.save`` writes.
+
+    Raises:
+        TypeError: If safetensors cannot hold the object.
+    """
+    if not isinstance(f, (str, os.PathLike)):
+        if safe_serialization:
+            raise TypeError(f"f is {f!r}; with safe_serialization=True it must be a path.")
+        torch.save(obj, f)
+        return
+    if not safe_serialization:
+        write_whole(Path(f), lambda path: torch.save(obj, path))
+        return
+    if not isinstance(obj, Mapping) or not all(isinstance(name, str) for name in obj):
+        raise TypeError(
+            f"obj is a {type(obj).__name__}; with safe_serialization=True it must be a dict of "
+            "tensors by name."
+        )
+    tensors, tied = separate_tied(obj)
+    write_whole(Path(f), lambda path: write_weights(tensors, tied, path))
+
+
+def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
+    """What :func:`save` wrote, as long as it is tensors, plain values and containers of them.
+
+    Args:
+        f: The file, of ``torch.save`` or safetensors.
+        map_location: Where tensors are put, as for ``torch.load``.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged, or holds other objects: making those
+            would run whatever code the file names.
+    """
+    file = Path(f)
+    if not _is_safetensors(file):
+        return read_torch_file(file, map_location=map_location)
+    tensors, metadata = read_tensors(file)
+    placed = {name: tensor.to(map_location) for name, tensor in tensors.items()}
+    return {name: placed[first] for name, first in metadata.items() if first in placed} | placed
+
+
+def _is_safetensors(file: Path) -> bool:
+    """By its beginning, the length of a header in JSON: users name files as they please."""
+    try:
+        with open(file, "rb") as stream:
+            return stream.read(9)[8:] == b"{"
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error

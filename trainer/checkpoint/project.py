@@ -1,0 +1,188 @@
+"""Checkpoints that a project names: ``<project_dir>/checkpoints/checkpoint_<iteration>``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import state
+from trainer.checkpoint.layout import is_ours, remove
+from trainer.checkpoint.restore import Prepared, logger
+from trainer.checkpoint.save import refuse_together, together
+from trainer.checkpoint.state import LoadHook, Processes, SaveHook, examine
+from trainer.configuration import ProjectConfiguration
+from trainer.errors import CheckpointError
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+def save_state(
+    output_dir: str | os.PathLike[str] | None,
+    prepared: Prepared,
+    processes: Processes,
+    project: ProjectConfiguration,
+    *,
+    safe_serialization: bool = True,
+    hooks: Iterable[SaveHook] = (),
+) -> Path:
+    """Save to ``output_dir``, or with automatic naming to the next checkpoint; collective.
+
+    After the save ``project.iteration`` is one more. With automatic naming and a ``total_limit``
+    the checkpoints of the lowest numbers are then deleted; folders that are not ours are not.
+
+    Args:
+        output_dir: Where to; ignored with automatic naming.
+        prepared: What is saved.
+        processes: The ranks.
+        project: Names, limit and iteration.
+        safe_serialization: See :func:`trainer.checkpoint.state.save_state`.
+        hooks: See there.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: If there is no ``output_dir`` and no automatic naming, or the next checkpoint
+            exists already. Nothing is changed then.
+        CheckpointError: On every rank alike, if any failed. If only the deleting did, the save
+            stands.
+    """
+    naming, each = project.automatic_checkpoint_naming, project.save_on_each_node
+    main = processes.is_local_main_process if each else processes.is_main_process
+    if naming:
+        target = _root(project) / f"checkpoint_{project.iteration}"
+        refuse_together(lambda: _refuse_existing(target), processes, here=main)
+    elif output_dir is None:
+        raise ValueError(
+            "output_dir is None and automatic checkpoint naming is off. Pass a folder, or "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    else:
+        target = Path(output_dir)
+    saved = state.save_state(
+        target,
+        prepared,
+        processes,
+        safe_serialization=safe_serialization,
+        hooks=hooks,
+        save_on_each_node=each,
+    )
+    project.iteration += 1
+    limit = project.total_limit
+    if naming and limit is not None:
+        what = f"{saved} is saved, but deleting older checkpoints"
+        together(what, lambda: _rotate(saved, limit) if main else None, processes)
+    return saved
+
+
+def load_state(
+    input_dir: str | os.PathLike[str] | None,
+    prepared: Prepared,
+    processes: Processes,
+    project: ProjectConfiguration,
+    *,
+    hooks: Iterable[LoadHook] = (),
+    **kwargs: Any,
+) -> int:
+    """Load ``input_dir``, or the project's newest sound checkpoint; collective.
+
+    After one of the project's own checkpoints ``project.iteration`` is the number that follows it.
+
+    Args:
+        input_dir: The folder; None takes the highest number among the checkpoints that are sound,
+            on all machines if each saves its own. Damaged ones are told in a warning.
+        prepared: What is loaded into.
+        processes: The ranks.
+        project: Says where they are.
+        hooks: See :func:`trainer.checkpoint.state.load_state`.
+        **kwargs: ``map_location``, ``strict`` and others; see there.
+
+    Returns:
+        The `Accelerator`'s count of micro-batches.
+
+    Raises:
+        ValueError: If there is no ``input_dir`` and no automatic naming, or no such folder.
+        CheckpointError: On every rank alike, if there is no sound checkpoint, or it does not fit.
+    """
+    naming = project.automatic_checkpoint_naming
+    if input_dir is not None:
+        source = Path(input_dir).expanduser()
+    elif naming:
+        source = _newest(project, processes)
+    else:
+        raise ValueError(
+            "input_dir is None and automatic checkpoint naming is off. Pass the folder that "
+            "save_state returned."
+        )
+    each = project.save_on_each_node
+    step = state.load_state(
+        source, prepared, processes, hooks=hooks, save_on_each_node=each, **kwargs
+    )
+    number = _number(source)
+    if naming and number is not None and source.absolute().parent == _root(project).absolute():
+        project.iteration = number + 1
+    return step
+
+
+def _root(project: ProjectConfiguration) -> Path:
+    if project.project_dir is None:
+        raise ValueError(
+            "Automatic checkpoint naming needs a project_dir; pass one to the Accelerator or to "
+            "ProjectConfiguration."
+        )
+    return Path(project.project_dir).expanduser() / "checkpoints"
+
+
+def _number(path: Path) -> int | None:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _numbered(root: Path) -> dict[int, Path]:
+    folders = root.iterdir() if root.is_dir() else ()
+    return {number: path for path in folders if (number := _number(path)) is not None}
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ValueError(
+            f"{target} exists already, and nothing was saved. Set "
+            "accelerator.project_configuration.iteration to a number that is free, or load the "
+            "state first, which sets it."
+        )
+
+
+def _rotate(saved: Path, limit: int) -> None:
+    ours = [path for _, path in sorted(_numbered(saved.parent).items()) if is_ours(path)]
+    others = [path for path in ours if path.name != saved.name]
+    for path in others[: max(len(ours) - limit, 0)]:
+        remove(path)
+
+
+def _newest(project: ProjectConfiguration, processes: Processes) -> Path:
+    """The checkpoint of the highest number that is sound wherever it is read."""
+    root, each = _root(project), project.save_on_each_node
+    main = processes.is_local_main_process if each else processes.is_main_process
+    what = f"Choosing a checkpoint in {root}"
+    listed = together(what, lambda: set(_numbered(root)) if main else None, processes)
+    common = set.intersection(*(numbers for numbers in listed if numbers is not None))
+    for number in sorted(common, reverse=True):
+        path = root / f"checkpoint_{number}"
+        if all(together(what, lambda: not main or _is_sound(path), processes)):  # noqa: B023
+            return path
+    raise CheckpointError(
+        f"{root} holds no sound checkpoint among {len(common)}. Begin without load_state(), or "
+        "pass the folder to load."
+    )
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        examine(path)
+    except CheckpointError as error:
+        logger.warning("%s is not used: %s", path, error)
+        return False
+    return True

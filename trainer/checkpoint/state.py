@@ -1,0 +1,337 @@
+"""The state of an `Accelerator` in a folder, and back; collective.
+
+The documented names, with tensors and JSON in place of pickles::
+
+    manifest.json                     what there is: numbers of objects, every file's hash
+    model.safetensors                 weights, then model_1.safetensors …
+    optimizer.json, .safetensors      then optimizer_1 …; in the same way
+    scheduler.json                    …
+    sampler.json                      the prepared loaders' epochs
+    scaler.json                       the gradient scaler's state, where there is one
+    custom_checkpoint_0.json          the registered objects' state dicts
+    random_states_0.json              for each rank
+
+The folder may hold other files; see :mod:`trainer.checkpoint.folder`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainer.checkpoint import accelerate_format
+from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
+from trainer.checkpoint.layout import MANIFEST, verify
+from trainer.checkpoint.model import write_weights_file
+from trainer.checkpoint.restore import Prepared, Stored, apply, check, loader_state, logger
+from trainer.checkpoint.save import Ranks, refuse_together, together
+from trainer.checkpoint.tensors import load_tree, save_tree
+from trainer.checkpoint.weights import separate_tied
+from trainer.errors import CheckpointError
+from trainer.rng import rng_state
+
+SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
+LoadHook = Callable[[list[torch.nn.Module], str], object]
+
+_KIND = "accelerator"
+_MAP_LOCATIONS = (None, "cpu", "on_device")
+
+
+class Processes(Ranks, Protocol):
+    """What is needed to know of the processes; ``PartialState`` has it."""
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank on this machine."""
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first of its machine."""
+
+
+def save_state(
+    folder: str | os.PathLike[str],
+    prepared: Prepared,
+    processes: Processes,
+    *,
+    safe_serialization: bool = True,
+    hooks: Iterable[SaveHook] = (),
+    save_on_each_node: bool = False,
+) -> Path:
+    """Save everything that is prepared; collective.
+
+    A checkpoint of ours in ``folder`` is replaced, other files there stay.
+
+    Args:
+        folder: Where to; ``~`` is the home. Rank 0's counts for all.
+        prepared: What is saved.
+        processes: The ranks.
+        safe_serialization: Weights as safetensors; otherwise as ``torch.save`` writes them.
+        hooks: Called on every rank with the models, their state dicts and a folder, before anything
+            is written. State dicts that a hook removes from its list (on the process that writes)
+            are not saved. The folder is where the checkpoint is prepared, not yet ``folder``: files
+            written there become part of the checkpoint.
+        save_on_each_node: The machines share no disk: the first process of each writes.
+
+    Returns:
+        The folder, once everything is on the disk.
+
+    Raises:
+        CheckpointError: On every rank alike, if any failed or an object's state cannot be saved;
+            the text names it. What was in ``folder`` is then still there.
+    """
+    target = Path(folder).expanduser()
+    what = f"Saving {target}"
+    writes = _writes(processes, save_on_each_node)
+
+    def open_() -> tuple[Path, Path, Path] | None:
+        place = Path(os.path.abspath(target))
+        return (open_folder(place), place, target) if writes else None
+
+    opened = together(what, open_, processes)[_writer(processes, save_on_each_node)]
+    assert opened is not None  # a writer answers
+    staging, place, target = opened
+
+    def write() -> int:
+        models = list(prepared.models)
+        weights = [model.state_dict() for model in models]
+        for hook in hooks:
+            hook(models, weights, str(staging))
+        trees = _trees(prepared)
+        if writes:
+            for number, state in enumerate(weights):
+                _write_weights(state, staging, number, safe=safe_serialization)
+            for stem, (owner, tree) in trees.items():
+                _write_tree(tree, staging, stem, owner)
+        own = {"step": prepared.step, "rng": rng_state()}
+        save_tree(own, staging, _random_states(processes.process_index))
+        return len(weights)
+
+    def commit() -> None:
+        if writes:
+            commit_folder(staging, place, manifest)
+
+    try:
+        count = together(what, write, processes)[_writer(processes, save_on_each_node)]
+        manifest = {
+            "kind": _KIND,
+            "world_size": processes.num_processes,
+            "models": count,
+            "optimizers": len(prepared.optimizers),
+            "schedulers": len(prepared.schedulers),
+            "custom_objects": len(prepared.custom_objects),
+            "scaler": prepared.scaler is not None,
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        together(what, commit, processes)
+    except CheckpointError:
+        if writes:
+            abandon(staging)
+        raise
+    return target
+
+
+def load_state(
+    folder: str | os.PathLike[str],
+    prepared: Prepared,
+    processes: Processes,
+    *,
+    map_location: str | None = None,
+    strict: bool = True,
+    hooks: Iterable[LoadHook] = (),
+    save_on_each_node: bool = False,
+    **load_model_func_kwargs: Any,
+) -> int:
+    """Put everything that is prepared back to what a folder holds; collective.
+
+    Takes folders of :func:`save_state` and of accelerate's ``save_state`` (0.31 to 1.x). The hashes
+    of the first are checked, then the hooks run, then every rank reads and compares everything, and
+    only when all have done that anything is changed. What was saved and is not prepared is not
+    loaded, with a warning; registered objects must be the same.
+
+    Args:
+        folder: The folder; ``~`` is the home. Rank 0's counts for all.
+        prepared: What is loaded into.
+        processes: The ranks.
+        map_location: None, ``"cpu"`` or ``"on_device"``. State goes where its parameters are
+            whichever is chosen.
+        strict: False allows names of weights to differ, and a scaler's or random states to be
+            missing.
+        hooks: Called on every rank with the models and the folder. Models that a hook removes from
+            its list are not loaded.
+        save_on_each_node: The machines share no disk.
+        **load_model_func_kwargs: For the models' ``load_state_dict``.
+
+    Returns:
+        The `Accelerator`'s count of micro-batches.
+
+    Raises:
+        TypeError: If ``map_location`` is something else.
+        ValueError: If the folder does not exist.
+        CheckpointError: On every rank alike, if anything is damaged, missing or does not fit.
+    """
+    if map_location not in _MAP_LOCATIONS:
+        raise TypeError(
+            f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
+        )
+    target = Path(folder).expanduser()
+    main = _writes(processes, save_on_each_node)
+    what = f"Loading {target}"
+    refuse_together(lambda: _expect_folder(target), processes, here=main)
+    found = together(what, lambda: examine(target) if main else None, processes)
+    examined = found[_writer(processes, save_on_each_node)]
+    assert examined is not None  # a main process answers
+    path, manifest = examined
+    models = list(prepared.models)
+    for hook in hooks:
+        together(what, partial(_call_hook, hook, models, str(path)), processes)
+    stored = None
+
+    def read() -> None:
+        nonlocal stored
+        rank = processes.process_index
+        if manifest is None:
+            stored = accelerate_format.read(path, rank, processes.local_process_index)
+        else:
+            stored = _read(path, manifest, rank)
+        notes = check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
+        for note in notes if main else ():
+            logger.warning("Loading %s: %s", path, note)
+
+    def load() -> None:
+        assert stored is not None  # read() ended well
+        apply(
+            stored,
+            models,
+            prepared,
+            rank=processes.process_index,
+            strict=strict,
+            model_kwargs=load_model_func_kwargs,
+        )
+
+    together(what, read, processes)
+    together(f"{what}, of which a part is loaded,", load, processes)
+    assert isinstance(stored, Stored)
+    return stored.step
+
+
+def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
+    """See that a folder holds a sound state.
+
+    Returns:
+        The folder, where a killed save may have set it aside, and its manifest; None in the place
+        of that for a folder of accelerate.
+
+    Raises:
+        CheckpointError: If it is damaged, or something else.
+    """
+    path = recover(Path(os.path.abspath(path)))
+    if not (path / MANIFEST).exists() and accelerate_format.recognised(path):
+        return path, None
+    manifest = verify(path)
+    if manifest.get("kind") != _KIND:
+        raise CheckpointError(
+            f"{path} was not saved by Accelerator.save_state. A Trainer's checkpoint is resumed "
+            "with Trainer.fit(…, ckpt_path=…)."
+        )
+    return path, manifest
+
+
+def _writes(processes: Processes, on_each_node: bool) -> bool:
+    return processes.is_local_main_process if on_each_node else processes.is_main_process
+
+
+def _writer(processes: Processes, on_each_node: bool) -> int:
+    """The rank that writes what this one shares with others."""
+    return processes.process_index - processes.local_process_index if on_each_node else 0
+
+
+def _expect_folder(target: Path) -> None:
+    if not recover(target).is_dir():
+        raise ValueError(
+            f"Tried to find {target} but folder does not exist. Give the path of a folder that "
+            "save_state wrote."
+        )
+
+
+def _call_hook(hook: LoadHook, models: list[torch.nn.Module], folder: str) -> None:
+    hook(models, folder)  # what it returns need not be picklable
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 0 else f"{name}_{number}"
+
+
+def _random_states(rank: int) -> str:
+    return f"random_states_{rank}"
+
+
+def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
+    """Each tree to save by its stem, with whose it is."""
+    owners: dict[str, Any] = {}
+    for name, objects in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
+        owners |= {_numbered(name, number): obj for number, obj in enumerate(objects)}
+    for number, obj in enumerate(prepared.custom_objects):
+        owners[f"custom_checkpoint_{number}"] = obj
+    if prepared.scaler is not None:
+        owners["scaler"] = prepared.scaler
+    trees = {stem: (type(obj).__name__, obj.state_dict()) for stem, obj in owners.items()}
+    loaders = [loader_state(loader) for loader in prepared.dataloaders]
+    return {**trees, "sampler": ("prepared loaders", loaders)}
+
+
+def _write_tree(tree: Any, staging: Path, stem: str, owner: str) -> None:
+    try:
+        save_tree(tree, staging, stem)
+    except TypeError as error:
+        raise CheckpointError(f"The state of {stem} ({owner}) cannot be saved. {error}") from error
+
+
+def _write_weights(state: dict[str, Any], staging: Path, number: int, *, safe: bool) -> None:
+    tensors, tied = separate_tied(state)
+    file = _weights_file(number, safe=safe)
+    try:
+        write_weights_file(tensors, tied, staging / file)
+    except TypeError as error:
+        raise CheckpointError(f"Model {number} cannot be saved. {error}") from error
+
+
+def _weights_file(number: int, *, safe: bool) -> str:
+    if safe:
+        return f"{_numbered('model', number)}.safetensors"
+    return f"{_numbered('pytorch_model', number)}.bin"
+
+
+def _read(path: Path, manifest: dict[str, Any], rank: int) -> Stored:
+    def trees(name: str, key: str) -> list[Any]:
+        return [load_tree(path, _numbered(name, number)) for number in range(manifest[key])]
+
+    own = load_tree(path, _random_states(rank)) if rank < manifest["world_size"] else None
+    first = own or load_tree(path, min(file.stem for file in path.glob("random_states_*.json")))
+    return Stored(
+        path=path,
+        weights=[
+            accelerate_format.read_model(path, number) for number in range(manifest["models"])
+        ],
+        optimizers=trees("optimizer", "optimizers"),
+        schedulers=trees("scheduler", "schedulers"),
+        loaders=load_tree(path, "sampler"),
+        custom_objects=[
+            load_tree(path, f"custom_checkpoint_{number}")
+            for number in range(manifest["custom_objects"])
+        ],
+        scaler=load_tree(path, "scaler") if manifest["scaler"] else None,
+        rng=None if own is None else own["rng"],
+        first_rng=first["rng"],
+        step=first["step"],
+    )

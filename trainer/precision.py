@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -21,6 +22,19 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
+def _check_device(mode: str, device: torch.device) -> None:
+    """Refuse a device that cannot compute in the mode, which torch would only warn of."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.autocast(device.type, dtype=_DTYPES[mode])
+    except (RuntimeError, UserWarning) as error:
+        other = "'no'" if mode == "bf16" else "'bf16' or 'no'"
+        raise ValueError(
+            f"mixed_precision={mode!r} cannot be used on {device}: {error} Use {other} there."
+        ) from error
+
+
 class Precision:
     """How the forward pass computes and how gradients are kept representable.
 
@@ -34,6 +48,9 @@ class Precision:
         device: Where the forward pass runs.
         autocast: Arguments of ``torch.autocast``.
         scaler: Arguments of ``torch.amp.GradScaler``.
+
+    Raises:
+        ValueError: The device cannot compute in that mode.
     """
 
     def __init__(
@@ -44,9 +61,11 @@ class Precision:
         autocast: AutocastKwargs | None = None,
         scaler: GradScalerKwargs | None = None,
     ) -> None:
+        if mode != "no":
+            _check_device(mode, device)
         self.mode = mode
         self._device_type = device.type
-        self._autocast = (autocast or AutocastKwargs()).to_kwargs()
+        self._autocast = autocast or AutocastKwargs()
         self._unscaled: set[int] = set()  # optimizers whose gradients are, since the last update
         self._stepped: set[int] = set()  # optimizers that stepped under the scale at hand
         self.scaler: torch.amp.GradScaler | None = None
@@ -61,10 +80,19 @@ class Precision:
                 )
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context that the forward pass runs in."""
+        """The context that the forward pass runs in.
+
+        Args:
+            handler: In place of the constructor's; ``AutocastKwargs(enabled=False)`` computes in
+                full precision whatever surrounds the block.
+        """
         if self.mode == "no":
-            return _NO_CONTEXT
-        kwargs = self._autocast if handler is None else handler.to_kwargs()
+            if handler is None or handler.enabled:
+                return _NO_CONTEXT
+            if not torch.amp.is_autocast_available(self._device_type):
+                return _NO_CONTEXT  # there is nothing to turn off
+            return torch.autocast(self._device_type, **handler.to_kwargs())
+        kwargs = (handler or self._autocast).to_kwargs()
         return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -100,13 +128,17 @@ class Precision:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
-    def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
         """Make the optimizer's update unless its gradients overflowed.
 
         Returns:
-            Whether the update was made.
+            Whether the update was made; for a fused optimizer, which finds out on its device, a
+            tensor of shape () that says so once it is read.
+
+        Raises:
+            ValueError: A closure is given where gradients are scaled.
         """
-        if self.scaler is None:
+        if self.scaler is None or not self.scaler.is_enabled():
             optimizer.step(closure)
             return True
         if closure is not None:
@@ -120,10 +152,18 @@ class Precision:
         finally:
             handle.remove()
         self._stepped.add(id(optimizer))
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            # It is always called, and leaves the parameters alone by itself.
+            found = self.scaler._found_inf_per_device(optimizer).values()
+            return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
         return bool(made)
 
     def wrap_forward(self, model: nn.Module) -> None:
-        """Let the model compute under autocast whoever calls it, and return float32."""
+        """Let the model compute under autocast whoever calls it, and return float32.
+
+        A wrapper of an earlier call is replaced. Pickling a wrapped model leaves the wrapper out.
+        """
+        unwrap_forward(model)
         if self.mode == "no":
             return
         original = model.forward
@@ -150,6 +190,16 @@ class Precision:
         self._adapt()
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def unwrap_forward(model: nn.Module) -> None:
+    """Give a model back the ``forward`` that it had before `Precision.wrap_forward`, if any."""
+    original = vars(model).pop("_original_forward", None)
+    if original is None:
+        return
+    del model.forward  # the wrapper, an attribute of this one object
+    if getattr(original, "__func__", None) is not type(model).forward:
+        model.forward = original  # the user's own was one too
 
 
 def _to_float32(leaf: Any) -> Any:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from trainer.configuration import AutocastKwargs, GradScalerKwargs
-from trainer.precision import Precision
+from trainer.precision import Precision, unwrap_forward
 
 CPU = torch.device("cpu")
 
@@ -213,3 +216,117 @@ def test_one_optimizer_may_step_twice_after_one_backward():
     weight(optimizer).grad.fill_(4.0 * 2)
     precision.step(optimizer)
     assert weight(optimizer).item() == 1 - 0.5 - 0.5 * 2
+
+
+def test_a_copy_of_a_wrapped_model_computes_with_its_own_weights():
+    model = Model(2, 2)
+    Precision("bf16", CPU).wrap_forward(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.weight.zero_()
+        other.bias.zero_()
+    assert other(torch.ones(1, 2))["out"].logits.count_nonzero() == 0
+    assert other.seen == torch.bfloat16
+    assert model(torch.ones(1, 2))["out"].logits.count_nonzero() > 0
+
+
+def test_a_pickled_model_computes_in_full_precision():
+    model = torch.nn.Linear(2, 2)
+    Precision("bf16", CPU).wrap_forward(model)
+    x = torch.ones(1, 2)
+    plain = torch.nn.functional.linear(x, model.weight, model.bias)
+    assert not torch.equal(model(x), plain)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), plain)
+
+
+@pytest.mark.parametrize("again", ["no", "fp16"])
+def test_wrapping_again_replaces_the_wrapper(again):
+    model = Model(2, 2)
+    Precision("bf16", CPU).wrap_forward(model)
+    Precision(again, CPU).wrap_forward(model)
+    model(torch.ones(1, 2))
+    assert model.seen == {"no": torch.float32, "fp16": torch.float16}[again]
+    unwrap_forward(model)
+    model(torch.ones(1, 2))
+    assert model.seen == torch.float32
+    assert not {"forward", "_original_forward"} & vars(model).keys()
+    unwrap_forward(model)  # nothing is left to unwrap
+
+
+def test_a_forward_of_the_users_own_is_put_back():
+    model = torch.nn.Linear(2, 2)
+    own = lambda x: x * 3  # noqa: E731
+    model.forward = own
+    Precision("bf16", CPU).wrap_forward(model)
+    assert model(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+    unwrap_forward(model)
+    assert model.forward is own
+
+
+@dataclass
+class Nested:
+    inner: Output
+    name: str = "n"
+
+
+def test_dataclasses_are_returned_in_float32_too():
+    model = torch.nn.Linear(2, 2)
+    own = model.forward
+    model.forward = lambda x: Nested(Output(own(x), torch.arange(2)))
+    Precision("bf16", CPU).wrap_forward(model)
+    output = model(torch.ones(1, 2))
+    assert isinstance(output, Nested)
+    assert output.inner.logits.dtype == torch.float32
+    assert output.inner.ids.dtype == torch.int64
+    assert output.name == "n"
+
+
+@pytest.mark.parametrize("output", [None, 3, torch.arange(2), [], (1, None)])
+def test_outputs_that_are_no_floats_pass_through(output):
+    model = torch.nn.Identity()
+    Precision("bf16", CPU).wrap_forward(model)
+    assert model(output) is output or model(output) == output
+
+
+@pytest.mark.parametrize(("mode", "other"), [("fp16", "'bf16' or 'no'"), ("bf16", "'no'")])
+def test_a_device_that_cannot_compute_in_the_mode_is_refused(mode, other):
+    with pytest.raises(ValueError, match=f"mixed_precision='{mode}' cannot be used on meta: .*"):
+        Precision(mode, torch.device("meta"))
+    with pytest.raises(ValueError, match=f"Use {other} there"):
+        Precision(mode, torch.device("meta"))
+    assert Precision("no", torch.device("meta")).scaler is None
+
+
+def test_full_precision_can_be_asked_for_within_anothers_autocast():
+    x = torch.ones(2, 2)
+    precision = Precision("no", CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        with precision.autocast():
+            assert (x @ x).dtype == torch.bfloat16
+        with precision.autocast(AutocastKwargs(enabled=False)):
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
+    with Precision("no", torch.device("meta")).autocast(AutocastKwargs(enabled=False)):
+        assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_cache_of_cast_weights_is_kept_as_asked(kept):
+    with Precision("bf16", CPU).autocast(AutocastKwargs(cache_enabled=kept)):
+        assert torch.is_autocast_cache_enabled() is kept
+
+
+def test_a_scaler_that_is_off_scales_nothing_and_takes_a_closure():
+    precision, optimizer = fp16(enabled=False), sgd()
+    assert precision.scale(torch.ones(())).item() == 1
+
+    def closure():
+        optimizer.zero_grad()
+        precision.scale(weight(optimizer).sum() * 3).backward()
+
+    assert precision.step(optimizer, closure)
+    precision.unscale(optimizer)
+    assert weight(optimizer).grad.item() == 3
+    assert weight(optimizer).item() == 1 - 0.5 * 3
+    assert precision.state_dict() == {}
+    precision.load_state_dict({"scale": 4.0})

@@ -22,7 +22,7 @@ def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -
 
 
 def clip_(
-    parameters: Iterable[torch.nn.Parameter],
+    parameters: Tensor | Iterable[Tensor],
     *,
     max_norm: float | None = None,
     max_value: float | None = None,
@@ -40,7 +40,7 @@ def clip_(
     Returns:
         The norm before clipping by it; None without `max_norm`.
     """
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if max_value is not None:
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.optim.lomo import is_lomo
 from trainer.precision import Precision
 from trainer.state import GradientState
+from trainer.tree import leaves
+
+# What belongs to one object in one process: state that the process shares, and the `step` that a
+# torch scheduler puts before the class's own, which would go on stepping the original of a copy.
+_NOT_COPIED = ("_gradient_state", "step")
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -19,19 +27,20 @@ class AcceleratedOptimizer(Optimizer):
 
     Args:
         optimizer: The user's optimizer.
+        device_placement: Move its state to its parameters' devices.
         precision: Unscales gradients and skips updates that overflowed.
         reduce: Called with the wrapped optimizer before each update, where nothing else averages
             its gradients over the processes.
 
     Attributes:
         optimizer: The user's optimizer.
-        step_was_skipped: The last ``step`` left the parameters as they were, since their
-            gradients had overflowed.
+        steps: How many updates were asked for at the end of a window, made or skipped.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
+        device_placement: bool = True,
         *,
         precision: Precision,
         reduce: Callable[[Optimizer], None] | None = None,
@@ -42,8 +51,12 @@ class AcceleratedOptimizer(Optimizer):
         self._reduce = reduce
         self._reduced = False
         self._gradient_state = GradientState()
-        self.step_was_skipped = False
+        self._skipped: bool | Tensor = False
+        self._takes_set_to_none = _takes(optimizer.zero_grad, "set_to_none")
+        self._updates_in_backward = is_lomo(optimizer)
         self.steps = 0
+        if device_placement:
+            place_state(optimizer)
 
     def __getattr__(self, name: str) -> Any:
         # What is not here is the wrapped optimizer's: its hooks, its own attributes.
@@ -52,26 +65,46 @@ class AcceleratedOptimizer(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what the process shares: a copy of it would be another one.
-        return {k: v for k, v in vars(self).items() if k != "_gradient_state"}
+        return {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _gradient_state=GradientState())
 
     @property
-    def state(self) -> Any:  # type: ignore[override]  # a plain attribute in torch
+    def state(self) -> Any:
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # as above
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's groups."""
         return self.optimizer.param_groups
 
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
     @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """The last ``step`` left the parameters alone, since their gradients had overflowed.
+
+        Of a fused optimizer on an accelerator, reading it waits for the device.
+        """
+        self._skipped = bool(self._skipped)
+        return self._skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -85,11 +118,27 @@ class AcceleratedOptimizer(Optimizer):
         """Load the wrapped optimizer's state dict."""
         self.optimizer.load_state_dict(state_dict)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless the window goes on."""
-        if self._gradient_state.sync_gradients:
-            self._reduced = False
-            self.optimizer.zero_grad(set_to_none)
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, unless the window goes on.
+
+        Args:
+            set_to_none: None is True, where the wrapped optimizer knows the argument.
+
+        Raises:
+            ValueError: It is given, and the wrapped optimizer does not know it.
+        """
+        if not self._takes_set_to_none and set_to_none is not None:
+            raise ValueError(
+                f"zero_grad was called with set_to_none={set_to_none}, which "
+                f"{type(self.optimizer).__name__}.zero_grad does not take; leave it out."
+            )
+        if not self._gradient_state.sync_gradients:
+            return
+        self._reduced = False
+        if self._takes_set_to_none:
+            self.optimizer.zero_grad(set_to_none=set_to_none is not False)
+        else:
+            self.optimizer.zero_grad()
 
     def synchronize(self) -> None:
         """Average the gradients over the processes, once an update: before clipping, say."""
@@ -98,13 +147,39 @@ class AcceleratedOptimizer(Optimizer):
             self._reduced = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Make an update, unless the window goes on."""
+        """Make an update, unless the window goes on.
+
+        A LOMO optimizer has made it during backward.
+
+        Args:
+            closure: Evaluates the loss anew and calls backward, for optimizers such as LBFGS.
+
+        Raises:
+            ValueError: A closure is given in the middle of a window, where it would never run; or
+                with ``mixed_precision="fp16"``.
+        """
         if not self._gradient_state.sync_gradients:
+            if closure is not None:
+                raise ValueError(
+                    "step was called with a closure in the middle of a window of micro-batches, "
+                    "whose gradients it would never compute. Use gradient_accumulation_steps=1 "
+                    "and a closure over the whole batch, or call backward and then step() without "
+                    "a closure."
+                )
+            self._note_call()
             return
-        self.synchronize()
-        self.step_was_skipped = not self._precision.step(self.optimizer, closure)
+        if not self._updates_in_backward:
+            self.synchronize()
+            made = self._precision.step(self.optimizer, closure)
+            self._skipped = ~made if isinstance(made, Tensor) else not made
+        self._note_call()
         self._reduced = False
         self.steps += 1
+
+    def _note_call(self) -> None:
+        # Torch's schedulers warn if their optimizer was not stepped before them. It was, though the
+        # update may have to wait or was left out.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def train(self) -> None:
         """Switch a schedule-free optimizer to its training point."""
@@ -118,6 +193,30 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def place_state(optimizer: Optimizer) -> None:
+    """Move an optimizer's state to the devices of its parameters.
+
+    An optimizer that has stepped, or whose state was loaded, before its model was moved has some
+    elsewhere. Counters stay where torch keeps them.
+    """
+    strangers = (
+        tensor.device != parameter.device
+        for parameter, values in optimizer.state.items()
+        if isinstance(parameter, Tensor) and isinstance(values, dict)
+        for key, value in values.items()
+        if key != "step"
+        for tensor in leaves(value)
+        if isinstance(tensor, Tensor)
+    )
+    if any(strangers):
+        optimizer.load_state_dict(optimizer.state_dict())  # torch itself knows what goes where
 
 
 def parameters_of(optimizers: list[Optimizer]) -> list[torch.nn.Parameter]:

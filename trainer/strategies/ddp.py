@@ -8,6 +8,8 @@ optimizer averages its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,21 +25,65 @@ from trainer.distributed.agreement import FIELDS, Agreement, Tally
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
 
+# What DDP can send with every backend.
+_SENDABLE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+
 
 def wrap(
     module: nn.Module, kwargs: DistributedDataParallelKwargs | None = None
 ) -> DistributedDataParallel:
-    """Wrap a module, already on its device, for this process group."""
-    device = PartialState().device
+    """Wrap a module, already on its device, for this process group.
+
+    Buffers of types that the backend cannot send, such as int16, become rank 0's once, here.
+
+    Raises:
+        ValueError: The module is not on the kind of device that this process uses.
+    """
     arguments = (kwargs or DistributedDataParallelKwargs()).to_kwargs()
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         # The newer name, of torch 2.13; under it buffers start alike whatever is said.
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
-    return DistributedDataParallel(
-        module,
-        device_ids=None if device.type == "cpu" else [device.index],
-        **arguments,
+    _take_unsendable(module)
+    return DistributedDataParallel(module, device_ids=_device_ids(module), **arguments)
+
+
+def _device_ids(module: nn.Module) -> list[int] | None:
+    """The device to which DDP moves inputs; none on the CPU, or for a module on several devices."""
+    expected = PartialState().device
+    devices = {parameter.device for parameter in module.parameters()}
+    if strangers := {device for device in devices if device.type != expected.type}:
+        raise ValueError(
+            f"{type(module).__name__} has parameters on {', '.join(map(str, strangers))}, but the "
+            f"processes reduce gradients on {expected.type}. Leave device_placement on, or move "
+            f"the model to {expected} before it is prepared."
+        )
+    (device, *others) = devices
+    return None if others or device.index is None or device.type == "cpu" else [device.index]
+
+
+def _take_unsendable(module: nn.Module) -> None:
+    """Broadcast what DDP could not, and tell it to leave that alone."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    found = {name: tensor for name, tensor in named if tensor.dtype not in _SENDABLE}
+    if not found:
+        return
+    known = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        module, sorted({*known, *found})
     )
+    broadcast_([tensor for name, tensor in found.items() if name not in known])
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -227,27 +273,32 @@ class Replicas:
 
 
 def average_gradients(optimizer: Optimizer) -> None:
-    """Average an optimizer's gradients over the processes, in place.
+    """Average an optimizer's gradients over the processes, in place."""
+    average_gradients_of(parameters_of([optimizer]))
+
+
+def average_gradients_of(parameters: Iterable[nn.Parameter]) -> None:
+    """Average the gradients of parameters over the processes, in place.
 
     A parameter without a gradient on some processes counts as zero there; one without a gradient
     anywhere keeps having none. How many have one travels behind the gradients themselves, and is
     read back only where one is missing.
     """
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters_of([optimizer]):
+    for parameter in parameters:
         if parameter.requires_grad:
             by_type.setdefault(parameter.dtype, []).append(parameter)
-    for parameters in by_type.values():
-        present = [parameter.grad is not None for parameter in parameters]
+    for alike in by_type.values():
+        present = [parameter.grad is not None for parameter in alike]
         parts = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in parameters
+            for parameter in alike
         ]
         flat = _flatten_dense_tensors([*parts, parts[0].new_tensor(present)])
         dist.all_reduce(flat)
         means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
         anywhere = present if all(present) else flat[-len(present) :].tolist()
-        for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
+        for parameter, mean, used in zip(alike, means, anywhere, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
             elif used:

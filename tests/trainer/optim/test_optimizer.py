@@ -79,6 +79,89 @@ def test_gradients_are_kept_as_zeros_where_asked(optimizer, parameter):
     assert parameter.grad.item() == 0.0
 
 
+def test_an_optimizer_without_the_choice_says_so(parameter):
+    class Plain(torch.optim.SGD):
+        def zero_grad(self):
+            parameter.grad = None
+
+    optimizer = AcceleratedOptimizer(Plain([parameter], lr=1.0), precision=Precision("no", CPU))
+    parameter.grad = torch.tensor([2.0])
+    with pytest.raises(ValueError, match=r"set_to_none=False, which Plain.zero_grad does not take"):
+        optimizer.zero_grad(set_to_none=False)
+    assert parameter.grad is not None
+    optimizer.zero_grad()
+    assert parameter.grad is None
+
+
+def test_none_as_the_choice_is_true(parameter):
+    class Keeps(torch.optim.SGD):
+        def zero_grad(self, set_to_none=False):
+            super().zero_grad(set_to_none)
+
+    optimizer = AcceleratedOptimizer(Keeps([parameter], lr=1.0), precision=Precision("no", CPU))
+    parameter.grad = torch.tensor([2.0])
+    optimizer.zero_grad()
+    assert parameter.grad is None
+
+
+def test_state_groups_and_defaults_may_be_replaced(optimizer, inner):
+    for name in ("state", "param_groups", "defaults"):
+        value = copy.copy(getattr(inner, name))
+        setattr(optimizer, name, value)
+        assert getattr(inner, name) is value
+
+
+@pytest.mark.parametrize("place", [True, False])
+def test_state_goes_where_the_parameters_have_gone(place):
+    # As after a step on the host; meta is the one other device that every machine has.
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    inner = torch.optim.Adam([parameter])
+    moments = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    inner.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    AcceleratedOptimizer(inner, place, precision=Precision("no", CPU))
+    state = inner.state[parameter]
+    expected = "meta" if place else "cpu"
+    assert state["exp_avg"].device.type == state["exp_avg_sq"].device.type == expected
+    assert state["step"].device.type == "cpu"  # a counter that the host reads
+    assert state["step"].item() == 1
+
+
+def test_state_in_place_is_left_alone():
+    parameter = torch.nn.Parameter(torch.ones(2, device="meta"))
+    inner = torch.optim.Adam([parameter])
+    moments = {name: torch.ones(2, device="meta") for name in ("exp_avg", "exp_avg_sq")}
+    inner.state[parameter] = {"step": torch.tensor(1.0), **moments}  # a counter of the host's
+    loads = []
+    inner.register_load_state_dict_pre_hook(lambda *_: loads.append(1))
+    AcceleratedOptimizer(inner, precision=Precision("no", CPU))
+    assert loads == []
+
+
+def test_a_closure_in_the_middle_of_a_window_is_refused(optimizer, parameter):
+    accumulate(sync=False)
+    with pytest.raises(ValueError, match=r"closure in the middle .*gradient_accumulation_steps=1"):
+        optimizer.step(lambda: parameter.sum())
+    accumulate(sync=True)
+    parameter.grad = torch.tensor([2.0])
+    optimizer.step(lambda: parameter.sum())
+    assert parameter.item() == 0.0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_a_fused_optimizer_tells_what_it_skipped(parameter, kind):
+    precision = Precision("fp16", CPU, scaler=GradScalerKwargs(init_scale=4.0))
+    inner = kind([parameter], lr=0.5, fused=True)
+    optimizer = AcceleratedOptimizer(inner, precision=precision)
+    for factor, skipped in ((float("inf"), True), (1.0, False)):
+        before = parameter.item()
+        precision.scale(parameter.sum() * factor).backward()
+        optimizer.step()
+        assert optimizer.step_was_skipped is skipped
+        assert (parameter.item() == before) is skipped
+        optimizer.zero_grad()
+    assert precision.state_dict()["scale"] == 2.0
+
+
 def test_a_closure_reaches_the_wrapped_optimizer(parameter):
     inner = torch.optim.LBFGS([parameter], lr=1.0, max_iter=10)
     optimizer = AcceleratedOptimizer(inner, precision=Precision("no", CPU))
@@ -157,8 +240,11 @@ def test_hooks_are_called_around_the_wrapped_step(optimizer, parameter):
     assert order == [("before", 1.0), ("after", 0.0)]
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copy_works_on_its_own(optimizer, parameter, duplicate):
+def test_a_copy_works_on_its_own(optimizer, parameter, duplicate, scheduled):
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts its own step before the class's
     other = duplicate(optimizer)
     (theirs,) = parameters_of([other])
     theirs.grad = torch.tensor([2.0])

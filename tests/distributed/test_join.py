@@ -1,0 +1,272 @@
+"""Processes with different numbers of batches, against one process that adds up what torch says."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+from tests.helpers.ranks import RankError
+from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.plugins import TorchDynamoPlugin
+from trainer.precision import Precision
+from trainer.state import PartialState
+from trainer.strategies.join import join_uneven_inputs
+from trainer.strategies.model import no_sync, prepare_model, unwrap_model
+
+CPU = torch.device("cpu")
+
+
+def network() -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def prepare(model: nn.Module, **kwargs: Any) -> nn.Module:
+    PartialState()
+    return prepare_model(model, precision=Precision("no", CPU), device=CPU, **kwargs)
+
+
+def rows(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+
+def reference(counts: list[int], window: int = 1) -> list[torch.Tensor]:
+    """Weights after as many updates as the busiest rank makes.
+
+    A rank without a batch adds nothing, and the sum is divided by the number of all ranks.
+    """
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(max(counts)):
+        for rank, count in enumerate(counts):
+            if number < count:
+                (model(rows(rank, number)).square().mean() / len(counts)).backward()
+        if (number + 1) % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: int, window: int = 1) -> int:
+    rank, steps = dist.get_rank(), 0
+    for number in range(batches):
+        if (number + 1) % window:
+            with no_sync(model):
+                model(rows(rank, number)).square().mean().backward()
+            continue
+        model(rows(rank, number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in unwrap_model(model).parameters()]
+
+
+def assert_all_have(found: list[list[torch.Tensor]], expected: list[torch.Tensor]) -> None:
+    for own in found:
+        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-14)
+
+
+class Loader:
+    """What the function knows of a prepared loader."""
+
+    def __init__(self, even_batches: bool = True) -> None:
+        self.even_batches = even_batches
+
+
+class Stream:
+    """A loader of an iterable dataset."""
+
+
+@pytest.mark.parametrize("even_batches", [None, False])
+@pytest.mark.parametrize("counts", [[3, 1], [1, 3], [2, 2], [0, 2]])
+def test_those_that_ran_out_take_part_in_the_others_updates(ranks2, counts, even_batches):
+    def run() -> list[torch.Tensor]:
+        model = prepare(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join_uneven_inputs([model], [Loader()], even_batches):
+            train(model, optimizer, counts[dist.get_rank()])
+        return weights(model)
+
+    assert_all_have(ranks2(run), reference(counts))
+
+
+def test_four_processes_join_too(ranks4):
+    counts = [2, 4, 1, 3]
+
+    def run() -> list[torch.Tensor]:
+        model = prepare(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join_uneven_inputs([model], [], False):
+            train(model, optimizer, counts[dist.get_rank()])
+        return weights(model)
+
+    assert_all_have(ranks4(run), reference(counts))
+
+
+def test_windows_of_micro_batches_are_joined(ranks2):
+    counts = [4, 2]
+
+    def run() -> list[torch.Tensor]:
+        model = prepare(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join_uneven_inputs([model], [], False):
+            train(model, optimizer, counts[dist.get_rank()], window=2)
+        return weights(model)
+
+    assert_all_have(ranks2(run), reference(counts, window=2))
+
+
+def test_a_compiled_model_is_joined(ranks2):
+    counts = [2, 1]
+
+    def run() -> list[torch.Tensor]:
+        model = prepare(network(), dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with join_uneven_inputs([torch.compile(model, backend="eager")], [], False):
+            train(model, optimizer, counts[dist.get_rank()])
+        return weights(model)
+
+    assert_all_have(ranks2(run), reference(counts))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.[a-z]+. is deprecated")
+def test_a_prepared_optimizer_that_can_join_does_as_with_torch_alone(ranks2):
+    def run() -> list[list[torch.Tensor]]:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        found = []
+        for ours in (True, False):
+            model = prepare(network())
+            inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            optimizer = AcceleratedOptimizer(inner, precision=Precision("no", CPU))
+            both = join_uneven_inputs([model, optimizer], []) if ours else Join([model, inner])
+            with both:
+                train(model, optimizer, 3 - 2 * dist.get_rank())
+            found.append(weights(model))
+        return found
+
+    (ours, torchs), (theirs, _) = ranks2(run)
+    assert_all_have([ours, theirs], torchs)
+
+
+def test_after_the_block_a_process_works_alone_again(ranks2):
+    def run() -> tuple[int, int]:
+        model = prepare(network())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rank = dist.get_rank()
+        with join_uneven_inputs([model], [], False):
+            steps = train(model, optimizer, 2 - rank)
+        evaluated = 0
+        for number in range(2 * rank):  # evaluation on one rank alone waits for nobody
+            model.eval()
+            with torch.no_grad():
+                model(rows(rank, number))
+            evaluated += 1
+        train(model.train(), optimizer, 2)
+        return steps, evaluated
+
+    assert ranks2(run) == [(2, 0), (1, 2)]
+
+
+def test_the_filters_of_warnings_stay_the_users(ranks2):
+    def run() -> bool:
+        model = prepare(network())
+        before = list(warnings.filters)
+        with join_uneven_inputs([model], [], False):
+            warnings.simplefilter("ignore", ResourceWarning)
+            during = list(warnings.filters)
+        return list(warnings.filters) == during != before
+
+    assert ranks2(run) == [True, True]
+
+
+def test_loaders_are_told_for_the_block_only(ranks2):
+    def run() -> list[Any]:
+        model = prepare(network())
+        loaders = [Loader(True), Loader(False)]
+        seen = []
+        for even in (False, True, None):
+            with join_uneven_inputs([model], loaders, even):
+                seen.append([loader.even_batches for loader in loaders])
+            seen.append([loader.even_batches for loader in loaders])
+        try:
+            with join_uneven_inputs([model], loaders, False):
+                raise KeyError("the user's")
+        except KeyError:
+            seen.append([loader.even_batches for loader in loaders])
+        seen.append(model._join_config.enable)
+        return seen
+
+    own = [True, False]
+    expected = [[False, False], own, [True, True], own, own, own, own, False]
+    assert ranks2(run) == [expected] * 2
+
+
+def test_nobody_waits_for_anybody_where_all_have_as_many(ranks2):
+    def run() -> bool:
+        model = prepare(network())
+        with join_uneven_inputs([model], [], True):
+            return model._join_config.enable
+
+    assert ranks2(run) == [False, False]
+
+
+def test_loaders_that_cannot_be_told_are_warned_of_once(ranks2):
+    def run() -> list[Any]:
+        model = prepare(network())
+        loader = Loader()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with join_uneven_inputs([model], [Stream(), loader, Stream()], False):
+                told = loader.even_batches
+            with join_uneven_inputs([model], [Stream()]):  # nothing is overridden
+                pass
+        return [told, [(w.category.__name__, str(w.message), w.filename[-12:]) for w in caught]]
+
+    text = (
+        "Overriding even_batches is only supported for map-style datasets, yet some dataloaders "
+        "given were iterable"
+    )
+    assert ranks2(run) == [[False, [("UserWarning", text, "test_join.py")]]] * 2
+
+
+def test_what_reduces_nothing_needs_no_joining(ranks2):
+    def run() -> int:
+        frozen = prepare(network().requires_grad_(False))
+        with join_uneven_inputs([frozen], [], False):
+            return len([frozen(rows(0, n)) for n in range(dist.get_rank())])
+
+    assert ranks2(run) == [0, 1]
+
+
+def test_what_cannot_join_is_refused(ranks2):
+    def run() -> None:
+        model = prepare(network())
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = AcceleratedOptimizer(sgd, precision=Precision("no", CPU))
+        with join_uneven_inputs([model, optimizer], [], False):
+            pass
+
+    with pytest.raises(RankError, match=r"TypeError: joinables holds a SGD; .*Joinable"):
+        ranks2(run)
+
+
+def test_one_process_joins_nobody():
+    loader = Loader()
+    with join_uneven_inputs([object()], [loader, Stream()], False):
+        assert loader.even_batches

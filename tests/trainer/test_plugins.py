@@ -1,0 +1,234 @@
+"""The plugins check what they are given; engines that are not there are refused, not ignored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+
+from trainer.configuration import DynamoBackend
+from trainer.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    TorchDynamoPlugin,
+    refuse_engine,
+)
+
+
+def test_without_a_word_nothing_is_compiled():
+    plugin = TorchDynamoPlugin()
+    assert plugin.backend == DynamoBackend.NO
+    assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("default", False, None)
+    assert (plugin.options, plugin.disable) == (None, False)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "INDUCTOR", "Inductor", DynamoBackend.INDUCTOR])
+def test_a_backend_is_named_in_either_case(backend):
+    plugin = TorchDynamoPlugin(backend=backend)
+    assert plugin.backend is DynamoBackend.INDUCTOR
+    assert plugin.to_kwargs() == {"backend": "inductor"}
+    assert plugin.to_dict()["backend"] == "inductor"
+
+
+def test_arguments_reach_torch_where_they_are_not_its_defaults():
+    plugin = TorchDynamoPlugin(
+        backend="aot_eager", mode="reduce-overhead", fullgraph=True, dynamic=False, disable=True
+    )
+    assert plugin.to_kwargs() == {
+        "backend": "aot_eager",
+        "mode": "reduce-overhead",
+        "fullgraph": True,
+        "dynamic": False,
+        "disable": True,
+    }
+    options = {"max_autotune": True}
+    plugin = TorchDynamoPlugin(backend="inductor", options=options)
+    assert plugin.to_kwargs() == {"backend": "inductor", "options": options}
+
+
+def test_the_environment_says_what_the_arguments_do_not(monkeypatch):
+    for name, value in (
+        ("BACKEND", "aot_eager"),
+        ("MODE", "max-autotune"),
+        ("USE_FULLGRAPH", "true"),
+        ("USE_DYNAMIC", "false"),
+    ):
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", value)
+    named = TorchDynamoPlugin()
+    assert named.backend == DynamoBackend.AOT_EAGER
+    assert (named.mode, named.fullgraph, named.dynamic) == ("max-autotune", True, False)
+    given = TorchDynamoPlugin(backend="eager", mode="default", fullgraph=False, dynamic=True)
+    assert given.backend == DynamoBackend.EAGER
+    assert (given.mode, given.fullgraph, given.dynamic) == ("default", False, True)
+
+
+def test_a_backend_that_the_environment_misspells_is_traced_to_it(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductr")
+    with pytest.raises(ValueError, match=r"ACCELERATE_DYNAMO_BACKEND is 'INDUCTR'.*'INDUCTOR'\?"):
+        TorchDynamoPlugin()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"backend": "inductr"}, ValueError, r"dynamo backend is 'INDUCTR'.*'EAGER'.*'INDUCTOR'\?"),
+        ({"mode": "fast"}, ValueError, "mode of torch.compile is 'fast'.*'reduce-overhead'"),
+        ({"fullgraph": "yes"}, TypeError, "fullgraph is 'yes'; it must be bool"),
+        ({"dynamic": 1}, TypeError, "dynamic is 1; it must be bool or None"),
+        ({"options": []}, TypeError, r"options is \[\]; it must be dict or None"),
+        ({"disable": None}, TypeError, "disable is None; it must be bool"),
+        ({"mode": "max-autotune", "options": {}}, ValueError, "mode='max-autotune' and options={}"),
+    ],
+)
+def test_wrong_arguments_of_torch_compile_are_told(arguments, error, text):
+    with pytest.raises(error, match=text):
+        TorchDynamoPlugin(**arguments)
+
+
+def test_an_fsdp_plugin_keeps_names():
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.sharding_strategy == "FULL_SHARD"
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.backward_prefetch == "NO_PREFETCH"
+    assert plugin.use_orig_params
+    assert plugin.sync_module_states
+    assert plugin.limit_all_gathers
+    assert not plugin.cpu_offload
+    given = FullyShardedDataParallelPlugin(
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        state_dict_type=StateDictType.SHARDED_STATE_DICT,
+    )
+    assert given.sharding_strategy == "HYBRID_SHARD"
+    assert given.backward_prefetch == "BACKWARD_PRE"
+    assert given.state_dict_type == "SHARDED_STATE_DICT"
+    assert FullyShardedDataParallelPlugin(sharding_strategy=2).sharding_strategy == "SHARD_GRAD_OP"
+
+
+def test_an_fsdp_plugin_reads_the_environment(monkeypatch):
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "3")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "sharded_state_dict")
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    monkeypatch.setenv("FSDP_USE_ORIG_PARAMS", "false")
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.sharding_strategy == "NO_SHARD"
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+    assert plugin.cpu_offload is True
+    assert plugin.use_orig_params is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"sharding_strategy": "FULL"}, ValueError, "sharding_strategy is 'FULL'.*'FULL_SHARD'"),
+        ({"sharding_strategy": 6}, ValueError, "sharding_strategy is 6"),
+        ({"state_dict_type": "x"}, ValueError, "state_dict_type is 'x'.*'LOCAL_STATE_DICT'"),
+        ({"backward_prefetch": "x"}, ValueError, "backward_prefetch is 'x'"),
+        ({"limit_all_gathers": 1}, TypeError, "limit_all_gathers is 1; it must be bool"),
+        ({"activation_checkpointing": 1}, TypeError, "activation_checkpointing is 1"),
+    ],
+)
+def test_wrong_arguments_of_fsdp_are_told(arguments, error, text):
+    with pytest.raises(error, match=text):
+        FullyShardedDataParallelPlugin(**arguments)
+
+
+def test_a_deepspeed_plugin_has_its_defaults_and_reads_the_environment(monkeypatch):
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == 2
+    assert plugin.gradient_accumulation_steps == plugin.gradient_clipping == "auto"
+    assert plugin.offload_optimizer_device == plugin.offload_param_device == "none"
+    assert plugin.zero3_init_flag is plugin.zero3_save_16bit_model is False
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT_FLAG", "true")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    named = DeepSpeedPlugin()
+    assert (named.zero_stage, named.offload_param_device) == (3, "cpu")
+    assert (named.gradient_accumulation_steps, named.gradient_clipping) == (4, 0.5)
+    assert named.zero3_init_flag is True
+    assert DeepSpeedPlugin(zero_stage=0).zero_stage == 0
+
+
+def test_a_deepspeed_configuration_names_its_stage(tmp_path):
+    sound = {"zero_optimization": {"stage": 3}}
+    assert DeepSpeedPlugin(hf_ds_config=sound).hf_ds_config is sound
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(sound))
+    DeepSpeedPlugin(hf_ds_config=path)
+    path.write_text(json.dumps({"fp16": {}}))
+    with pytest.raises(ValueError, match=r"\['fp16'\].*'zero_optimization'"):
+        DeepSpeedPlugin(hf_ds_config=str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"zero_stage": 4}, ValueError, "zero_stage is 4; it must be 0, 1, 2 or 3"),
+        ({"zero_stage": True}, ValueError, "zero_stage is True"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps is 0"),
+        ({"gradient_clipping": "much"}, ValueError, "gradient_clipping is 'much'; .*'auto'"),
+        ({"gradient_clipping": -1.0}, ValueError, "gradient_clipping is -1.0; .*above 0"),
+        ({"offload_param_device": "gpu"}, ValueError, "offload_param_device is 'gpu'.*'nvme'"),
+        ({"hf_ds_config": 3}, TypeError, "hf_ds_config is 3; it must be a mapping or a path"),
+        ({"zero3_init_flag": "no"}, TypeError, "zero3_init_flag is 'no'"),
+    ],
+)
+def test_wrong_arguments_of_deepspeed_are_told(arguments, error, text):
+    with pytest.raises(error, match=text):
+        DeepSpeedPlugin(**arguments)
+
+
+def test_a_megatron_plugin_has_its_defaults_and_reads_the_environment(monkeypatch):
+    plugin = MegatronLMPlugin()
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (1, 1, 1)
+    assert plugin.gradient_clipping == 1.0
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "4")
+    monkeypatch.setenv("MEGATRON_LM_GRADIENT_CLIPPING", "0.5")
+    monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "true")
+    named = MegatronLMPlugin(pp_degree=2)
+    assert (named.tp_degree, named.pp_degree, named.gradient_clipping) == (4, 2, 0.5)
+    assert named.sequence_parallelism is True
+    monkeypatch.setenv("MEGATRON_LM_GRADIENT_CLIPPING", "much")
+    with pytest.raises(ValueError, match="MEGATRON_LM_GRADIENT_CLIPPING is 'much'"):
+        MegatronLMPlugin()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"tp_degree": 0}, ValueError, "tp_degree is 0; it must be at least 1"),
+        ({"num_micro_batches": 1.5}, TypeError, "num_micro_batches is 1.5; it must be an int"),
+        ({"lr_decay_style": "steep"}, ValueError, "lr_decay_style is 'steep'.*'cosine'"),
+        ({"recompute_activations": 1}, TypeError, "recompute_activations is 1"),
+    ],
+)
+def test_wrong_arguments_of_megatron_are_told(arguments, error, text):
+    with pytest.raises(error, match=text):
+        MegatronLMPlugin(**arguments)
+
+
+ENGINES = [
+    ("deepspeed_plugin", DeepSpeedPlugin, "ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    ("fsdp_plugin", FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP", "FSDP"),
+    ("megatron_lm_plugin", MegatronLMPlugin, "ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+]
+
+
+@pytest.mark.parametrize(("argument", "kind", "variable", "engine"), ENGINES)
+def test_an_engine_is_refused_with_what_there_is(argument, kind, variable, engine, monkeypatch):
+    refuse_engine()
+    text = f"{argument} asks for {engine}, which is not supported yet.*DDP.*leave {argument} out"
+    with pytest.raises(NotImplementedError, match=text):
+        refuse_engine(**{argument: kind()})
+    with pytest.raises(TypeError, match=f"{argument} is 'zero'; it must be a {kind.__name__}"):
+        refuse_engine(**{argument: "zero"})
+    monkeypatch.setenv(variable, "false")
+    refuse_engine()
+    monkeypatch.setenv(variable, "true")
+    text = f"{variable}=true asks for {engine}.*dynamo_backend; for those unset {variable}"
+    with pytest.raises(NotImplementedError, match=text):
+        refuse_engine()

@@ -1,0 +1,419 @@
+"""Plugins: how `Accelerator` is told to compile, or to hand the model to another engine.
+
+`TorchDynamoPlugin` is used. The other three describe engines that are not supported yet: they
+check what they are given, and `refuse_engine` says so instead of training without them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from trainer import environment
+from trainer.configuration import DynamoBackend
+from trainer.errors import choose
+
+_MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
+_FSDP_CHOICES = {
+    "sharding_strategy": (
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+        "HYBRID_SHARD_ZERO2",
+    ),
+    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+    "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+}
+_OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+_SUPPORTED = (
+    "This release trains on one device, or data parallel with DDP on several CPU processes, CUDA "
+    "or XPU devices, and compiles with dynamo_backend"
+)
+
+
+@dataclass(kw_only=True)
+class TorchDynamoPlugin:
+    """Arguments of ``torch.compile``.
+
+    Attributes:
+        backend: A `DynamoBackend` or its name in either case; ``"no"`` compiles nothing. None takes
+            ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
+        mode: What inductor optimises for; None takes ``ACCELERATE_DYNAMO_MODE``, else
+            ``"default"``.
+        fullgraph: A part that cannot be compiled is an error; None takes
+            ``ACCELERATE_DYNAMO_USE_FULLGRAPH``, else False.
+        dynamic: Compile for changing shapes from the start, or never; None takes
+            ``ACCELERATE_DYNAMO_USE_DYNAMIC``, else torch decides when it sees another shape.
+        options: Arguments of the backend, in place of a mode.
+        disable: Compile nothing after all, for tests.
+
+    Raises:
+        ValueError: A name is unknown, or mode and options are both given.
+        TypeError: A value is of another type.
+    """
+
+    backend: str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+
+    def __post_init__(self) -> None:
+        """Fill in what the environment says and check it."""
+        if self.backend is None:
+            what, named = "ACCELERATE_DYNAMO_BACKEND", environment.read("ACCELERATE_DYNAMO_BACKEND")
+        else:
+            what, named = "The dynamo backend", str(self.backend)
+        # A member, which is a string too.
+        self.backend = DynamoBackend(DynamoBackend.parse((named or "no").upper(), what))
+        if self.mode is None:
+            self.mode = environment.read("ACCELERATE_DYNAMO_MODE") or "default"
+        if self.mode not in _MODES:
+            raise ValueError(choose("The mode of torch.compile", self.mode, _MODES))
+        if self.fullgraph is None:
+            self.fullgraph = environment.read_flag("ACCELERATE_DYNAMO_USE_FULLGRAPH")
+        if self.dynamic is None and environment.read("ACCELERATE_DYNAMO_USE_DYNAMIC"):
+            self.dynamic = environment.read_flag("ACCELERATE_DYNAMO_USE_DYNAMIC")
+        _expect(self, "fullgraph disable", bool)
+        _expect(self, "dynamic", (bool, type(None)))
+        _expect(self, "options", (dict, type(None)))
+        if self.options is not None and self.mode != "default":
+            raise ValueError(
+                f"TorchDynamoPlugin has mode={self.mode!r} and options={self.options!r}; torch "
+                "takes one of them: the mode is a name for certain options."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument, the backend's name in lower case as torch writes it."""
+        return {**vars(self), "backend": str(self.backend).lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of ``torch.compile`` that differ from its own defaults."""
+        plain = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None}
+        return {k: v for k, v in self.to_dict().items() if v != plain.get(k, False)}
+
+
+@dataclass(kw_only=True)
+class FullyShardedDataParallelPlugin:
+    """Arguments of fully sharded data parallelism.
+
+    Names may be torch's enumerations, their members' names in either case, or, for
+    `sharding_strategy`, their numbers from 1. They are kept as names.
+
+    Attributes:
+        sharding_strategy: What is sharded; None takes ``FSDP_SHARDING_STRATEGY``, else
+            ``"FULL_SHARD"``.
+        backward_prefetch: When the next parameters are gathered; None takes
+            ``FSDP_BACKWARD_PREFETCH``, else ``"NO_PREFETCH"``.
+        mixed_precision_policy: Torch's ``MixedPrecision``.
+        auto_wrap_policy: Says which submodules are units of their own.
+        cpu_offload: Keep parameters on the host; None takes ``FSDP_OFFLOAD_PARAMS``, else False.
+        ignored_modules: Submodules that are not sharded.
+        state_dict_type: None takes ``FSDP_STATE_DICT_TYPE``, else ``"FULL_STATE_DICT"``.
+        state_dict_config: Torch's configuration for it.
+        optim_state_dict_config: The same for optimizers.
+        limit_all_gathers: Do not gather far ahead.
+        use_orig_params: Keep the user's parameters; None takes ``FSDP_USE_ORIG_PARAMS``, else True.
+        param_init_fn: Makes the parameters of modules on the meta device.
+        sync_module_states: Start from rank 0's weights; None takes ``FSDP_SYNC_MODULE_STATES``,
+            else True.
+        forward_prefetch: Gather the next parameters in forward; None takes
+            ``FSDP_FORWARD_PREFETCH``, else False.
+        activation_checkpointing: Recompute activations; None takes
+            ``FSDP_ACTIVATION_CHECKPOINTING``, else False.
+
+    Raises:
+        ValueError: A name is unknown.
+        TypeError: A value is of another type.
+    """
+
+    sharding_strategy: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Callable[..., Any] | None = None
+    cpu_offload: Any = None
+    ignored_modules: Iterable[Any] | None = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[..., Any] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in what the environment says and check it."""
+        defaults = ("FULL_SHARD", "NO_PREFETCH", "FULL_STATE_DICT")
+        for (name, choices), default in zip(_FSDP_CHOICES.items(), defaults, strict=True):
+            given = getattr(self, name)
+            if given is None:
+                given = environment.read(f"FSDP_{name.upper()}") or default
+            numbered = name == "sharding_strategy" and str(given) in map(str, range(1, 6))
+            chosen = choices[int(given) - 1] if numbered else getattr(given, "name", str(given))
+            if chosen.upper() not in choices:
+                raise ValueError(choose(name, given, choices))
+            setattr(self, name, chosen.upper())
+        for name, variable, otherwise in (
+            ("cpu_offload", "FSDP_OFFLOAD_PARAMS", False),
+            ("use_orig_params", "FSDP_USE_ORIG_PARAMS", True),
+            ("sync_module_states", "FSDP_SYNC_MODULE_STATES", True),
+            ("forward_prefetch", "FSDP_FORWARD_PREFETCH", False),
+            ("activation_checkpointing", "FSDP_ACTIVATION_CHECKPOINTING", False),
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, environment.read_flag(variable, otherwise))
+        _expect(self, "limit_all_gathers use_orig_params sync_module_states", bool)
+        _expect(self, "forward_prefetch activation_checkpointing", bool)
+
+
+@dataclass(kw_only=True)
+class DeepSpeedPlugin:
+    """Arguments of DeepSpeed.
+
+    Attributes:
+        hf_ds_config: A DeepSpeed configuration, as a mapping or the path of its JSON file; None
+            takes ``ACCELERATE_DEEPSPEED_CONFIG_FILE``.
+        gradient_accumulation_steps: Micro-batches for one update or ``"auto"``; None takes
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else ``"auto"``.
+        gradient_clipping: The largest norm or ``"auto"``; None takes
+            ``ACCELERATE_GRADIENT_CLIPPING``, else ``"auto"``.
+        zero_stage: What is sharded, 0 to 3; None takes ``ACCELERATE_DEEPSPEED_ZERO_STAGE``, else 2.
+        is_train_batch_min: Batch sizes are read from the smaller of several loaders.
+        offload_optimizer_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
+        offload_param_device: The same for parameters.
+        offload_optimizer_nvme_path: Where, for ``"nvme"``.
+        offload_param_nvme_path: The same for parameters.
+        zero3_init_flag: Shard while the model is made.
+        zero3_save_16bit_model: Gather 16-bit weights to save them.
+        transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas.
+
+    Raises:
+        ValueError: A value is outside its choices, or the configuration says nothing of ZeRO.
+        TypeError: A value is of another type.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in what the environment says and check it."""
+        prefix = "ACCELERATE_DEEPSPEED_"
+        for name, default in (
+            ("hf_ds_config", None),
+            ("zero_stage", 2),
+            ("offload_optimizer_device", "none"),
+            ("offload_param_device", "none"),
+            ("offload_optimizer_nvme_path", "none"),
+            ("offload_param_nvme_path", "none"),
+            ("zero3_init_flag", False),
+            ("zero3_save_16bit_model", False),
+        ):
+            if getattr(self, name) is None:
+                variable = "CONFIG_FILE" if name == "hf_ds_config" else name.upper()
+                setattr(self, name, _named(prefix + variable, default))
+        for name in ("gradient_accumulation_steps", "gradient_clipping"):
+            if getattr(self, name) is None:
+                setattr(self, name, environment.read(f"ACCELERATE_{name.upper()}") or "auto")
+        self.gradient_accumulation_steps = _number(self, "gradient_accumulation_steps", int)
+        self.gradient_clipping = _number(self, "gradient_clipping", float)
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in range(4):
+            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3.")
+        for name in ("offload_optimizer_device", "offload_param_device"):
+            if (value := getattr(self, name)) not in _OFFLOAD_DEVICES:
+                raise ValueError(choose(name, value, _OFFLOAD_DEVICES))
+        _expect(self, "is_train_batch_min zero3_init_flag zero3_save_16bit_model", bool)
+        if self.hf_ds_config is not None:
+            self._check_config()
+
+    def _check_config(self) -> None:
+        config = self.hf_ds_config
+        if isinstance(config, (str, PathLike)):
+            config = json.loads(Path(config).read_text())
+        if not isinstance(config, Mapping):
+            raise TypeError(f"hf_ds_config is {config!r}; it must be a mapping or a path.")
+        if "zero_optimization" not in config:
+            raise ValueError(
+                f"hf_ds_config has the keys {sorted(config)}; name the ZeRO stage under "
+                "'zero_optimization'."
+            )
+
+
+@dataclass(kw_only=True)
+class MegatronLMPlugin:
+    """Arguments of Megatron-LM, which its documentation explains.
+
+    The first four take ``MEGATRON_LM_`` and their names in capitals from the environment where they
+    are None.
+
+    Raises:
+        ValueError: A number is below 1, or a name is unknown.
+        TypeError: A value is of another type.
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0.0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in what the environment says and check it."""
+        for name, default in (
+            ("tp_degree", 1),
+            ("pp_degree", 1),
+            ("num_micro_batches", 1),
+            ("gradient_clipping", 1.0),
+            ("sequence_parallelism", False),
+            ("recompute_activations", False),
+            ("use_distributed_optimizer", False),
+        ):
+            if getattr(self, name) is None:
+                setattr(self, name, _named(f"MEGATRON_LM_{name.upper()}", default))
+        for name in ("tp_degree", "pp_degree", "num_micro_batches"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; it must be an int.")
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        for name, choices in (
+            ("weight_decay_incr_style", ("constant", "linear", "cosine")),
+            ("lr_decay_style", ("constant", "linear", "cosine")),
+        ):
+            if (value := getattr(self, name)) not in choices:
+                raise ValueError(choose(name, value, choices))
+        _expect(self, "sequence_parallelism recompute_activations use_distributed_optimizer", bool)
+
+
+def refuse_engine(
+    deepspeed_plugin: object | None = None,
+    fsdp_plugin: object | None = None,
+    megatron_lm_plugin: object | None = None,
+) -> None:
+    """Say that an engine is not supported, if one is asked for by argument or by environment.
+
+    ``ACCELERATE_USE_DEEPSPEED``, ``ACCELERATE_USE_FSDP`` and ``ACCELERATE_USE_MEGATRON_LM`` ask for
+    one where they are true.
+
+    Raises:
+        TypeError: An argument is of another class than its own.
+        NotImplementedError: An engine is asked for.
+    """
+    for argument, plugin, kind, engine, variable in (
+        ("deepspeed_plugin", deepspeed_plugin, DeepSpeedPlugin, "DeepSpeed", "DEEPSPEED"),
+        ("fsdp_plugin", fsdp_plugin, FullyShardedDataParallelPlugin, "FSDP", "FSDP"),
+        (
+            "megatron_lm_plugin",
+            megatron_lm_plugin,
+            MegatronLMPlugin,
+            "Megatron-LM",
+            "MEGATRON_LM",
+        ),
+    ):
+        if plugin is not None and not isinstance(plugin, kind):
+            raise TypeError(f"{argument} is {plugin!r}; it must be a {kind.__name__}.")
+        variable = f"ACCELERATE_USE_{variable}"
+        if plugin is not None:
+            asked, fix = argument, f"leave {argument} out"
+        elif environment.read_flag(variable):
+            asked, fix = f"{variable}={environment.read(variable)}", f"unset {variable}"
+        else:
+            continue
+        raise NotImplementedError(
+            f"{asked} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those {fix}."
+        )
+
+
+def _expect(plugin: object, names: str, kind: type | tuple[type, ...]) -> None:
+    for name in names.split():
+        value = getattr(plugin, name)
+        if not isinstance(value, kind):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            wanted = " or ".join("None" if k is type(None) else k.__name__ for k in kinds)
+            raise TypeError(f"{type(plugin).__name__}: {name} is {value!r}; it must be {wanted}.")
+
+
+def _named(variable: str, default: Any) -> Any:
+    """The environment's value in the type of the default."""
+    text = environment.read(variable)
+    if text is None:
+        return default
+    if isinstance(default, bool):
+        return environment.read_flag(variable)
+    if isinstance(default, int):
+        return environment.read_int(variable)
+    try:
+        return float(text) if isinstance(default, float) else text
+    except ValueError:
+        raise ValueError(
+            f"The environment variable {variable} is {text!r}; it must be a number."
+        ) from None
+
+
+def _number(plugin: object, name: str, kind: type[int] | type[float]) -> Any:
+    """A positive number, or "auto"."""
+    value = getattr(plugin, name)
+    if value == "auto":
+        return value
+    try:
+        number = kind(value)
+    except (TypeError, ValueError):
+        number = 0
+    if isinstance(value, bool) or number <= 0:
+        raise ValueError(f"{name} is {value!r}; it must be above 0, or 'auto'.")
+    return number

@@ -3,13 +3,13 @@
 from trackers.background import BackgroundTracker
 from trackers.base import (
     GeneralTracker,
-    NullTracker,
     available_trackers,
     register_tracker,
     resolve_trackers,
     select_trackers,
 )
 from trackers.jsonl import JsonlTracker, read_metrics
+from trackers.null import NullTracker
 from trackers.tensorboard import TensorBoardTracker
 
 __all__ = [

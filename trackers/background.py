@@ -1,13 +1,17 @@
 """A queue and a thread between the training loop and a tracker."""
 
+import contextlib
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from trackers.base import GeneralTracker
+from trackers.base import GeneralTracker, Status
+from trackers.copies import frozen
 
 _logger = logging.getLogger("trackers")
 _T = TypeVar("_T")
@@ -19,13 +23,63 @@ class _Call(NamedTuple):
     future: "Future[Any] | None"  # None for a record, which may be dropped
 
 
+def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
+    """Close trackers side by side: several that hang cost one time limit, not one each.
+
+    Args:
+        trackers: started; those that were finished before are left alone.
+        status: "finished" or "failed"; `finish` finds it in the tracker.
+    """
+    for tracker in trackers:
+        if tracker.status == "running":
+            tracker.status = status
+        if isinstance(tracker, BackgroundTracker):
+            tracker.begin_finish()
+    for tracker in trackers:
+        tracker.finish()
+
+
+def _with_copies(
+    values: Any, function: Callable[[GeneralTracker, Any], None]
+) -> Callable[[GeneralTracker], None]:
+    """A call of `function` with the values as they are now."""
+    arrivals: list[Any] = []
+    copies = frozen(values, arrivals)
+
+    def call(tracker: GeneralTracker) -> None:
+        for event in arrivals:
+            event.synchronize()
+        function(tracker, copies)
+
+    return call
+
+
+def _start(tracker: GeneralTracker) -> None:
+    _mark(tracker, "running")  # an instance may have been through a run before
+    tracker.start()
+
+
+def _finish(tracker: GeneralTracker, *, status: Status) -> None:
+    _mark(tracker, status)
+    tracker.finish()
+
+
+def _mark(tracker: GeneralTracker, status: Status) -> None:
+    # A class may have a read-only `status` of its own; it does not look for ours.
+    with contextlib.suppress(AttributeError):
+        tracker.status = status
+
+
 class BackgroundTracker(GeneralTracker):
     """Runs every call of a tracker on one daemon thread, in order, so that it cannot hurt the loop.
 
-    `log` and its kin copy the dict (not the tensors in it), put it into a queue and return. A call
-    that raises is reported once, by a warning of the logger "trackers", and counted; it never
-    raises here. A full queue drops its oldest record and counts it. `finish` waits for the queue to
-    empty, at most `finish_timeout`, and reports what was lost.
+    `log` and its kin copy the values, tensors too, put them into a queue and return. A call that
+    raises is reported once, by a warning of the logger "trackers", and counted; it never raises
+    here. Images and tables that the tracker has no method for are left out, with one warning. A
+    full queue drops its oldest record and counts it. `finish` waits for the queue to empty, at most
+    `finish_timeout`, and reports what was lost.
+
+    Public attributes that are not of the interface are the tracker's own, once it has started.
 
     Args:
         tracker: the tracker, not started. From here on it belongs to the thread.
@@ -64,6 +118,9 @@ class BackgroundTracker(GeneralTracker):
         self._changed = threading.Condition()
         self._running = ""
         self._finished = False
+        self._waited = False
+        self._deadline = 0.0  # of `finish`
+        self._unsupported: set[str] = set()  # what was warned of
         self._thread: threading.Thread | None = None
         self._started: Future[None] | None = None
 
@@ -79,6 +136,14 @@ class BackgroundTracker(GeneralTracker):
             self._started.result(self.finish_timeout)
         return self.wrapped.tracker
 
+    def __getattr__(self, name: str) -> Any:
+        """The wrapped tracker's own, such as `writer`; called here, it runs on this thread."""
+        if name.startswith("_"):  # Python's own protocols, and whatever an unmade object lacks
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self._started is not None:
+            self._started.result(self.finish_timeout)
+        return getattr(self.wrapped, name)
+
     def start(self) -> None:
         """Start the thread, and on it the tracker.
 
@@ -88,7 +153,7 @@ class BackgroundTracker(GeneralTracker):
         if self._thread is not None or self._finished:
             raise RuntimeError(f"The tracker {self.name!r} can be started once. Make another one.")
         self._started = Future()
-        call = _Call("start", lambda tracker: tracker.start(), self._started)
+        call = _Call("start", _start, self._started)
         self._thread = threading.Thread(
             target=self._run, args=(call,), name=f"tracker-{self.name}", daemon=True
         )
@@ -96,28 +161,32 @@ class BackgroundTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, on the thread."""
-        values = dict(values)
-        self._submit(
-            "store_init_configuration", lambda tracker: tracker.store_init_configuration(values)
+        store = _with_copies(
+            values, lambda tracker, copies: tracker.store_init_configuration(copies)
         )
+        self._submit("store_init_configuration", store)
 
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue values to be recorded."""
-        values = dict(values)
-        self._put(_Call("log", lambda tracker: tracker.log(values, step, **kwargs), None))
+        call = _with_copies(values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
+        self._put(_Call("log", call, None))
 
-    def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue images to be recorded."""
-        values = dict(values)
-        self._put(
-            _Call("log_images", lambda tracker: tracker.log_images(values, step, **kwargs), None)
-        )
+        if self._has("log_images", "images"):
+            call = _with_copies(
+                values, lambda tracker, copies: tracker.log_images(copies, step, **kwargs)
+            )
+            self._put(_Call("log_images", call, None))
 
     def log_table(self, table_name: str, *args: Any, **kwargs: Any) -> None:
         """Queue a table to be recorded."""
-        self._put(
-            _Call("log_table", lambda tracker: tracker.log_table(table_name, *args, **kwargs), None)
-        )
+        if self._has("log_table", "tables"):
+            call = _with_copies(
+                (args, kwargs),
+                lambda tracker, copies: tracker.log_table(table_name, *copies[0], **copies[1]),
+            )
+            self._put(_Call("log_table", call, None))
 
     def submit(self, function: Callable[[GeneralTracker], _T]) -> "Future[_T]":
         """Call a function with the tracker on the thread, after all that is queued by now.
@@ -134,17 +203,28 @@ class BackgroundTracker(GeneralTracker):
         """
         return self._submit("submit", function)
 
+    def begin_finish(self) -> None:
+        """Ask for the end and return; the time limit of `finish` runs from here."""
+        if self._finished:
+            return
+        status: Status = "finished" if self.status == "running" else self.status
+        self.status = status
+        self._deadline = time.monotonic() + self.finish_timeout
+        self._submit("finish", partial(_finish, status=status), last=True)
+
     def finish(self) -> None:
         """Wait until all is recorded and the tracker closed, at most `finish_timeout` seconds.
 
-        What was lost is reported by a warning. Calls behind it only count what they drop.
+        The tracker's `status` is then this object's, or "finished" where nobody set that. What was
+        lost is reported by a warning. Calls behind it only count what they drop.
         """
-        if self._finished:
+        self.begin_finish()
+        if self._waited:
             return
-        self._submit("finish", lambda tracker: tracker.finish(), last=True)
+        self._waited = True
         thread = self._thread
         if thread is not None:
-            thread.join(self.finish_timeout)
+            thread.join(max(0.0, self._deadline - time.monotonic()))
         hangs = thread is not None and thread.is_alive()
         if hangs or thread is None:
             self._abandon()
@@ -158,6 +238,15 @@ class BackgroundTracker(GeneralTracker):
                 if hangs
                 else "",
             )
+
+    def _has(self, method: str, what: str) -> bool:
+        own = getattr(getattr(self.wrapped, method), "__func__", None)
+        if own is not getattr(GeneralTracker, method):
+            return True
+        if method not in self._unsupported:
+            self._unsupported.add(method)
+            _logger.warning("The tracker %r takes no %s. They are left out there.", self.name, what)
+        return False
 
     def _submit(
         self, what: str, function: Callable[[GeneralTracker], _T], *, last: bool = False

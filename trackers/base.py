@@ -7,7 +7,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
@@ -22,6 +22,7 @@ _REQUIRED = {
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
 _Instance = TypeVar("_Instance", bound="GeneralTracker")
 TrackerChoice: TypeAlias = "str | GeneralTracker | type[GeneralTracker]"
+Status: TypeAlias = Literal["running", "finished", "failed"]
 
 
 def register_tracker(cls: _Class) -> _Class:
@@ -228,6 +229,9 @@ class GeneralTracker:
         requires_logging_directory: whether it writes files, and so takes a directory.
         main_process_only: whether only the main process has a run of it.
         requires_package: the import name of the package that it needs, or None.
+        status: "running" until `finish` is called, which finds "finished" here, or "failed" if an
+            error or an interrupt ended the run. It is set from outside: read it in `finish` to
+            close the run at the service accordingly.
 
     Raises:
         NotImplementedError: a required attribute is missing.
@@ -238,6 +242,7 @@ class GeneralTracker:
     requires_logging_directory: bool
     main_process_only: bool = True
     requires_package: str | None = None
+    status: Status = "running"
 
     # Not in `__init__`, which subclasses need not call.
     def __new__(cls: type[_Instance], *_args: Any, **_kwargs: Any) -> _Instance:
@@ -261,11 +266,11 @@ class GeneralTracker:
             values: names and values; may be nested.
         """
 
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record values.
 
         Args:
-            values: names and numbers or texts. Tensors must not be written in place afterwards.
+            values: names and numbers or texts.
             step: the number of optimizer updates so far.
             **kwargs: for the SDK underneath.
 
@@ -274,7 +279,7 @@ class GeneralTracker:
         """
         raise NotImplementedError(f"The tracker {self.name!r} has no `log`.")
 
-    def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images.
 
         Args:
@@ -312,25 +317,4 @@ class GeneralTracker:
         raise NotImplementedError(f"The tracker {self.name!r} takes no tables.")
 
     def finish(self) -> None:
-        """Write what is pending and close the run. Called once, last."""
-
-
-class NullTracker(GeneralTracker):
-    """A tracker that does nothing, for the processes that have no run."""
-
-    name = "none"
-    requires_logging_directory = False
-
-    @property
-    def tracker(self) -> None:
-        """None: there is no run."""
-        return
-
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_table(self, table_name: str, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Write what is pending and close the run. Called once, last; see `status`."""

@@ -118,7 +118,7 @@ class JsonlTracker(GeneralTracker):
                 "%s ended in a torn record of %d bytes, which was cut off.", self.path, size - whole
             )
 
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Append one record.
 
         Args:

@@ -29,6 +29,28 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | fl
     return flat
 
 
+def _markdown(name: str, columns: list[Any] | None, rows: Any) -> str:
+    if rows is None:
+        raise ValueError(
+            f"The table {name!r} is empty: give `data`, a list of rows, or a data frame."
+        )
+    if columns is None:
+        columns = list(range(1, len(rows[0]) + 1)) if rows else []
+    for number, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(
+                f"Row {number} of the table {name!r} has {len(row)} cells, but there are "
+                f"{len(columns)} columns: {columns}."
+            )
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    text = str(python_number(value))
+    return text.replace("|", "\\|").replace("\r\n", "\n").replace("\n", "<br>")
+
+
 @register_tracker
 class TensorBoardTracker(GeneralTracker):
     """Writes event files for TensorBoard to `logging_dir/run_name`.
@@ -73,6 +95,11 @@ class TensorBoardTracker(GeneralTracker):
             )
         return self._writer
 
+    @property
+    def writer(self) -> Any:
+        """The `SummaryWriter`, by the name that scripts of the documented API use."""
+        return self.tracker
+
     def start(self) -> None:
         """Make the folder and the writer."""
         from torch.utils.tensorboard import SummaryWriter
@@ -97,7 +124,7 @@ class TensorBoardTracker(GeneralTracker):
         self.tracker.add_text("configuration", f"```yaml\n{text}```")
         self.tracker.flush()
 
-    def log(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".
 
         Args:
@@ -116,7 +143,7 @@ class TensorBoardTracker(GeneralTracker):
                 f"which these values are not: {', '.join(rejected)}. Use log_images for images."
             )
 
-    def log_images(self, values: dict[str, Any], step: int | None, **kwargs: Any) -> None:
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record images.
 
         Args:
@@ -131,9 +158,42 @@ class TensorBoardTracker(GeneralTracker):
             add(name, images, global_step=step, **{**layout, **kwargs})
         self.tracker.flush()
 
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a table as a text in Markdown.
+
+        Args:
+            table_name: its name.
+            columns: the names of the columns; numbers from 1 by default.
+            data: the rows, each as long as the others.
+            dataframe: of pandas or polars, instead of `columns` and `data`.
+            step: the number of optimizer updates so far.
+            **kwargs: for `add_text`, for example `walltime` in seconds since 1970.
+
+        Raises:
+            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
+        """
+        if dataframe is not None:
+            columns = list(dataframe.columns)
+            rows = dataframe.rows() if hasattr(dataframe, "rows") else dataframe.to_numpy().tolist()
+        else:
+            rows = data
+        text = _markdown(table_name, columns, rows)
+        self.tracker.add_text(table_name, text, global_step=step, **kwargs)
+        self.tracker.flush()
+
     def finish(self) -> None:
-        """Write what is pending and close the files."""
+        """Write what is pending, with `status` as a text, and close the files."""
         if self._writer is not None:
+            if self.status != "running":  # nobody says how it ended
+                self._writer.add_text("status", self.status)
             self._writer.close()
             self._writer = None
 

@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 
-from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, read_metrics
+from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, NullTracker, read_metrics
+from trackers.background import finish_all
 
 
 class Recorder(GeneralTracker):
@@ -131,12 +132,26 @@ def test_it_takes_the_attributes_of_the_tracker_and_gives_its_object():
 
 
 def test_values_are_those_of_the_time_of_the_call(blocked):
-    values = {"x": 1}
+    blocked.capacity = 4
+    tensor, rows = torch.zeros(1), [[1]]
+    values = {"x": 1, "parts": {"loss": tensor}}
+    blocked.store_init_configuration(values)
     blocked.log(values, 1)
+    blocked.log_images(values, 1)
+    blocked.log_table("table", data=rows)
     values["x"] = 2
+    values["parts"]["new"] = 3
+    rows.append([2])
+    tensor += 1
     blocked.wrapped.release.set()
     blocked.finish()
-    assert blocked.wrapped.calls[-2] == ("log", {"x": 1}, 1, {})
+    then = {"x": 1, "parts": {"loss": torch.zeros(1)}}
+    assert blocked.wrapped.calls[-5:-1] == [
+        ("configuration", then),
+        ("log", then, 1, {}),
+        ("images", then, 1, {}),
+        ("table", "table", (), {"data": [[1]]}),
+    ]
 
 
 def test_log_returns_while_the_tracker_blocks(blocked):
@@ -286,15 +301,12 @@ def test_submit_gives_back_the_error_and_cannot_be_cancelled(blocked):
 def test_an_idle_thread_keeps_no_tensor_alive():
     class Forgetful(Recorder):
         def log(self, values, step, **kwargs):
-            pass
+            weakref.finalize(values["x"], gone.set)
 
+    gone = threading.Event()
     background = BackgroundTracker(Forgetful())
     background.start()
-    tensor = torch.zeros(1)
-    gone = threading.Event()
-    weakref.finalize(tensor, gone.set)
-    background.log({"x": tensor}, 1)
-    del tensor
+    background.log({"x": torch.zeros(1)}, 1)
     assert gone.wait(20)  # only a failure waits that long
     background.finish()
 
@@ -303,3 +315,187 @@ def test_an_idle_thread_keeps_no_tensor_alive():
 def test_wrong_arguments(wrong):
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=0"):
         BackgroundTracker(Recorder(), **wrong)
+
+
+class Outcome(Recorder):
+    """Notes its status too."""
+
+    def start(self):
+        self._note("start", self.status)
+
+    def finish(self):
+        self._note("finish", self.status)
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"), [(None, "finished"), ("finished", "finished"), ("failed", "failed")]
+)
+def test_the_status_reaches_the_tracker_before_it_finishes(said, seen):
+    tracker = Outcome()
+    for _ in range(2):  # an instance may go through several runs
+        background = BackgroundTracker(tracker)
+        assert background.status == "running"
+        background.start()
+        if said is not None:
+            background.status = said
+        background.finish()
+        assert background.status == tracker.status == seen
+    assert tracker.calls == [("start", "running"), ("finish", seen)] * 2
+
+
+def test_a_status_that_the_class_keeps_for_itself_stays_and_its_run_is_closed(caplog):
+    class Own(Recorder):
+        status = property(lambda self: "mine")
+
+    background = BackgroundTracker(Own())
+    background.start()
+    background.finish()
+    assert background.wrapped.calls == [("start",), ("finish",)]
+    assert not warnings_of(caplog)
+
+
+def test_all_are_finished_alike_and_those_that_were_before_are_left_alone():
+    first, second, null = BackgroundTracker(Outcome()), BackgroundTracker(Outcome()), NullTracker()
+    for background in (first, second):
+        background.start()
+    first.finish()
+    finish_all([first, second, null], "failed")
+    assert [one.status for one in (first, second, null)] == ["finished", "failed", "failed"]
+    assert first.wrapped.calls[1:] == [("finish", "finished")]
+    assert second.wrapped.calls[1:] == [("finish", "failed")]
+
+
+def test_several_that_hang_share_one_time_limit():
+    """The second is asked to end before the first is waited for."""
+
+    class Waiting(Recorder):
+        def __init__(self, mine, other):
+            super().__init__()
+            self.mine, self.other = mine, other
+
+        def finish(self):
+            self.mine.set()
+            self._note("met", self.other.wait(20))
+
+    here, there = threading.Event(), threading.Event()
+    trackers = [BackgroundTracker(Waiting(here, there)), BackgroundTracker(Waiting(there, here))]
+    for tracker in trackers:
+        tracker.start()
+    finish_all(trackers, "finished")
+    assert [tracker.wrapped.calls[-1] for tracker in trackers] == [("met", True)] * 2
+
+
+def test_the_time_limit_runs_from_when_the_end_was_asked_for(monkeypatch):
+    blocking = Blocking()
+    background = BackgroundTracker(blocking, finish_timeout=1000)
+    background.start()
+    background.log({}, 0)
+    blocking.entered.wait()
+    now = [0.0]
+    monkeypatch.setattr("trackers.background.time.monotonic", lambda: now[0])
+    background.begin_finish()
+    now[0] = 999.99
+    background.finish()  # waits for a hundredth of a second, not for 1000 seconds
+    blocking.release.set()
+    background._thread.join()
+
+
+class Plain(GeneralTracker):
+    """Only what it must define, and a method of its own."""
+
+    name = "plain"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self):
+        self.seen = []
+
+    def log(self, values, step):
+        self.seen.append((values, step))
+        if values == {"bad": 1}:
+            raise OSError("no network")
+
+    def count(self):
+        return len(self.seen)
+
+
+def test_what_a_tracker_cannot_take_is_said_once_and_hides_no_failure(caplog):
+    background = BackgroundTracker(Plain())
+    background.start()
+    for _ in range(2):
+        background.log_images({"x": 1}, 1)
+        background.log_table("t", data=[[1]])
+    assert [record.getMessage() for record in warnings_of(caplog)] == [
+        "The tracker 'plain' takes no images. They are left out there.",
+        "The tracker 'plain' takes no tables. They are left out there.",
+    ]
+    background.log({"bad": 1}, 1)
+    background.finish()
+    assert (background.failures, background.dropped) == (1, 0)
+    assert "failed in `log`" in caplog.text
+    assert "failed in `log_" not in caplog.text
+
+
+def test_methods_that_an_instance_got_are_called():
+    tracker = Plain()
+    tracker.log_images = lambda values, step: tracker.seen.append("images")
+    background = BackgroundTracker(tracker)
+    background.start()
+    background.log_images({}, 1)
+    background.finish()
+    assert tracker.seen == ["images"]
+
+
+def test_attributes_of_the_tracker_itself_are_there_once_it_has_started():
+    class Opening(Plain):
+        release = threading.Event()
+
+        def start(self):
+            self.release.wait()
+            self.opened = True
+
+    background = BackgroundTracker(Opening())
+    assert background.count() == 0
+    background.start()
+    threading.Timer(0.01, Opening.release.set).start()
+    assert background.opened
+    for missing in ("nothing_like_it", "_seen", "__len__"):
+        with pytest.raises(AttributeError, match=missing):
+            getattr(background, missing)
+    background.finish()
+
+
+def test_a_step_may_be_left_out():
+    background = BackgroundTracker(Plain())
+    background.start()
+    background.log({"x": 1})
+    background.finish()
+    assert background.seen == [({"x": 1}, None)]
+
+
+def test_values_of_a_device_are_read_when_they_have_arrived(monkeypatch):
+    """A stand-in for a device: its copy to the host is there once its event was waited for."""
+
+    class Event:
+        def __init__(self, host):
+            self.host = host
+
+        def synchronize(self):
+            self.host.fill_(7)
+
+    def to_host(tensor, arrivals):
+        host = torch.zeros(1)
+        arrivals.append(Event(host))
+        return host
+
+    monkeypatch.setattr("trackers.copies._to_host", to_host)
+    recorder = Recorder()
+    background = BackgroundTracker(recorder)
+    background.start()
+    background.store_init_configuration({"x": torch.ones(1)})
+    background.log({"x": {"y": [torch.ones(1)]}}, 1)
+    background.finish()
+    assert recorder.calls[1:3] == [
+        ("configuration", {"x": torch.tensor([7.0])}),
+        ("log", {"x": {"y": [torch.tensor([7.0])]}}, 1, {}),
+    ]

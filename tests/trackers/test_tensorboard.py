@@ -136,3 +136,63 @@ def test_finish_twice_and_log_behind_it(tracker):
     tracker.finish()
     with pytest.raises(RuntimeError, match="not open"):
         tracker.log({"loss": 1.0}, 1)
+
+
+class Frame:
+    """What pandas has; the test needs no pandas."""
+
+    columns = ["a", "b"]
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def to_numpy(self):
+        return np.array(self._rows, dtype=object)
+
+
+class PolarsFrame(Frame):
+    def rows(self):
+        return [tuple(row) for row in self._rows]
+
+
+def test_tables_are_texts_in_markdown(tracker):
+    rows = [["x | y", 1], ["two\nlines", torch.tensor(2.5)]]
+    cells = "| x \\| y | 1 |\n| two<br>lines | 2.5 |"
+    tracker.log_table("named", columns=["a", "b"], data=rows, step=3)
+    tracker.log_table("bare", data=rows, walltime=12.0)
+    tracker.log_table("frame", dataframe=Frame(rows), step=4)
+    tracker.log_table("polars", dataframe=PolarsFrame(rows))
+    tracker.log_table("empty", columns=["a"], data=[])
+    events = read(tracker)
+    assert text(events, "named") == f"| a | b |\n| --- | --- |\n{cells}"
+    assert text(events, "bare") == f"| 1 | 2 |\n| --- | --- |\n{cells}"
+    assert text(events, "frame") == text(events, "polars") == text(events, "named")
+    assert text(events, "empty") == "| a |\n| --- |"
+    steps = {name: events.Tensors(f"{name}/text_summary")[0].step for name in ("named", "frame")}
+    assert steps == {"named": 3, "frame": 4}
+    assert events.Tensors("bare/text_summary")[0].wall_time == 12.0
+
+
+def test_tables_that_are_none(tracker):
+    with pytest.raises(ValueError, match="'t' is empty"):
+        tracker.log_table("t")
+    with pytest.raises(ValueError, match="Row 1 of the table 't' has 1 cells, but there are 2"):
+        tracker.log_table("t", data=[[1, 2], [3]])
+
+
+@pytest.mark.parametrize("status", ["finished", "failed"])
+def test_the_status_is_the_last_text(tracker, status):
+    tracker.status = status
+    tracker.finish()
+    assert text(read(tracker), "status") == status
+
+
+def test_without_a_status_there_is_no_text(tracker):
+    tracker.finish()
+    assert "status/text_summary" not in read(tracker).Tags()["tensors"]
+
+
+def test_the_writer_has_a_name_of_its_own(tracker):
+    assert tracker.writer is tracker.tracker
+    tracker.log({"loss": 1.0})
+    assert scalars(read(tracker), "loss") == [(0, 1.0)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
+from trackers.background import finish_all
 from trainer.metrics import Value, to_floats
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Recorder:
                 cut = self._local.submit(lambda record: cast(JsonlTracker, record).truncate(cut_at))
                 cut.result()
         except BaseException:
-            self.finish()
+            self.finish(failed=True)
             raise
 
     def sync(self) -> int | None:
@@ -129,12 +130,17 @@ class Recorder:
             logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
             return None
 
-    def finish(self) -> None:
-        """Wait, within limits, until everything is written."""
+    def finish(self, *, failed: bool = False) -> None:
+        """Wait, within limits, until everything is written.
+
+        Args:
+            failed: The trackers' `status` becomes "failed", not "finished".
+        """
         if self._finished:
             return
-        self.flush()
-        self._end = self.sync()
-        self._finished = True
-        for tracker in (self._local, *self._trackers):
-            tracker.finish()
+        try:
+            self.flush()  # may fail where the device has
+            self._end = self.sync()
+        finally:
+            self._finished = True
+            finish_all([self._local, *self._trackers], "failed" if failed else "finished")

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from callbacks import Callback
-from trainer.distributed.control import local_main_first
+from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops.loaders import call_if_there
 from trainer.module import TrainModule
+from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def stage_of(
     datamodule: Any,
     callbacks: Sequence[Callback],
     *,
-    finish: Callable[[], None],
+    finish: Callable[[bool], None],
 ) -> Iterator[HookTable]:
     """Inside, the module belongs to the trainer and is set up.
 
@@ -35,19 +36,23 @@ def stage_of(
         module: The user's.
         datamodule: Or None.
         callbacks: In the order in which they are called.
-        finish: Called last, whatever happened.
+        finish: Called last, whatever happened, with whether anything failed.
     """
     module.__dict__["_trainer"] = trainer
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     failed = False
     try:
-        local_main_first(partial(_prepare_data, module, datamodule))
+        with PartialState().local_main_process_first():
+            call_if_there(datamodule, "prepare_data")
+            module.prepare_data()
         call_if_there(datamodule, "setup", name)
         for callback in callbacks:
             callback.setup(trainer, module, name)
         module.setup(name)
         module.configure_model()
         yield hooks
+    except Preempted:  # nothing failed
+        raise
     except BaseException as error:
         failed = True
         hooks.on_exception(error)
@@ -57,19 +62,14 @@ def stage_of(
             partial(call_if_there, datamodule, "teardown", name),
             *(partial(callback.teardown, trainer, module, name) for callback in callbacks),
             partial(module.teardown, name),
-            finish,
         ]
         errors = _errors_of(tear_down)
+        errors += _errors_of([partial(finish, failed or bool(errors))])
         module.__dict__["_trainer"] = None
         if errors and not failed:
             raise errors.pop(0)
         for other in errors:
             logger.error("Tearing down after %s failed.", name, exc_info=other)
-
-
-def _prepare_data(module: TrainModule, datamodule: Any) -> None:
-    call_if_there(datamodule, "prepare_data")
-    module.prepare_data()
 
 
 def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[Exception]:

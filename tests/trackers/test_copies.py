@@ -1,0 +1,79 @@
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+from trackers.copies import frozen
+
+
+def write(value):
+    """Change everything in it in place."""
+    if isinstance(value, dict):
+        for item in value.values():
+            write(item)
+        value.clear()
+    elif isinstance(value, list):
+        for item in value:
+            write(item)
+        value.clear()
+    elif isinstance(value, tuple):
+        for item in value:
+            write(item)
+    elif isinstance(value, (torch.Tensor, np.ndarray)):
+        with torch.no_grad():
+            value += 1
+
+
+def make():
+    return {
+        "leaf": torch.ones(2, requires_grad=True),
+        "array": np.ones(2),
+        "scalar": np.float64(2.0),
+        "nested": {"tensor": torch.tensor(1), "list": [np.zeros(1), ({"deep": torch.zeros(1)},)]},
+        "text": "x",
+        "number": 1,
+        "none": None,
+    }
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def test_changes_in_place_do_not_reach_the_copy():
+    values, arrivals = make(), []
+    copies = frozen(values, arrivals)
+    write(values)
+    assert values == {}
+    assert plain(copies) == plain(make())
+    assert not copies["leaf"].requires_grad
+    assert arrivals == []  # nothing came from a device
+
+
+def test_other_objects_are_taken_as_they_are():
+    pair = namedtuple("pair", "a b")(1, [2])
+    thing = object()
+    copies = frozen({"pair": pair, "thing": thing}, [])
+    assert copies["pair"] is pair
+    assert copies["thing"] is thing
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_device_are_on_the_host_once_they_have_arrived():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        tensor = torch.zeros(1_000_000, device="cuda")
+        for _ in range(100):
+            tensor += 1
+        arrivals = []
+        copy = frozen({"x": tensor}, arrivals)["x"]
+        tensor.fill_(-1)
+    for event in arrivals:
+        event.synchronize()
+    assert copy.device.type == "cpu"
+    assert torch.equal(copy, torch.full((1_000_000,), 100.0))

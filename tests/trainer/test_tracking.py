@@ -1,0 +1,608 @@
+"""The trackers of an Accelerator, and how a tracker learns of the end of a run."""
+
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, register_tracker
+from trackers.base import _REGISTRY
+from trainer import Trainer, TrainModule
+from trainer.loops.record import Recorder
+from trainer.tracking import RunTrackers, on_main_process
+
+
+class Listed(GeneralTracker):
+    """As a user of the documented API writes one: its constructor begins the run."""
+
+    name = "listed"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, note: str = ""):
+        super().__init__()
+        self.run_name, self.note, self.seen = run_name, note, ["begun"]
+
+    @property
+    def tracker(self):
+        return self.seen
+
+    def store_init_configuration(self, values: dict):
+        self.seen.append(("config", values))
+
+    def log(self, values: dict, step=None, color=None):
+        self.seen.append(("log", values, step, color))
+
+    def of_its_own(self):
+        return self.note
+
+
+class Images(Listed):
+    """One that takes everything, and tells how it ended."""
+
+    name = "images"
+
+    def log_images(self, values, step, **kwargs):
+        self.seen.append(("images", values, step, kwargs))
+
+    def log_table(self, table_name, columns=None, data=None, dataframe=None, step=None, **kwargs):
+        self.seen.append(("table", table_name, columns, data, dataframe, step, kwargs))
+
+    def finish(self):
+        self.seen.append(self.status)
+
+
+class Files(Listed):
+    name = "files"
+    requires_logging_directory = True
+
+    def __init__(self, run_name, logging_dir, **options):
+        super().__init__(run_name)
+        self.place, self.options = logging_dir, options
+
+
+class Failing(Listed):
+    name = "failing"
+
+    def __init__(self, run_name):
+        raise ConnectionError("no server")
+
+
+def read(folder):
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def text(events, name):
+    (event,) = events.Tensors(f"{name}/text_summary")
+    return event.tensor_proto.string_val[0].decode()
+
+
+# -- from the constructor to init_trackers ---------------------------------------------------------
+
+
+def test_log_with_is_checked_at_once():
+    with pytest.raises(ValueError, match=r"'tensorbord' is not a known tracker.*'all'"):
+        RunTrackers("tensorbord", "logs")
+    with pytest.raises(ValueError, match=r"'tensorboard' writes files.*project_dir"):
+        RunTrackers("tensorboard", None)
+    with pytest.raises(TypeError, match="log_with takes"):
+        RunTrackers(3, "logs")
+
+
+def test_a_known_tracker_that_is_not_installed_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"pip install 'cadence-trainer\[tensorboard\]'"):
+        RunTrackers("tensorboard", "logs")
+
+
+def test_all_takes_what_is_installed_and_warns_where_that_is_nothing():
+    _REGISTRY.clear()  # put back after the test
+    with pytest.warns(UserWarning, match=r"log_with='all' was passed, but no supported tracker"):
+        tracking = RunTrackers("all", "logs")
+    assert tracking.log_with == []
+    register_tracker(Listed)
+    assert RunTrackers("all", None).log_with == [Listed]
+
+
+@pytest.mark.parametrize("log_with", [None, []])
+def test_without_log_with_everything_is_allowed_and_nothing_happens(log_with):
+    tracking = RunTrackers(log_with, None)
+    tracking.log({"x": 1}, step=1)  # as scripts do whose tracking is switched off
+    tracking.init_trackers("project", {"lr": 1})
+    for _ in range(2):
+        tracking.log({"x": 1})
+        tracking.log_images({"x": 1})
+        tracking.log_table("t", data=[])
+        tracking.end_training()
+    assert tracking.trackers == []
+    with pytest.raises(ValueError, match="no tracker 'tensorboard'; log_with names none"):
+        tracking.get_tracker("tensorboard")
+
+
+def test_classes_get_the_run_name_the_directory_and_their_options(tmp_path):
+    tracking = RunTrackers([Listed, Files], tmp_path / "logs" / "deep")
+    tracking.init_trackers(
+        "project",
+        init_kwargs={"listed": {"note": "red"}, "files": {"mode": "x"}, "not in use": {"y": 1}},
+    )
+    listed, files = tracking.trackers
+    assert (listed.run_name, listed.of_its_own()) == ("project", "red")
+    assert (files.run_name, files.place, files.options) == (
+        "project",
+        tmp_path / "logs" / "deep",
+        {"mode": "x"},
+    )
+    assert (tmp_path / "logs" / "deep").is_dir()
+    tracking.end_training()
+    assert listed.wrapped.seen == ["begun"]  # no configuration was given
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_and_not_a_run_without_record(tmp_path):
+    (tmp_path / "file").touch()
+    tracking = RunTrackers([Images, Files], tmp_path / "file")
+    with pytest.raises(ValueError, match=r"logging_dir is .*file', which cannot be used"):
+        tracking.init_trackers("project")
+
+
+def test_a_constructor_that_fails_is_raised_and_those_made_before_are_ended_as_failed():
+    first = Images("one")
+    tracking = RunTrackers([first, Failing], None)
+    with pytest.raises(ConnectionError, match="no server"):
+        tracking.init_trackers("project")
+    assert first.seen == ["begun", "failed"]
+    assert tracking.trackers == []
+
+
+def test_beginning_twice_needs_an_end_between():
+    tracker = Images("one")
+    tracking = RunTrackers([tracker], None)
+    tracking.init_trackers("first")
+    with pytest.raises(RuntimeError, match=r"Call end_training\(\) first"):
+        tracking.init_trackers("second")
+    tracking.log({"x": 1})
+    tracking.end_training()
+    tracking.init_trackers("second")
+    tracking.log({"x": 2})
+    tracking.end_training()
+    assert tracker.seen == [
+        "begun",
+        ("log", {"x": 1}, None, None),
+        "finished",
+        ("log", {"x": 2}, None, None),
+        "finished",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "project_name is 3"),
+        (("p", ["lr"]), r"config is \['lr'\]"),
+        (("p", None, {"listed": 3}), r"init_kwargs is \{'listed': 3\}"),
+    ],
+)
+def test_wrong_arguments_of_init_trackers(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        RunTrackers([Listed], None).init_trackers(*arguments)
+
+
+# -- recording -------------------------------------------------------------------------------------
+
+
+def test_a_tracker_written_for_the_documented_api_runs_unchanged():
+    class Decorated(Listed):
+        name = "decorated"
+        log = on_main_process(Listed.log)
+        __init__ = on_main_process(Listed.__init__)
+        store_init_configuration = on_main_process(Listed.store_init_configuration)
+
+    tracker = Decorated("mine")
+    assert Decorated.log.__name__ == "log"
+    tracking = RunTrackers([tracker, Listed], None)
+    config = {"lr": 0.1, "model": {"layers": 2}}
+    tracking.init_trackers("project", config)
+    config["model"]["layers"] = 3
+    loss = torch.tensor(0.5, requires_grad=True)
+    tracking.log({"loss": loss, "parts": {"a": np.float32(2)}}, step=1, log_kwargs=None)
+    tracking.log({"x": 1}, 2, {"decorated": {"color": "red"}})
+    with torch.no_grad():
+        loss += 1
+    tracking.end_training()
+    begun = [
+        "begun",
+        ("config", {"lr": 0.1, "model": {"layers": 2}}),
+        ("log", {"loss": torch.tensor(0.5), "parts": {"a": 2.0}}, 1, None),
+    ]
+    assert tracker.seen == [*begun, ("log", {"x": 1}, 2, "red")]
+    assert tracking.trackers[1].seen == [*begun, ("log", {"x": 1}, 2, None)]
+
+
+def test_images_and_tables_go_to_those_that_take_them(caplog):
+    tracking = RunTrackers([Images, Listed], None)
+    tracking.init_trackers("project")
+    options = {"images": {"fps": 3}, "listed": {"color": "red"}}
+    for step in (1, 2):
+        tracking.log_images({"x": [step]}, step, options)
+        tracking.log_table("t", ["a"], [[step]], step=step, log_kwargs=options)
+    frame = object()
+    tracking.log_table("f", dataframe=frame)
+    tracking.end_training()
+    images, listed = tracking.trackers
+    assert images.seen == [
+        "begun",
+        ("images", {"x": [1]}, 1, {"fps": 3}),
+        ("table", "t", ["a"], [[1]], None, 1, {"fps": 3}),
+        ("images", {"x": [2]}, 2, {"fps": 3}),
+        ("table", "t", ["a"], [[2]], None, 2, {"fps": 3}),
+        ("table", "f", None, None, frame, None, {}),
+        "finished",
+    ]
+    assert listed.seen == ["begun"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "The tracker 'listed' takes no images. They are left out there.",
+        "The tracker 'listed' takes no tables. They are left out there.",
+    ]
+
+
+def test_a_tracker_that_raises_is_reported_once_and_the_run_goes_on(caplog):
+    class Broken(Listed):
+        def log(self, values, step):
+            super().log(values, step)
+            raise OSError("no network")
+
+    tracking = RunTrackers([Broken, Listed], None)
+    tracking.init_trackers("project")
+    for step in range(3):
+        tracking.log({"x": step}, step)
+    tracking.end_training()
+    assert [len(tracker.seen) for tracker in tracking.trackers] == [4, 4]
+    assert len(caplog.records) == 2  # the failure, and at the end the count
+    assert "no network" in caplog.records[0].getMessage()
+
+
+def test_no_call_waits_for_a_tracker():
+    class Hanging(Images):
+        release = threading.Event()
+
+        def start(self):
+            self.release.wait(20)
+
+    tracking = RunTrackers([Hanging], None)
+    tracking.init_trackers("project", {"lr": 1})
+    tracking.log({"x": 1})
+    tracking.log_images({"x": 1})
+    tracking.log_table("t", data=[])
+    seen = tracking.trackers[0].wrapped.seen
+    assert seen == ["begun"]
+    Hanging.release.set()
+    tracking.end_training()
+    assert len(seen) == 6
+
+
+def test_recording_before_the_beginning_is_an_error():
+    tracking = RunTrackers([Images], None)
+    for call in (
+        lambda: tracking.log({"x": 1}),
+        lambda: tracking.log_images({"x": 1}),
+        lambda: tracking.log_table("t", data=[]),
+        lambda: tracking.get_tracker("images"),
+    ):
+        with pytest.raises(RuntimeError, match=r"needs trackers: call init_trackers"):
+            call()
+    tracking.end_training()  # as in the script whose tracking is off
+
+
+def test_recording_behind_the_end_is_said_once_and_raises_nothing(caplog):
+    tracking = RunTrackers([Images], None)
+    tracking.init_trackers("project")
+    tracking.end_training()
+    tracking.end_training()
+    assert not caplog.records
+    for _ in range(2):
+        tracking.log({"x": 1})
+        tracking.log_images({"x": 1})
+    (record,) = caplog.records
+    assert record.getMessage().startswith("log was called after end_training")
+    tracking.init_trackers("project")
+    tracking.end_training()
+    tracking.log_table("t", data=[])
+    assert len(caplog.records) == 2  # once for each run
+    assert [one.seen for one in tracking.trackers] == [["begun", "finished"]]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda t: t.log(3), TypeError, "log takes a dict of names and values, not 3"),
+        (lambda t: t.log_images([1]), TypeError, "log_images takes a dict"),
+        (lambda t: t.log({"x": 1}, step=0.5), TypeError, "step is 0.5"),
+        (lambda t: t.log_table("t", data=[], step="1"), TypeError, "step is '1'"),
+        (lambda t: t.log({"x": 1}, 1, {"images": 3}), TypeError, "log_kwargs is"),
+        (lambda t: t.log_table("t", data=[], log_kwargs=[1]), TypeError, "log_kwargs is"),
+        (lambda t: t.log_table("t", columns=["a"]), ValueError, r"log_table\('t'\) has no rows"),
+    ],
+)
+def test_wrong_arguments_of_what_records(call, error, message):
+    tracking = RunTrackers([Images], None)
+    tracking.init_trackers("project")
+    with pytest.raises(error, match=message):
+        call(tracking)
+    tracking.end_training()
+    assert tracking.trackers[0].seen == ["begun", "finished"]
+
+
+def test_a_step_may_be_of_any_integer_type():
+    tracking = RunTrackers([Listed], None)
+    tracking.init_trackers("project")
+    for step in (1, np.int64(2), torch.tensor(3)):
+        tracking.log({}, step)
+    tracking.end_training()
+    steps = [call[2] for call in tracking.trackers[0].seen[1:]]
+    assert steps == [1, 2, 3]
+    assert {type(step) for step in steps} == {int}
+
+
+# -- the tracker itself ----------------------------------------------------------------------------
+
+
+def test_a_tracker_is_found_by_name_and_unwrapped_to_the_object_of_its_sdk(tmp_path):
+    mine = Listed("mine", note="hello")
+    tracking = RunTrackers([mine, "tensorboard"], tmp_path)
+    tracking.init_trackers("project")
+    assert tracking.get_tracker("listed", unwrap=True) is mine.seen
+    assert tracking.get_tracker("listed").of_its_own() == "hello"
+    assert tracking.get_tracker("listed") is tracking.trackers[0]
+    writer = tracking.get_tracker("tensorboard", unwrap=True)
+    assert isinstance(writer, SummaryWriter)
+    assert tracking.get_tracker("tensorboard").writer is writer
+    with pytest.raises(
+        ValueError, match=r"no tracker 'wandb'; there are \['listed', 'tensorboard'"
+    ):
+        tracking.get_tracker("wandb")
+    tracking.end_training()
+
+
+def test_the_list_is_the_callers():
+    tracking = RunTrackers([Listed], None)
+    assert tracking.trackers == []
+    tracking.init_trackers("project")
+    tracking.trackers.clear()
+    assert len(tracking.trackers) == 1
+    tracking.end_training()
+
+
+def test_tensorboard_reads_what_was_recorded(tmp_path):
+    tracking = RunTrackers("tensorboard", tmp_path)
+    tracking.init_trackers("project", {"lr": 0.1}, {"tensorboard": {"filename_suffix": ".mine"}})
+    for step in range(3):
+        tracking.log(
+            {"loss": torch.tensor([step / 2]), "note": f"step {step}", "parts": {"a": step}},
+            step=step,
+            log_kwargs={"tensorboard": {"walltime": 12.0}},
+        )
+    tracking.log_images({"image": torch.zeros(3, 4, 5)}, step=2)
+    tracking.log_table("table", ["a"], [[1]], step=2)
+    tracking.end_training()
+    (file,) = (tmp_path / "project").iterdir()
+    assert file.name.endswith(".mine")
+    events = read(tmp_path / "project")
+    scalars = [(one.step, one.value, one.wall_time) for one in events.Scalars("loss")]
+    assert scalars == [(0, 0.0, 12.0), (1, 0.5, 12.0), (2, 1.0, 12.0)]
+    assert [one.value for one in events.Scalars("parts/a")] == [0, 1, 2]
+    assert [one.step for one in events.Tensors("note/text_summary")] == [0, 1, 2]
+    assert events.Images("image")[0].step == 2
+    assert "| 1 |" in text(events, "table")
+    assert "lr: 0.1" in text(events, "configuration")
+    assert text(events, "status") == "finished"
+
+
+# -- an end that nobody asked for ------------------------------------------------------------------
+
+
+def test_trackers_that_nobody_ended_are_finished_with_their_owner(monkeypatch):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    tracking = RunTrackers([Images], None)
+    tracking.init_trackers("project")
+    tracking.log({"x": 1})
+    seen, thread = tracking.trackers[0].seen, tracking.trackers[0]._thread
+    gone = weakref.ref(tracking)
+    del tracking
+    gc.collect()
+    assert gone() is None
+    assert seen[-1] == "finished"
+    assert not thread.is_alive()
+
+
+SCRIPT = """
+import sys
+from trainer.tracking import RunTrackers
+from trackers import GeneralTracker
+
+class Printer(GeneralTracker):
+    name = "printer"
+    requires_logging_directory = False
+    tracker = None
+    def log(self, values, step):
+        print(step, flush=True)
+    def finish(self):
+        print(self.status, flush=True)
+
+tracking = RunTrackers([Printer(), "tensorboard"], "logs")
+tracking.init_trackers("project")
+for step in range(100):
+    tracking.log({"x": step}, step)
+tracking.get_tracker("tensorboard", unwrap=True)
+"""
+ENDS = {
+    "": ("finished", 0),
+    "raise KeyError": ("failed", 1),
+    "raise KeyboardInterrupt": ("failed", -2),
+    "tracking.end_training(); raise KeyError": ("finished", 1),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_script_that_forgets_the_end_loses_nothing_and_does_not_hang(tmp_path, end):
+    script = SCRIPT + end
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    status, code = ENDS[end]
+    assert done.stdout.split() == [*map(str, range(100)), status], done.stderr
+    assert done.returncode == code
+    events = read(tmp_path / "logs" / "project")
+    assert [one.value for one in events.Scalars("x")] == list(range(100))
+    assert text(events, "status") == status
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_leaves_the_trackers_of_its_parent_alone():
+    tracking = RunTrackers([Images], None)
+    tracking.init_trackers("project")
+    end, tracker = tracking._end, tracking.trackers[0]
+    held, release = threading.Event(), threading.Event()
+
+    def hold():  # as the tracker's thread may at the fork: whoever waits for it there waits on
+        with tracker._changed:
+            held.set()
+            release.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it where it hangs
+        end()
+        os._exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    release.set()
+    holder.join()
+    assert code == 7
+    tracking.log({"x": 1})
+    tracking.end_training()
+    assert tracker.seen == ["begun", ("log", {"x": 1}, None, None), "finished"]
+
+
+# -- the Trainer -----------------------------------------------------------------------------------
+
+
+class Net(TrainModule):
+    def __init__(self, error=None, where="training_step"):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.error, self.where = error, where
+
+    def _maybe(self, place):
+        if self.error is not None and self.where == place:
+            raise self.error
+
+    def training_step(self, batch, batch_idx):
+        self._maybe("training_step")
+        return self.layer(batch).mean()
+
+    def test_step(self, batch, batch_idx):
+        self._maybe("test_step")
+        self.log("x", 1.0)
+
+    def teardown(self, stage):
+        self._maybe("teardown")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def outcome(module, entry="fit"):
+    tracker = Images("run")
+    trainer = Trainer(
+        max_epochs=1, progress_bar=False, checkpointing=False, log_with=tracker, project_dir="run"
+    )
+    expected = nullcontext() if module.error is None else pytest.raises(type(module.error))
+    with expected:
+        getattr(trainer, entry)(module, [torch.ones(2, 1)] * 3)
+    return tracker.seen[-1]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(1)])
+def test_a_run_that_an_error_ends_has_failed(error):
+    assert outcome(Net(error)) == "failed"
+
+
+def test_a_run_that_comes_to_its_end_has_finished():
+    assert outcome(Net()) == "finished"
+
+
+def test_a_run_inside_the_handling_of_another_error_has_finished():
+    try:
+        raise KeyError
+    except KeyError:
+        assert outcome(Net()) == "finished"
+
+
+def test_a_test_that_fails_and_a_teardown_that_fails():
+    assert outcome(Net(ValueError("bad"), "test_step"), "test") == "failed"
+    assert outcome(Net(), "test") == "finished"
+    assert outcome(Net(ValueError("bad"), "teardown")) == "failed"
+
+
+def test_trackers_are_finished_where_the_loop_cannot_be_closed(monkeypatch, caplog):
+    """A device in trouble may fail whatever is still asked of it."""
+
+    def settle(self):
+        raise RuntimeError("device lost")
+
+    error = ValueError("bad")
+    monkeypatch.setattr("trainer.distributed.agreement.Agreement.settle", settle)
+    with caplog.at_level(logging.ERROR):
+        assert outcome(Net(error)) == "failed"
+    assert "device lost" in caplog.text
+
+
+def test_trackers_are_finished_where_the_last_values_cannot_be_read(monkeypatch, caplog):
+    def flush(self, **_):
+        raise RuntimeError("device lost")
+
+    class Breaking(Net):
+        def training_step(self, batch, batch_idx):
+            monkeypatch.setattr("trainer.loops.record.Recorder.flush", flush)
+            return super().training_step(batch, batch_idx)
+
+    assert outcome(Breaking(ValueError("bad"))) == "failed"
+    assert "device lost" in caplog.text
+
+
+def test_a_record_that_cannot_be_begun_ends_the_trackers_as_failed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    tracker = Images("run")
+    record = BackgroundTracker(JsonlTracker(tmp_path / "metrics.jsonl"))
+    recorder = Recorder(record, [BackgroundTracker(tracker)])
+    with pytest.raises(ValueError, match="no record that ends at byte 2"):
+        recorder.start({"lr": 1}, cut_at=2)
+    assert tracker.seen == ["begun", ("config", {"lr": 1}), "failed"]
+
+
+def test_tensorboard_is_told_too():
+    trainer = Trainer(max_epochs=1, progress_bar=False, log_with="tensorboard", project_dir="run")
+    with pytest.raises(ValueError, match="bad"):
+        trainer.fit(Net(ValueError("bad")), [torch.ones(2, 1)])
+    assert text(read("run/logs/run"), "status") == "failed"

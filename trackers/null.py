@@ -1,0 +1,80 @@
+"""What stands for a tracker on the processes that have none, so that nobody has to ask."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from trackers.base import GeneralTracker
+
+
+class Nothing:
+    """In place of an SDK's object: false and empty; every attribute, item and call is itself.
+
+    A script may then go through a run's object on every process, such as
+    `get_tracker("wandb", unwrap=True).summary["best"] = 1`, and only the one that has a run acts.
+    """
+
+    def __getattr__(self, name: str) -> "Nothing":
+        # Python's own protocols, such as copying and the conversion to an array, must not find it.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Do nothing."""
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> "Nothing":
+        """Do nothing."""
+        return self
+
+    def __getitem__(self, key: Any) -> "Nothing":
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Do nothing."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __enter__(self) -> "Nothing":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Let errors through."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "<no tracker on this process>"
+
+
+class NullTracker(GeneralTracker):
+    """A tracker that does nothing, for the processes that have no run.
+
+    Args:
+        name: that of the tracker in whose place it is.
+    """
+
+    name = "none"
+    requires_logging_directory = False
+
+    def __init__(self, name: str = "none") -> None:
+        self.name = name
+
+    @property
+    def tracker(self) -> Any:
+        """An object that does nothing and is false: there is no run."""
+        return Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the tracker in whose place it is may have beyond the interface."""
+        return getattr(Nothing(), name)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_table(self, table_name: str, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""

@@ -38,6 +38,7 @@ class Callback:
                 the last window of the epoch:
                     on_train_epoch_end [m] · metrics reduced · on_train_epoch_end [c]
                 on_boundary [c]                          # save or stop here
+                  or on_preemption [c] after an update, if a signal came: save, the run ends here
         on_train_end [m c] · on_fit_end [m c] · teardown("fit")
 
         validate, and likewise test and predict under their own names:
@@ -139,6 +140,9 @@ class Callback:
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Once an update, when everything due at it is done: the place to save or to stop."""
+
+    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
+        """A signal ends the run after this update; what is due at it is done by the next start."""
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before a validation."""

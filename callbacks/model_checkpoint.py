@@ -35,6 +35,8 @@ class ModelCheckpoint(Callback):
         every: How often to save, an interval such as ``"1 epoch"``, ``500`` or ``"30 minutes"``.
         save_top_k: How many of the best to keep; -1 keeps every checkpoint, 0 none for its rank.
         save_last: Save whenever due, whatever the rank, and keep the newest.
+        on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked: the run
+            that goes on from it ranks the update itself, and removes it if it would not be kept.
         dirpath: Folder of the checkpoints, by default the Trainer's. Two instances in one run need
             two folders.
 
@@ -56,6 +58,7 @@ class ModelCheckpoint(Callback):
         every: Interval | str | int = "1 epoch",
         save_top_k: int = 1,
         save_last: bool = True,
+        on_preemption: bool = True,
         dirpath: str | Path | None = None,
     ) -> None:
         if save_top_k < -1 or save_top_k != int(save_top_k):
@@ -70,6 +73,7 @@ class ModelCheckpoint(Callback):
         self.every = Interval.parse(every)
         self.save_top_k = save_top_k
         self.save_last = save_last
+        self.saves_on_preemption = on_preemption
         self.dirpath = dirpath
         self.directory: Path | None = None
         # All names are relative to the directory, so that a project may move.
@@ -157,6 +161,16 @@ class ModelCheckpoint(Callback):
         score = self._score(trainer)  # also where nothing is due: a wrong name shows early
         if self.every.due(before, self._handled):
             self._save(trainer, score)
+
+    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
+        """Save, for the next start alone."""
+        if not self.saves_on_preemption or trainer.fast_dev_run:
+            return
+        name = _name_at(trainer.global_step)
+        if name != self._last and name not in self._scores:
+            self._displaced = sorted({*self._displaced, name})
+        path = trainer.save_checkpoint(self._path(name))
+        trainer.accelerator.print(f"Saved to {path}; fit(ckpt_path='auto') goes on from there.")
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Save the final update if it was not saved."""

@@ -55,7 +55,12 @@ _AROUND_REDUCTION = (
     "on_test_epoch_end",
     "on_predict_epoch_end",
 )
-_CALLBACKS_ONLY = ("on_sanity_check_start", "on_sanity_check_end", "on_boundary")
+_CALLBACKS_ONLY = (
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+    "on_boundary",
+    "on_preemption",
+)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

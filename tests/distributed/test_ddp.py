@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 def tally(items: float, *, stop: bool, seconds: float) -> Tally:
     """What this rank says of its window."""
-    return Tally(items, float(stop), seconds, ended=0.0, witness=float(dist.get_rank() == 0))
+    return Tally(items, float(stop), 0.0, seconds, ended=0.0, witness=float(dist.get_rank() == 0))
 
 
 def data(rows: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_ballots_are_summed_exactly(ranks3):
         expected = [3 * number + 3 for number in numbers]
         assert [total for total, _, _ in found] == expected
         assert [tally for _, tally, _ in found] == [
-            Tally(total, 1.0, 3.0, 0.0, 1.0) for total in expected
+            Tally(total, 1.0, 0.0, 3.0, 0.0, 1.0) for total in expected
         ]
         assert found[-1][2] == sum(expected)
 
@@ -402,7 +402,7 @@ def test_replicas_sum_their_numbers(ranks3):
         total = own.finish_window(None, tally(rank + 0.5, stop=rank == 1, seconds=float(rank)))
         return total, agreement.latest
 
-    assert ranks3(sums) == [(4.5, Tally(4.5, 1.0, 3.0, 0.0, 1.0))] * 3
+    assert ranks3(sums) == [(4.5, Tally(4.5, 1.0, 0.0, 3.0, 0.0, 1.0))] * 3
 
 
 def test_averaging_knows_gradients_that_only_some_ranks_have(ranks2):
@@ -431,9 +431,9 @@ def test_one_process_has_the_module_as_it_is():
     own.begin_micro_batch(sync=False)
     own.backward(own.step("training_step", data(2)))
     loss = own.step("training_step", data(4))
-    assert own.finish_window(loss, Tally(3.0, 1.0, 2.0, 0.0, 1.0)) == 3.0
-    assert agreement.latest == Tally(3.0, 1.0, 2.0, 0.0, 1.0)
-    own.finish_window(None, Tally(2.0, 0.0, 3.0, 1.0, 1.0))
+    assert own.finish_window(loss, Tally(3.0, 1.0, 0.0, 2.0, 0.0, 1.0)) == 3.0
+    assert agreement.latest == Tally(3.0, 1.0, 0.0, 2.0, 0.0, 1.0)
+    own.finish_window(None, Tally(2.0, 0.0, 0.0, 3.0, 1.0, 1.0))
     assert agreement.items_seen == 5.0
     own.broadcast_buffers()
     expected = mean_gradients(lambda m: [m.training_step(data(2)), m.training_step(data(4))], 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
 from trackers import read_metrics
 from trainer import TrainModule
+from trainer.errors import Preempted
 
 CLASSES, FEATURES = 3, 5
 every_world = pytest.mark.parametrize("world", [1, 2, 3])
@@ -82,6 +84,20 @@ class End(Callback):
         self.schedule = copy.deepcopy(trainer.schedulers[0].scheduler.state_dict())
 
 
+class Told(Callback):
+    """One process is told to end, once, at a hook of an update."""
+
+    def __init__(self, hook: str, step: int, rank: int = 0) -> None:
+        def tell(trainer: Any, *_: Any) -> None:
+            here = trainer.accelerator.process_index == rank
+            if here and trainer.global_step == step and not self.told:
+                self.told = True
+                signal.raise_signal(signal.SIGTERM)
+
+        self.told = False
+        setattr(self, hook, tell)
+
+
 def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any]:
     """Train on this process, or go on; `begin` seeds what a resumed run must not depend on.
 
@@ -90,7 +106,7 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     """
     options = dict(options)
     every, patience = options.pop("every", "1 epoch"), options.pop("patience", 50)
-    workers = options.pop("workers")
+    workers, told = options.pop("workers"), options.pop("told", None)
     random.seed(begin)
     numpy.random.seed(begin)
     torch.manual_seed(begin)
@@ -98,13 +114,19 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     ranked = ModelCheckpoint(monitor="val/loss", every=every, save_top_k=-1)
     early = EarlyStopping("val/epoch", patience=patience)
     trainer = quiet_trainer(
-        project_dir=folder, callbacks=[watch, end, early, ranked], num_sanity_val_steps=1, **options
+        project_dir=folder,
+        callbacks=[watch, end, early, ranked, *([Told(*told)] if told else [])],
+        num_sanity_val_steps=1,
+        **options,
     )
     module = Noisy()
     train = DataLoader(Augmented(26), batch_size=4, shuffle=True, num_workers=workers)
     held_out = Augmented(10)
     validation = DataLoader(TensorDataset(held_out.values, held_out.labels), batch_size=3)
-    trainer.fit(module, train, validation, ckpt_path="auto")
+    try:
+        trainer.fit(module, train, validation, ckpt_path="auto")
+    except Preempted as preempted:
+        return {"code": preempted.code, "step": trainer.global_step}
     return {
         "weights": copy_of(module),
         "optimizer": end.optimizer,
@@ -122,11 +144,21 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
 PER_UPDATE = ("losses", "rates", "gradients")
 
 
-def assert_resumed(whole: dict[str, Any], resumed: dict[str, Any], *, after: int) -> None:
-    """The end is the same, and so is every update that the resumed run made."""
+def assert_resumed(
+    whole: dict[str, Any],
+    resumed: dict[str, Any],
+    *,
+    after: int,
+    boundaries_after: int | None = None,
+) -> None:
+    """The end is the same, and so is every update that the resumed run made.
+
+    `boundaries_after` is less by one where the last update's boundary is the resumed run's.
+    """
     for name in PER_UPDATE:
-        assert len(whole[name]) > after
-        assert_same(resumed[name], whole[name][after:])
+        first = boundaries_after if name == "losses" and boundaries_after is not None else after
+        assert len(whole[name]) > first
+        assert_same(resumed[name], whole[name][first:])
     assert whole.keys() == resumed.keys()
     for name in whole.keys() - set(PER_UPDATE):
         if name == "callbacks":
@@ -221,3 +253,33 @@ def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
         for one, other in zip(whole, resumed, strict=True):
             assert_resumed(one, other, after=step)
         assert_same_record(tmp_path / "whole", folder)
+
+
+HOOKS = [
+    "on_train_step_start",
+    "on_before_optimizer_step",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_train_epoch_end",
+    "on_boundary",
+]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_signal_changes_nothing_but_the_time(ranks, tmp_path, world, hook):
+    options = {"max_epochs": 3, "workers": 0, "val_every": 2, "log_every": 3, "every": 3}
+    whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
+    folder = str(tmp_path / "told")
+    at = {"on_train_epoch_end": 7 if world == 1 else 4}.get(hook, 2)
+    starts = [(hook, at, world - 1), (hook, 2 * at, 0), None]
+    for begin, told in enumerate(starts, 1):
+        results = on_processes(ranks, world, noisy_fit, folder, begin, options | {"told": told})
+        if told is not None:
+            (code,) = {result["code"] for result in results[world - 1 :][:1]}
+            assert code == 128 + signal.SIGTERM
+            (step,) = {result["step"] for result in results}
+            assert 0 <= step - told[1] <= 2  # within two updates
+    for one, other in zip(whole, results, strict=True):
+        assert_resumed(one, other, after=step, boundaries_after=step - 1)
+    assert_same_record(tmp_path / "whole", tmp_path / "told")

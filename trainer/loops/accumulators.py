@@ -16,6 +16,7 @@ from trainer.metrics import Cell, MetricStore
 from trainer.tree import to_device
 
 logger = logging.getLogger(__name__)
+_UPDATE = "update"  # in the place of a phase: what the last update logged, recorded yet or not
 
 
 def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
     """
     paths = {id(metric): path for path, metric in _metric_objects(module)}
     epochs = {}
-    for phase, cells in metrics.epochs.items():
+    for phase, cells in {**metrics.epochs, _UPDATE: metrics.step}.items():
         strangers = [name for name, metric in cells.objects.items() if id(metric) not in paths]
         if strangers:
             logger.warning(
@@ -68,7 +69,7 @@ def restore_accumulators(
     for part in parts:
         metrics.names.update(part["names"])
         for phase, saved in part["epochs"].items():
-            cells = metrics.epoch(phase)
+            cells = metrics.step if phase == _UPDATE else metrics.epoch(phase)
             cells.ran.update(saved["ran"])
             for name, fields in saved["cells"].items():
                 _take(cells.cells, name, Cell(*to_device(fields, metrics.device)))

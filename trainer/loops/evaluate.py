@@ -32,6 +32,10 @@ TEST = Phase("test", "test_step")
 PREDICT = Phase("predict", "predict_step")
 
 
+class EvaluationAbandoned(Exception):
+    """A process was told to end by a signal; raised on all alike, between two batches."""
+
+
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Inside, the module evaluates without gradients; every submodule's mode is put back."""
@@ -91,6 +95,8 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     batch_idx = -1
     with closing(feed.rounds(lambda batch: run.transfer(batch, index))) as rounds:
         for batch_idx, current in enumerate(rounds):
+            if run.told_to_end(batch_idx):
+                raise EvaluationAbandoned
             if not current.present:
                 continue
             batch, items = items_of(current)

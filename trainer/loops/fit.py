@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import broadcast_object
-from trainer.loops.evaluate import VALIDATION, evaluate
+from trainer.errors import Preempted
+from trainer.loops.evaluate import VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.run import FitRun, items_of
+from trainer.loops.signals import exit_code
 from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
 from trainer.optim.clipping import clip_
 from trainer.rng import isolated_rng, load_rng_state, rng_state
@@ -30,20 +33,18 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
-    begun_at = counters.global_step
     if not run.module.training:  # as a whole; parts that the user set to eval mode stay there
         run.module.train()
     hooks.on_train_start()
-    if run.saved_rng is not None:  # only now: what came before, an uninterrupted run did not do
-        load_rng_state(run.saved_rng)
-    while not finished(run):
-        if counters.epoch_complete:
+    while run.unfinished or not finished(run):
+        if counters.epoch_complete and not run.unfinished:
             counters.epoch, counters.rounds, counters.epoch_complete = counters.epoch + 1, 0, False
         train_epoch(run)
+    restore_rng(run)
     metrics.scope = None  # no epoch is left that could record what is logged
     run.in_boundary = True
     hooks.on_train_end()
-    if counters.global_step > max(begun_at, run.last_logged):
+    if counters.global_step > run.last_logged:
         record_update(run)  # the end of a run is worth a record, due or not
         run.recorder.flush(arrived=counters.global_step)
     hooks.on_fit_end()
@@ -65,8 +66,18 @@ def train_epoch(run: FitRun) -> None:
     feed.set_epoch(counters.epoch)
     feed.start_round = counters.rounds
     run.metrics.scope = TRAIN_EPOCH
+    # Beginning an epoch a second time, after a resume inside it, must not draw from the generators:
+    # the uninterrupted run did not do it.
+    if counters.rounds == 0:
+        restore_rng(run)
     run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
+    restore_rng(run)
+    if run.unfinished:
+        run.unfinished = False
+        finish_update(run)
+        if counters.epoch_complete or finished(run):
+            return
     step = train_window if run.module.automatic_optimization else manual_window
     with closing(feed.rounds(run.transfer)) as rounds:  # workers end with the epoch, not later
         for window in windows(rounds, run.accumulation):
@@ -80,6 +91,13 @@ def train_epoch(run: FitRun) -> None:
             "sampler and drop_last, and limit_train_batches; an iterator can be read only once, so "
             "pass an object that can be iterated again."
         )
+
+
+def restore_rng(run: FitRun) -> None:
+    """Give the generators the states of the checkpoint that the run goes on from, once."""
+    if run.saved_rng is not None:
+        load_rng_state(run.saved_rng)
+        run.saved_rng = None
 
 
 def windows(rounds: Iterator[Round], size: int) -> Iterator[Iterator[Round]]:
@@ -287,14 +305,32 @@ def finish_update(run: FitRun) -> None:
     if run.log_due:
         record_update(run)
         run.log_due = False
+    if run.agreement.latest.signals:
+        preempt(run)
+    before = run.val_schedule.before
     if run.val_feeds and run.val_schedule.due(run.progress):
-        validate(run)
+        try:
+            validate(run)
+        except EvaluationAbandoned:
+            run.val_schedule.before = before  # still due
+            preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
     run.metrics.scope = None
     run.in_boundary = True
     run.hooks.on_boundary()
     run.in_boundary = False
+
+
+def preempt(run: FitRun) -> NoReturn:
+    """A process was told to end: save, with what is due at this update still due, and exit.
+
+    Raises:
+        Preempted: Always.
+    """
+    run.unfinished = run.in_boundary = True
+    run.hooks.on_preemption()
+    raise Preempted(exit_code(run.signalled() or signal.SIGTERM))
 
 
 def check_streams(run: FitRun) -> None:
@@ -324,9 +360,19 @@ def record_update(run: FitRun) -> None:
 
 
 def validate(run: FitRun) -> None:
-    """A validation inside the fit; its values are recorded under this update."""
+    """A validation inside the fit; its values are recorded under this update.
+
+    Raises:
+        EvaluationAbandoned: A process was told to end; it is as if the validation had not begun.
+    """
     run.engine.broadcast_buffers()
-    evaluate(run, VALIDATION, run.val_feeds)
+    generators = rng_state()
+    try:
+        evaluate(run, VALIDATION, run.val_feeds)
+    except EvaluationAbandoned:
+        run.metrics.forget(VALIDATION.name)
+        load_rng_state(generators)
+        raise
     run.counters.validations += 1
 
 
@@ -366,6 +412,8 @@ def sanity_check(run: FitRun) -> None:
         evaluate(run, VALIDATION, run.val_feeds)
         run.metrics.forget_shown()
         run.hooks.on_sanity_check_end()
+    except EvaluationAbandoned:  # nothing is there to be saved
+        raise Preempted(exit_code(run.signalled() or signal.SIGTERM)) from None
     finally:
         run.sanity_checking = False
         for feed, limit in zip(run.val_feeds, limits, strict=True):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from callbacks import Progress
 from trainer.data.loader import Feed, Round
 from trainer.distributed.agreement import Agreement, Tally
+from trainer.distributed.collectives import reduce
 from trainer.hooks import HookTable, is_overridden
 from trainer.loops.lengths import Length, Schedule
 from trainer.loops.record import Recorder
@@ -22,6 +23,8 @@ from trainer.optim.configure import SchedulerEntry
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
+
+_ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for
 
 
 class Engine(Protocol):
@@ -121,6 +124,11 @@ class Run:
         batch = self.move(batch, dataloader_idx)
         return batch, _start_reading(self.module.count_items(batch)) if self._counts else None
 
+    def told_to_end(self, round_idx: int) -> bool:
+        """Whether to abandon the evaluation at hand before this round, alike on all processes."""
+        del round_idx  # outside a fit nothing would be saved: signals do what they do
+        return False
+
     @property
     def counts_items(self) -> bool:
         """The user's `count_items` decides, not the number of samples."""
@@ -186,6 +194,8 @@ class FitRun(Run):
         log_schedule: When values of an update are recorded.
         sanity_steps: Batches of each validation loader to try before training; -1 for all.
         stop_requested: Asked of this process; the others hear of it at the next update.
+        signalled: The signal that told this process to end; the others hear of it likewise.
+        unfinished: The run was ended by a signal before what is due after its last update was done.
         run_id: Which run this is, whatever process goes on with it.
         stop_now: Decided by all alike.
         weightless: What runs now is such a stand-in: its loss counts for nothing.
@@ -210,8 +220,10 @@ class FitRun(Run):
     log_schedule: Schedule
     sanity_steps: int
     stop_requested: Callable[[], bool]
+    signalled: Callable[[], int | None] = lambda: None
     run_id: str = ""
     stop_now: bool = False
+    unfinished: bool = False
     last_batch: Any = None
     weightless: bool = False
     saved_rng: dict[str, Any] | None = None
@@ -230,10 +242,20 @@ class FitRun(Run):
         return Tally(
             items=items,
             stop_votes=float(self.stop_requested()),
+            signals=float(self.signalled() is not None),
             seconds=self.clock if self.rank == 0 else 0.0,
             ended=float(self.counters.epoch_complete),
             witness=float(self.rank == 0),
         )
+
+    def told_to_end(self, round_idx: int) -> bool:
+        """Whether a signal came to any process; several ask each other now and then only."""
+        told = self.signalled() is not None
+        if self.world_size == 1:
+            return told
+        if round_idx % _ROUNDS_BETWEEN_QUESTIONS:
+            return False
+        return bool(reduce(torch.tensor(float(told), device=self.device)))
 
     @property
     def progress(self) -> Progress:

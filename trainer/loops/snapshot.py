@@ -98,6 +98,8 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "reference": run.weighting.reference,
         "data_seed": run.feed.seed,
         "should_stop": run.stop_now,
+        "unfinished": run.unfinished,
+        "last_logged": run.last_logged,
         "latest": run.recorder.latest,
         "updates": run.recorder.updates,
         "schedules": {
@@ -164,6 +166,8 @@ def load_run(
             run.rank,
         )
     run.stop_now = stays_stopped and state["should_stop"]
+    run.unfinished = state["unfinished"]
+    run.last_logged = state["last_logged"]
     run.run_id = state["run_id"]
     offset: int | None = state["record_offset"]
     return offset

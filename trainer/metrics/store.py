@@ -180,6 +180,12 @@ class MetricStore:
         cells.ran.clear()
         return values
 
+    def forget(self, phase: str) -> None:
+        """Drop what an epoch has taken in: it was abandoned."""
+        cells = self.epochs.pop(phase, Cells())
+        for metric in cells.objects.values():
+            metric.reset()
+
     # -- showing -------------------------------------------------------------------------------
 
     def forget_shown(self) -> None:

@@ -1,0 +1,88 @@
+"""Signals that ask a run to end: noted when they come, acted upon at the next update.
+
+A process that is told to end by SIGTERM (a scheduler takes the machine back), SIGINT (Ctrl-C) or
+SIGUSR1 (a scheduler's early warning) goes on to the end of its update. All processes then agree,
+save and exit with `exit_code`, so that the next start can go on from there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
+
+
+def exit_code(number: int) -> int:
+    """What a shell reports for a process that a signal ended: 143, 130 and 138."""
+    return 128 + number
+
+
+class SignalWatch:
+    """What came while a run was watched.
+
+    Attributes:
+        received: The first signal's number; None without one.
+        answered: The run has acted upon it.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.answered = False
+        self._process = os.getpid()
+
+    def note(self, number: int, previous: Any, frame: FrameType | None) -> None:
+        """A signal came; a second SIGINT ends the process at once.
+
+        Raises:
+            KeyboardInterrupt: It is that.
+        """
+        again = self.received is not None
+        self.received = self.received or number
+        if number == signal.SIGINT and again:
+            raise KeyboardInterrupt
+        # A worker of a loader inherits the handler: it has nothing to say, and goes on working.
+        if os.getpid() == self._process:
+            hint = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+            name = signal.Signals(number).name
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+
+
+@contextmanager
+def watch_signals() -> Iterator[SignalWatch]:
+    """Inside, the signals are noted; afterwards their handlers are what they were.
+
+    A signal that the run did not act upon is sent again then. Handlers that somebody else installed
+    are called too; a signal that is ignored stays so, and in another thread than the main one,
+    where handlers cannot be installed, nothing is watched.
+    """
+    watch = SignalWatch()
+    before: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for name in _NAMES:
+                number = getattr(signal, name, None)
+                previous = None if number is None else signal.getsignal(number)
+                if number is not None and previous not in (None, signal.SIG_IGN):
+                    before[number] = signal.signal(number, _handler(watch, previous))
+        yield watch
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+    if watch.received is not None and not watch.answered:
+        signal.raise_signal(watch.received)
+
+
+def _handler(watch: SignalWatch, previous: Any) -> Callable[[int, FrameType | None], None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        watch.note(number, previous, frame)
+
+    return handle

@@ -13,17 +13,40 @@ check_siblings()
 
 if TYPE_CHECKING:
     from trainer.accelerator import Accelerator
+    from trainer.checkpoint import load_checkpoint_in_model
     from trainer.configuration import (
         AutocastKwargs,
         DataLoaderConfiguration,
         DistributedDataParallelKwargs,
         DistributedType,
+        DynamoBackend,
+        FP8RecipeKwargs,
         GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
+        KwargsHandler,
+        LoggerType,
+        PrecisionType,
+        ProjectConfiguration,
+        RNGType,
     )
-    from trainer.errors import CheckpointError, MetricError
+    from trainer.data.skip import skip_first_batches
+    from trainer.distributed.collectives import gather_object
+    from trainer.errors import (
+        CheckpointError,
+        DistributedOperationException,
+        MetricError,
+        Preempted,
+    )
+    from trainer.logs import get_logger
+    from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
+    from trainer.plugins import (
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        MegatronLMPlugin,
+        TorchDynamoPlugin,
+    )
     from trainer.rng import set_seed
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
@@ -34,17 +57,36 @@ _HOME = {
     "AutocastKwargs": "configuration",
     "CheckpointError": "errors",
     "DataLoaderConfiguration": "configuration",
+    "DeepSpeedPlugin": "plugins",
     "DistributedDataParallelKwargs": "configuration",
+    "DistributedOperationException": "errors",
     "DistributedType": "configuration",
+    "DynamoBackend": "configuration",
+    "FP8RecipeKwargs": "configuration",
+    "FullyShardedDataParallelPlugin": "plugins",
     "GradScalerKwargs": "configuration",
     "GradientAccumulationPlugin": "configuration",
     "GradientState": "state",
     "InitProcessGroupKwargs": "configuration",
+    "KwargsHandler": "configuration",
+    "LoggerType": "configuration",
+    "MegatronLMPlugin": "plugins",
     "MetricError": "errors",
     "PartialState": "state",
+    "PrecisionType": "configuration",
+    "Preempted": "errors",
+    "ProjectConfiguration": "configuration",
+    "RNGType": "configuration",
+    "TorchDynamoPlugin": "plugins",
     "TrainModule": "module",
     "Trainer": "trainer",
+    "find_executable_batch_size": "memory",
+    "gather_object": "distributed.collectives",
+    "get_logger": "logs",
+    "load_checkpoint_in_model": "checkpoint",
+    "release_memory": "memory",
     "set_seed": "rng",
+    "skip_first_batches": "data.skip",
 }
 
 __all__ = [
@@ -53,17 +95,36 @@ __all__ = [
     "AutocastKwargs",
     "CheckpointError",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
+    "DistributedOperationException",
     "DistributedType",
+    "DynamoBackend",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "GradientState",
     "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "MegatronLMPlugin",
     "MetricError",
     "PartialState",
+    "PrecisionType",
+    "Preempted",
+    "ProjectConfiguration",
+    "RNGType",
+    "TorchDynamoPlugin",
     "TrainModule",
     "Trainer",
+    "find_executable_batch_size",
+    "gather_object",
+    "get_logger",
+    "load_checkpoint_in_model",
+    "release_memory",
     "set_seed",
+    "skip_first_batches",
 ]
 
 

@@ -1,37 +1,68 @@
-"""The `Accelerator`: process state, prepared objects and collectives behind one object."""
+"""The `Accelerator`: process state, prepared objects and collectives behind one object.
+
+Each method is short: the work is done, and documented in detail, in the modules that it calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
-from trainer import environment
+from trackers import GeneralTracker
+from trainer.checkpoint import project as states
+from trainer.checkpoint.model import save_model
+from trainer.checkpoint.objects import save
+from trainer.checkpoint.restore import Prepared
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     DistributedType,
+    FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProjectConfiguration,
+    RNGType,
     SchedulerTick,
+    refuse_fp8,
 )
-from trainer.data.loader import DataLoaderShard
+from trainer.data.loader import PreparedLoader
+from trainer.data.prepare import prepare_data_loader
+from trainer.data.skip import skip_first_batches
 from trainer.distributed import collectives
+from trainer.distributed.metrics import gather_for_metrics
+from trainer.distributed.trigger import Trigger
+from trainer.memory import release_memory
 from trainer.optim.clipping import clip_
+from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
+from trainer.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    TorchDynamoPlugin,
+    refuse_engine,
+)
 from trainer.precision import Precision
 from trainer.state import AcceleratorState, GradientState
-from trainer.strategies import ddp
+from trainer.strategies import join
+from trainer.strategies import model as models
+from trainer.tracking import RunTrackers
 
 _HANDLERS = (
     AutocastKwargs,
@@ -45,55 +76,104 @@ class Accelerator:
     """Runs a training loop of your own on whatever devices and processes there are.
 
     Args:
-        device_placement: Put models and batches on the device.
+        device_placement: Put models, batches and optimizer states on the device.
+        split_batches: Option of `dataloader_config`; said here it wins.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         gradient_accumulation_steps: Micro-batches for one update, with `accumulate`; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
         cpu: Use the CPU though an accelerator is there. Several CPU processes work together too.
         dataloader_config: How loaders share the data out.
+        deepspeed_plugin: Not supported yet: refused, never ignored.
+        fsdp_plugin: Likewise.
+        megatron_lm_plugin: Likewise.
+        rng_types: Generators that are given rank 0's state at the beginning of each pass through a
+            prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"generator"``; None
+            is ``["generator"]``.
+        log_with: Trackers for `init_trackers`: a name, class or instance, or a list of them, or
+            ``"all"``.
+        project_dir: Where trackers and numbered checkpoints go, unless `project_config` says so.
+        project_config: How states are saved.
         gradient_accumulation_plugin: In place of `gradient_accumulation_steps`, for more options.
+        dispatch_batches: Option of `dataloader_config`; said here it wins.
+        even_batches: Likewise.
+        use_seedable_sampler: Likewise.
         step_scheduler_with_optimizer: False advances a prepared scheduler once a call, whatever
             its optimizer did.
         kwargs_handlers: Arguments for objects that are made here, one of each type at most.
+        dynamo_backend: Compile prepared models with ``torch.compile`` and this backend; None takes
+            ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
+        dynamo_plugin: In place of `dynamo_backend`, for more options.
         scheduler_tick: How often a prepared scheduler advances for one update: ``"process"``, once
             a process, as scripts for the documented API expect; or ``"update"``, once.
+
+    Attributes:
+        state: The process, its peers and the precision.
+        gradient_state: Where the run stands in its window of micro-batches.
+        step: Micro-batches counted by `accumulate` in the window at hand.
+        dynamo_plugin: How prepared models are compiled.
 
     Raises:
         ValueError: An argument is outside its choices, or contradicts another or an earlier
             `Accelerator`.
-        TypeError: A kwargs handler is none.
+        TypeError: An argument is of another type.
+        NotImplementedError: An engine or precision is asked for that is not supported yet.
+        ImportError: The package of a tracker is not installed.
     """
 
     def __init__(
         self,
         device_placement: bool = True,
+        split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        rng_types: Sequence[str] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
         step_scheduler_with_optimizer: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_tick: str = "process",
     ) -> None:
+        refuse_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         handlers = _by_type(kwargs_handlers or [])
-        if gradient_accumulation_plugin is None:
-            if gradient_accumulation_steps is None:
-                named = environment.read_int("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-                gradient_accumulation_steps = 1 if named is None else named
-            gradient_accumulation_plugin = GradientAccumulationPlugin(
-                num_steps=gradient_accumulation_steps
-            )
-        elif gradient_accumulation_steps not in (None, 1):
-            raise ValueError(
-                "Pass gradient_accumulation_steps or gradient_accumulation_plugin, not both; the "
-                f"plugin says {gradient_accumulation_plugin.num_steps}, the argument "
-                f"{gradient_accumulation_steps}."
-            )
         init = handlers.get(InitProcessGroupKwargs)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_tick = SchedulerTick.parse(scheduler_tick, "scheduler_tick")
+        self.rng_types = [
+            RNGType.parse(kind, "rng_types") for kind in rng_types or [RNGType.GENERATOR]
+        ]
+        self.dataloader_config = _with_options(
+            dataloader_config,
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+        )
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and self.project_configuration.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        self._tracking = RunTrackers(log_with, self.project_configuration.logging_dir)
+        self.dynamo_plugin = _chosen_dynamo(dynamo_backend, dynamo_plugin)
+        window = _chosen_window(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.state = AcceleratorState(
-            mixed_precision, cpu, **(init.to_kwargs() if init is not None else {})
+            mixed_precision,
+            cpu,
+            dynamo_plugin=self.dynamo_plugin if dynamo_backend or dynamo_plugin else None,
+            _from_accelerator=True,
+            **(init.to_kwargs() if init is not None else {}),
         )
         self.precision = Precision(
             self.state.mixed_precision,
@@ -101,19 +181,19 @@ class Accelerator:
             autocast=handlers.get(AutocastKwargs),
             scaler=handlers.get(GradScalerKwargs),
         )
-        self.gradient_state = GradientState(gradient_accumulation_plugin)
-        self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scheduler_tick = SchedulerTick.parse(scheduler_tick, "scheduler_tick")
+        self.gradient_state = GradientState(window)
         self.ddp_kwargs: DistributedDataParallelKwargs | None = handlers.get(
             DistributedDataParallelKwargs
         )
         self.step = 0
+        self._trigger = Trigger()
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[DataLoaderShard] = []
+        self._dataloaders: list[PreparedLoader] = []
+        self._custom_objects: list[Any] = []
+        self._save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     # -- what this process is ------------------------------------------------------------------
 
@@ -167,30 +247,117 @@ class Accelerator:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self.state.mixed_precision
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches for one update; may be set during training."""
-        return self.gradient_state.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self.gradient_state.plugin = GradientAccumulationPlugin(
-            num_steps=steps, sync_with_dataloader=self.gradient_state.sync_with_dataloader
-        )
+    # -- what it was told ----------------------------------------------------------------------
 
     @property
-    def sync_gradients(self) -> bool:
-        """This micro-batch ends its window: gradients are synchronised and used."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync: bool) -> None:
-        self.gradient_state.sync_gradients = sync
+    def split_batches(self) -> bool:
+        """See `DataLoaderConfiguration`; so are the following ones."""
+        return self.dataloader_config.split_batches
 
     @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """The last update was left out because gradients overflowed; the schedule should wait."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+    def dispatch_batches(self) -> bool | None:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """See `DataLoaderConfiguration`; what is set here holds for loaders prepared later."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config = replace(self.dataloader_config, even_batches=even_batches)
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        """The folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """The folder of the trackers that write files."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next numbered checkpoint; set ``project_configuration.iteration``."""
+        return self.project_configuration.iteration
+
+    @property
+    def log_with(self) -> list[Any]:
+        """The trackers that `init_trackers` begins: instances and classes."""
+        return self._tracking.log_with
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Those that run."""
+        return self._tracking.trackers
+
+    # -- who runs what -------------------------------------------------------------------------
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run the function on rank 0 only."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run the function on rank 0 of each machine only."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorator: run the function on the highest rank only."""
+        return self.state.on_last_process(function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run the function on that rank only."""
+        return self.state.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorator: run the function on that rank of each machine only."""
+        return self.state.on_local_process(function, local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Inside, rank 0 is through before the others begin."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Inside, rank 0 of each machine is through before the others of it begin."""
+        return self.state.local_main_process_first()
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """This process's part of the inputs; see `PartialState.split_between_processes`."""
+        return self.state.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here."""
+        self.state.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, once a machine."""
+        self.state.print(*args, **kwargs)
+
+    def set_trigger(self) -> None:
+        """Let the next `check_trigger` be true on every process."""
+        self._trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last call; collective."""
+        return self._trigger.check()
 
     # -- prepare -------------------------------------------------------------------------------
 
@@ -220,7 +387,10 @@ class Accelerator:
             self._prepare_one(obj, place) for obj, place in zip(args, device_placement, strict=True)
         ]
         prepared = tuple(  # schedulers last, when their optimizers are there
-            self.prepare_scheduler(obj) if isinstance(obj, LRScheduler) else obj for obj in first
+            self.prepare_scheduler(obj)
+            if isinstance(obj, (LRScheduler, ReduceLROnPlateau))
+            else obj
+            for obj in first
         )
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -230,8 +400,12 @@ class Accelerator:
         if isinstance(obj, nn.Module):
             return self.prepare_model(obj, device_placement=place)
         if isinstance(obj, Optimizer):
-            return self.prepare_optimizer(obj)
+            return self.prepare_optimizer(obj, device_placement=place)
         return obj
+
+    def _placed(self, device_placement: bool | None) -> torch.device | None:
+        chosen = self.device_placement if device_placement is None else device_placement
+        return self.device if chosen else None
 
     def prepare_model(
         self,
@@ -239,34 +413,51 @@ class Accelerator:
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Put a model on the device, under autocast, and in DDP among several processes.
+        """Put a model on the device, under autocast, in DDP among several processes; compile it.
 
         Args:
-            model: Preparing it a second time returns it as it is.
+            model: Preparing it a second time returns what the first time did.
             device_placement: In place of the constructor's.
             evaluation_mode: It is only evaluated: no DDP.
         """
-        if any(model is known or ddp.unwrap(known) is model for known in self._models):
-            return next(k for k in self._models if model is k or ddp.unwrap(k) is model)
-        if self.device_placement if device_placement is None else device_placement:
-            model = model.to(self.device)
-        self.precision.wrap_forward(model)
-        trains = any(parameter.requires_grad for parameter in model.parameters())
-        if self.use_distributed and trains and not evaluation_mode:
-            model = ddp.wrap(model, self.ddp_kwargs)
-        self._models.append(model)
-        return model
+        for known in self._models:
+            if model is known or models.unwrap_model(known) is model:
+                return known
+        prepared = models.prepare_model(
+            model,
+            precision=self.precision,
+            device=self._placed(device_placement),
+            ddp_kwargs=self.ddp_kwargs,
+            dynamo_plugin=self.dynamo_plugin,
+            evaluation_mode=evaluation_mode,
+        )
+        self._models.append(prepared)
+        return prepared
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
         """Let an optimizer step only when its window is full and its gradients are finite."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
-        prepared = AcceleratedOptimizer(optimizer, precision=self.precision)
+        for known in self._optimizers:
+            if optimizer is known.optimizer:
+                return known
+        prepared = AcceleratedOptimizer(
+            optimizer, self._placed(device_placement) is not None, precision=self.precision
+        )
         self._optimizers.append(prepared)
         return prepared
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(
+        self, scheduler: LRScheduler | AcceleratedScheduler
+    ) -> AcceleratedScheduler:
         """Let a scheduler follow the updates of its optimizer; see `scheduler_tick`."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        for known in self._schedulers:
+            if scheduler is known.scheduler:
+                return known
         own = [
             optimizer
             for optimizer in self._optimizers
@@ -276,32 +467,107 @@ class Accelerator:
             scheduler,
             own or list(self._optimizers),
             step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
             tick=self.scheduler_tick,
         )
         self._schedulers.append(prepared)
         return prepared
 
     def prepare_data_loader(
-        self, data_loader: DataLoader[Any], device_placement: bool | None = None
-    ) -> DataLoaderShard:
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> PreparedLoader:
         """Give this process its part of a loader, its batches on the device."""
-        if isinstance(data_loader, DataLoaderShard):
-            return data_loader
-        place = self.device_placement if device_placement is None else device_placement
-        prepared = DataLoaderShard(
+        device = self._placed(device_placement)
+        prepared = prepare_data_loader(
             data_loader,
-            rank=self.process_index,
-            world_size=self.num_processes,
-            # All processes must shuffle alike, also where each was seeded differently.
-            seed=collectives.broadcast_object(torch.initial_seed()),
-            even_batches=self.dataloader_config.even_batches,
-            device=self.device if place else None,
-            non_blocking=self.dataloader_config.non_blocking,
+            device,
+            self.num_processes,
+            self.process_index,
+            put_on_device=device is not None,
+            rng_types=self.rng_types,
+            split_batches=self.split_batches,
+            dispatch_batches=self.dispatch_batches,
+            even_batches=self.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=self.use_seedable_sampler,
+            non_blocking=self.non_blocking,
         )
-        self._dataloaders.append(prepared)
+        if not any(prepared is known for known in self._dataloaders):
+            self._dataloaders.append(prepared)
         return prepared
 
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
+        """A loader that begins behind so many batches; see `trainer.data.skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, processes may have different numbers of batches; see `strategies.join`."""
+        return join.join_uneven_inputs(joinables, self._dataloaders, even_batches)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model's parts were put on several devices before."""
+        return models.verify_device_map(model)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+        """The user's module inside what `prepare` returned."""
+        return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state dict, under the user's own names unless `unwrap` is False."""
+        return models.get_state_dict(model, unwrap=unwrap)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget everything that was prepared, and empty the device's cache.
+
+        Args:
+            *objects: Assign the result to their names: ``a, b = accelerator.free_memory(a, b)``.
+
+        Returns:
+            None for each of them.
+        """
+        for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            group.clear()
+        self.step = 0
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """Another name of `free_memory`."""
+        return self.free_memory(*objects)
+
     # -- the step ------------------------------------------------------------------------------
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches for one update; may be set during training."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.gradient_state.plugin = replace(self.gradient_state.plugin, num_steps=steps)
+
+    @property
+    def sync_gradients(self) -> bool:
+        """This micro-batch ends its window: gradients are synchronised and used."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self.gradient_state.sync_gradients = sync
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """The last update was left out because gradients overflowed; the schedule should wait."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16; None in other precisions."""
+        return self.precision.scaler
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -316,21 +582,28 @@ class Accelerator:
         else:
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
+        reduce_now = state.sync_gradients or state.sync_each_batch
         with ExitStack() as stack:
-            for model in models:
-                if not state.sync_gradients:
-                    stack.enter_context(self.no_sync(model))
+            for model in () if reduce_now else models:
+                stack.enter_context(self.no_sync(model))
             yield
 
     @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Inside, backward does not average the model's gradients over the processes."""
-        context = getattr(model, "no_sync", None)
-        if context is None:
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Inside, backward does not average the model's gradients over the processes.
+
+        Args:
+            model: None stands for all that were prepared.
+        """
+        with ExitStack() as stack:
+            for each in self._models if model is None else [model]:
+                stack.enter_context(models.no_sync(each))
             yield
-        else:
-            with context():
-                yield
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, backward averages the gradients though the forward pass ran under `no_sync`."""
+        return models.trigger_sync_in_backward(model)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
@@ -339,10 +612,23 @@ class Accelerator:
         return self.precision.autocast(autocast_handler)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward on the loss divided by the accumulation steps; for ``loss.backward()``."""
+        """Backward on the loss divided by the accumulation steps; for ``loss.backward()``.
+
+        Args:
+            loss: A scalar with a graph.
+            **kwargs: Arguments of ``loss.backward``; `learning_rate` where a LOMO optimizer was
+                prepared.
+        """
         steps = self.gradient_state.num_steps
         scaled = loss if steps == 1 else loss / steps
-        self.precision.scale(scaled).backward(**kwargs)
+        if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
+            self.lomo_backward(scaled, **kwargs)
+        else:
+            self.precision.scale(scaled).backward(**kwargs)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Backward and update in one, with a LOMO optimizer; see `trainer.optim.lomo`."""
+        lomo_backward(loss, learning_rate, self._optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Undo the loss scaling of fp16 in the gradients; nothing in other precisions."""
@@ -351,7 +637,10 @@ class Accelerator:
             self.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def clip_grad_norm_(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2,
     ) -> Tensor:
         """Clip the norm of the gradients, unscaled first; for ``torch.nn.utils.clip_grad_norm_``.
 
@@ -363,7 +652,7 @@ class Accelerator:
         assert norm is not None
         return norm
 
-    def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each element of the gradients, unscaled first."""
         self.unscale_gradients()
         clip_(parameters, max_value=clip_value)
@@ -374,25 +663,262 @@ class Accelerator:
         """See `trainer.distributed.collectives.gather`."""
         return collectives.gather(tensor)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather without the samples that were repeated to fill the last batches."""
+        return gather_for_metrics(input_data, use_gather_object)
+
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `trainer.distributed.collectives.reduce`."""
         return collectives.reduce(tensor, reduction, scale)
 
-    def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
-        self.state.wait_for_everyone()
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """See `trainer.distributed.collectives.pad_across_processes`."""
+        return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, once a machine."""
-        self.state.print(*args, **kwargs)
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """``torch.save``, once: on the main process, or that of each machine.
+
+        Args:
+            obj: Anything; a dict of tensors with `safe_serialization`.
+            f: The file; it is there whole or not at all.
+            safe_serialization: Write safetensors, which holds no code.
+        """
+        if self._writes:
+            save(obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights once, under its own names; see `checkpoint.save_model`."""
+        if self._writes:
+            save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Save everything prepared and registered, and the generators of each process; collective.
+
+        Args:
+            output_dir: The folder; not needed where `ProjectConfiguration` names it.
+            safe_serialization: Weights as safetensors, else by ``torch.save``.
+            **save_model_func_kwargs: For engines that are not supported yet.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ValueError: There is no `output_dir`, or the next numbered folder exists.
+            CheckpointError: On every process alike, if any could not write its part.
+            TypeError: There are further arguments.
+        """
+        if save_model_func_kwargs:
+            raise TypeError(
+                f"save_state was given {', '.join(save_model_func_kwargs)}, which belong to an "
+                "engine that this release does not support."
+            )
+        hooks = self._save_hooks.values()
+        return states.save_state(
+            output_dir,
+            self._prepared(),
+            self.state,
+            self.project_configuration,
+            safe_serialization=safe_serialization,
+            hooks=hooks,
+        )
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Put everything prepared and registered back to what `save_state` saved; collective.
+
+        Folders written by accelerate are read too. Nothing is loaded unless all of it is sound.
+
+        Args:
+            input_dir: The folder; None takes the newest that `ProjectConfiguration` named.
+            **load_model_func_kwargs: Arguments of the models' ``load_state_dict`` such as `strict`,
+                and `map_location`: None, ``"cpu"`` or ``"on_device"``.
+
+        Raises:
+            ValueError: There is no such folder.
+            CheckpointError: Something that is prepared is missing in it, damaged, or does not fit.
+            TypeError: `map_location` is something else.
+        """
+        self.step = states.load_state(
+            input_dir,
+            self._prepared(),
+            self.state,
+            self.project_configuration,
+            hooks=self._load_hooks.values(),
+            **load_model_func_kwargs,
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects too, in this order.
+
+        Raises:
+            ValueError: One lacks ``state_dict`` or ``load_state_dict``.
+        """
+        lacking = [
+            f"number {number}, a {type(each).__name__}"
+            for number, each in enumerate(objects)
+            if not all(hasattr(each, name) for name in ("state_dict", "load_state_dict"))
+        ]
+        if lacking:
+            raise ValueError(
+                "register_for_checkpointing takes objects with state_dict and load_state_dict; "
+                f"these lack one: {'; '.join(lacking)}."
+            )
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, output_dir)`` before a save.
+
+        What it writes to `output_dir` is part of the checkpoint; weights that it removes from the
+        list are not saved.
+        """
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, input_dir)`` before a load; models that it removes are not loaded."""
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def _writes(self) -> bool:
+        """This process writes what is written once."""
+        if self.project_configuration.save_on_each_node:
+            return self.is_local_main_process
+        return self.is_main_process
+
+    def _prepared(self) -> Prepared:
+        return Prepared(
+            models=[_bare(model) for model in self._models],
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            dataloaders=self._dataloaders,
+            custom_objects=self._custom_objects,
+            scaler=None if self.scaler is None else self.precision,
+            step=self.step,
+        )
+
+    # -- tracking ------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Begin the runs of the trackers in `log_with`; collective.
+
+        Args:
+            project_name: The name of the run or project.
+            config: Hyper-parameters to be stored with it.
+            init_kwargs: Constructor arguments, by the tracker's name.
+        """
+        self._tracking.init_trackers(project_name, config, init_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The running tracker of that name, or with `unwrap` the service's own object."""
+        return self._tracking.get_tracker(name, unwrap)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record values; `log_kwargs` are further arguments by the tracker's name."""
+        self._tracking.log(values, step, log_kwargs or {})
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record images: names and tensors or arrays."""
+        self._tracking.log_images(values, step, log_kwargs or {})
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a table, given as columns and rows or as a data frame."""
+        self._tracking.log_table(table_name, columns, data, dataframe, step, log_kwargs or {})
+
+    def end_training(self) -> None:
+        """Write what is pending and end the trackers' runs; the processes stay together."""
+        self._tracking.end_training()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        # What it stands for, the process and its peers, cannot be there twice.
+        return self
 
     def __repr__(self) -> str:
         return f"Accelerator(\n{self.state})"
 
 
+def _bare(model: nn.Module) -> nn.Module:
+    return models.unwrap_model(model)
+
+
+def _with_options(
+    config: DataLoaderConfiguration | None, **options: bool | None
+) -> DataLoaderConfiguration:
+    """The configuration with the options that are said; the caller's own is left as it is."""
+    said = {name: value for name, value in options.items() if value is not None}
+    return replace(config or DataLoaderConfiguration(), **said)
+
+
+def _chosen_window(
+    steps: int | None, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
+    if plugin is None:
+        return GradientAccumulationPlugin(num_steps=steps)
+    if steps not in (None, 1):
+        raise ValueError(
+            "Pass gradient_accumulation_steps or gradient_accumulation_plugin, not both; the "
+            f"plugin says {plugin.num_steps}, the argument {steps}."
+        )
+    return plugin
+
+
+def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if backend is not None:
+        raise ValueError(
+            "Pass dynamo_backend or dynamo_plugin, not both; the plugin says "
+            f"{plugin.backend}, the argument {backend}."
+        )
+    return plugin
+
+
 def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     found: dict[type, Any] = {}
     for handler in handlers:
+        if isinstance(handler, FP8RecipeKwargs):
+            refuse_fp8("FP8RecipeKwargs")
         if type(handler) not in _HANDLERS:
             raise TypeError(
                 f"kwargs_handlers holds {handler!r}; it takes "

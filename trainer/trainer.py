@@ -15,9 +15,14 @@ from torch import Tensor
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
-from trainer.configuration import KwargsHandler
+from trainer.configuration import (
+    DataLoaderConfiguration,
+    DynamoBackend,
+    KwargsHandler,
+    ProjectConfiguration,
+)
 from trainer.data.loader import Feed
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, Preempted
 from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
@@ -28,6 +33,7 @@ from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Limit, Settings
+from trainer.loops.signals import watch_signals
 from trainer.loops.snapshot import save_run
 from trainer.loops.stage import stage_of
 from trainer.metrics import MetricStore
@@ -35,6 +41,7 @@ from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin
 from trainer.rng import set_seed
 
 logger = logging.getLogger(__name__)
@@ -79,7 +86,15 @@ class Trainer:
         accelerator: A ready one, in place of the arguments below.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
+        dataloader_config: See `Accelerator`. The Trainer shares out whole batches, reads on every
+            process and never repeats samples: options that say otherwise are refused.
+        deepspeed_plugin: See `Accelerator`.
+        fsdp_plugin: See `Accelerator`.
+        megatron_lm_plugin: See `Accelerator`.
+        dynamo_backend: See `Accelerator`; the Trainer does not compile yet and says so.
         kwargs_handlers: See `Accelerator`.
+        project_config: Its `project_dir` is used where none is given; what is kept of the
+            checkpoints is up to `ModelCheckpoint`.
 
     Attributes:
         callbacks: In the order in which they are called.
@@ -88,6 +103,7 @@ class Trainer:
     Raises:
         ValueError: An argument is outside its choices.
         TypeError: An argument is of another type.
+        NotImplementedError: An engine or an option that is not supported yet.
     """
 
     def __init__(
@@ -121,13 +137,21 @@ class Trainer:
         accelerator: Accelerator | None = None,
         mixed_precision: str | None = None,
         cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        dynamo_backend: str | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        project_config: ProjectConfiguration | None = None,
     ) -> None:
         if not isinstance(accelerator, (Accelerator, type(None))):
             raise TypeError(
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is found "
                 "by itself; cpu=True keeps away from accelerators."
             )
+        if project_config is not None:
+            project_dir = _project_dir_of(project_config, project_dir)
         if accelerator is not None and gradient_accumulation_steps == 1:
             gradient_accumulation_steps = accelerator.gradient_accumulation_steps
         settings = Settings(
@@ -153,20 +177,18 @@ class Trainer:
             settings = settings.for_a_trial(fast_dev_run)
         if seed is not None:
             set_seed(seed)
-        if accelerator is None:
-            accelerator = Accelerator(
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                cpu=cpu,
-                kwargs_handlers=kwargs_handlers,
-                scheduler_tick="update",
-            )
-        elif mixed_precision or cpu or kwargs_handlers:
-            raise ValueError(
-                "Pass accelerator, or mixed_precision, cpu and kwargs_handlers for the Trainer to "
-                "make one, not both."
-            )
-        self.accelerator = accelerator
+        self.accelerator = accelerator = _chosen_accelerator(
+            accelerator,
+            gradient_accumulation_steps,
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            dynamo_backend=dynamo_backend,
+            kwargs_handlers=kwargs_handlers,
+        )
         self.callbacks = _complete(
             callbacks,
             progress_bar=progress_bar,
@@ -218,6 +240,7 @@ class Trainer:
                 another run's checkpoints lie in `project_dir`.
             TypeError: The module lacks a method, or returned something of another type.
             CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
+            Preempted: SIGTERM, SIGINT or SIGUSR1 came, and the run was saved: a ``SystemExit``.
         """
         if self._parts.settings.length.endless:
             raise ValueError(
@@ -225,7 +248,7 @@ class Trainer:
                 "to the Trainer, or max_time."
             )
         self._parts.project.check_ckpt_path(ckpt_path)
-        with self._stage("fit", module, datamodule) as hooks:
+        with watch_signals() as watch, self._stage("fit", module, datamodule) as hooks:
             self._feed, val_feeds = assemble.fit_feeds(
                 self._parts, module, train_dataloaders, val_dataloaders, datamodule
             )
@@ -238,8 +261,13 @@ class Trainer:
                 val_feeds=val_feeds,
                 stop_requested=lambda: self._stop_requested,
             )
+            run.signalled = lambda: watch.received
             self._recorder, self._counters = run.recorder, run.counters
-            fit(run)
+            try:
+                fit(run)
+            except Preempted:
+                watch.answered = True
+                raise
 
     def validate(
         self,
@@ -547,14 +575,19 @@ class Trainer:
         self._stop_requested = False
         return stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish)
 
-    def _finish(self) -> None:
-        if isinstance(self._run, FitRun):
-            self._run.agreement.settle()
-            for feed in (self._run.feed, *self._run.val_feeds):
-                feed.close()
-        self._run = self._feed = None
-        if self._recorder is not None:
-            self._recorder.finish()
+    def _finish(self, failed: bool) -> None:
+        run, self._run, self._feed = self._run, None, None
+        try:
+            if isinstance(run, FitRun):
+                run.agreement.settle()
+                for feed in (run.feed, *run.val_feeds):
+                    feed.close()
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            if self._recorder is not None:
+                self._recorder.finish(failed=failed)
 
     def _evaluate(
         self,
@@ -587,6 +620,55 @@ class Trainer:
             )
             self._recorder = self._run.recorder
             yield self._run, feeds
+
+
+def _chosen_accelerator(
+    ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
+) -> Accelerator:
+    """The one that was given, or one with these options, if the loop can work with it."""
+    if ready is None:
+        ready = Accelerator(
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            scheduler_tick="update",
+            **options,
+        )
+    elif said := [name for name, value in options.items() if value]:
+        raise ValueError(
+            f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
+        )
+    config = ready.dataloader_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}=True cannot be used with the Trainer, which shares out whole batches and "
+                "reads on every process. Leave it out; to keep the batch size of all processes "
+                "together, divide the loader's by their number."
+            )
+    if ready.dynamo_plugin.backend != DynamoBackend.NO:
+        raise NotImplementedError(
+            f"dynamo_backend is {str(ready.dynamo_plugin.backend)!r}, but the Trainer does not "
+            "compile steps yet. Compile parts of the module in configure_model: "
+            "self.net.compile()."
+        )
+    return ready
+
+
+def _project_dir_of(
+    config: ProjectConfiguration, project_dir: str | os.PathLike[str] | None
+) -> str | os.PathLike[str] | None:
+    """The folder that both say."""
+    if not isinstance(config, ProjectConfiguration):
+        raise TypeError(f"project_config is {config!r}; it must be a ProjectConfiguration.")
+    for name, instead in (
+        ("total_limit", "pass callbacks=[ModelCheckpoint(save_top_k=…)]"),
+        ("save_on_each_node", "let the machines share project_dir"),
+    ):
+        if getattr(config, name):
+            raise ValueError(
+                f"ProjectConfiguration({name}={getattr(config, name)!r}) concerns the "
+                f"Accelerator's save_state, which the Trainer does not use; {instead}."
+            )
+    return config.project_dir if project_dir is None else project_dir
 
 
 def _complete(

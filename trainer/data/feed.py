@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainer.data.batches import completed, concatenate, length, samples_in, take
+from trainer.data.rebuild import loader_kwargs
 from trainer.data.sampling import ShardedSampler, Share, own_batches
-from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
 from trainer.distributed.collectives import all_gather_object
 from trainer.rng import mix, seeded_iteration
 from trainer.tree import find_batch_size, leaves
@@ -367,38 +367,3 @@ def _own(batch: Any, share: Share, fetched: Any) -> Round:
     if samples is None:
         samples = _samples_in(fetched, share.indices)
     return Round(True, batch, samples, share.round_samples, share.real_samples, share.complete)
-
-
-def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` that say how it reads, without those that say what."""
-    return {
-        "dataset": loader.dataset,
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-    }
-
-
-def loader_kwargs(
-    loader: DataLoader[Any], sampler: ShardedSampler | None, generator: torch.Generator
-) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` like this one, reading what `sampler` says.
-
-    It draws its workers' seeds from `generator`, so that reading leaves the global generators
-    alone.
-    """
-    kwargs = users_kwargs(loader) | {"generator": generator}
-    if sampler is None:
-        return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if not draws_nothing(loader.dataset, loader.collate_fn):
-        kwargs["dataset"] = SeededDataset(loader.dataset, loader.collate_fn)
-        kwargs["collate_fn"] = as_fetched
-    if loader.batch_sampler is None:
-        return kwargs | {"sampler": sampler, "batch_size": None}
-    return kwargs | {"batch_sampler": sampler}

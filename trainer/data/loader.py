@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.data.feed import Feed, Round, ahead, loader_kwargs, sampler_generator, users_kwargs
+from trainer.data.feed import Feed, Round, ahead, sampler_generator
+from trainer.data.rebuild import loader_kwargs, users_kwargs
 from trainer.rng import synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import to_device

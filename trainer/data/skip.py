@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from trainer.data.feed import users_kwargs
 from trainer.data.loader import PreparedLoader
+from trainer.data.rebuild import users_kwargs
 
 
 class SkipBatchSampler(BatchSampler):

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+_installed: list[dict[int, Any]] = []  # the handlers before each watch at hand
 _NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
 
 
@@ -34,7 +35,6 @@ class SignalWatch:
     def __init__(self) -> None:
         self.received: int | None = None
         self.answered = False
-        self._process = os.getpid()
 
     def note(self, number: int, previous: Any, frame: FrameType | None) -> None:
         """A signal came; a second SIGINT ends the process at once.
@@ -46,12 +46,10 @@ class SignalWatch:
         self.received = self.received or number
         if number == signal.SIGINT and again:
             raise KeyboardInterrupt
-        # A worker of a loader inherits the handler: it has nothing to say, and goes on working.
-        if os.getpid() == self._process:
-            hint = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
-            name = signal.Signals(number).name
-            # Not print: the signal may have come in the middle of one.
-            os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
+        hint = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+        name = signal.Signals(number).name
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 
@@ -62,10 +60,11 @@ def watch_signals() -> Iterator[SignalWatch]:
 
     A signal that the run did not act upon is sent again then. Handlers that somebody else installed
     are called too; a signal that is ignored stays so, and in another thread than the main one,
-    where handlers cannot be installed, nothing is watched.
+    where handlers cannot be installed, nothing is watched. Forked processes do not watch either.
     """
     watch = SignalWatch()
     before: dict[int, Any] = {}
+    _installed.append(before)
     try:
         if threading.current_thread() is threading.main_thread():
             for name in _NAMES:
@@ -75,10 +74,25 @@ def watch_signals() -> Iterator[SignalWatch]:
                     before[number] = signal.signal(number, _handler(watch, previous))
         yield watch
     finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
+        _installed.remove(before)
+        _put_back(before)
     if watch.received is not None and not watch.answered:
         signal.raise_signal(watch.received)
+
+
+def _put_back(before: dict[int, Any]) -> None:
+    for number, previous in before.items():
+        signal.signal(number, previous)
+
+
+def _forget() -> None:
+    """In a forked process: it is not the one that saves, and whoever ends it must be able to."""
+    while _installed:
+        _put_back(_installed.pop())
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
+    os.register_at_fork(after_in_child=_forget)
 
 
 def _handler(watch: SignalWatch, previous: Any) -> Callable[[int, FrameType | None], None]:

@@ -1,0 +1,160 @@
+"""A real process is told to end: it saves, says so, exits with its code; the next goes on (P11)."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trackers import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 200  # seconds for a process that imports torch on a busy machine
+
+SCRIPT = """
+import sys, threading
+import torch
+from torch.utils.data import DataLoader, Dataset
+from callbacks import Callback, ModelCheckpoint
+from trainer import Trainer, TrainModule
+
+class Data(Dataset):
+    def __len__(self):
+        return 24
+    def __getitem__(self, index):
+        return torch.randn(4) + index, torch.tensor([float(index)])
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        loss = torch.nn.functional.mse_loss(self.line(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+class Wait(Callback):
+    "Says where the run is, and lets the test send its signal before it goes on."
+    def on_train_step_start(self, trainer, module):
+        if trainer.global_step == int(sys.argv[2]) and trainer.accelerator.is_main_process:
+            print("now", flush=True)
+            sys.stdin.readline()
+
+if __name__ == "__main__":
+    workers, at = int(sys.argv[1]), int(sys.argv[2])
+    trainer = Trainer(max_epochs=4, seed=3, cpu=True, project_dir=sys.argv[3], log_every=1,
+                      callbacks=[Wait(), ModelCheckpoint(save_top_k=-1)], progress_bar=False)
+    loader = DataLoader(Data(), 2, shuffle=True, num_workers=workers,
+                        multiprocessing_context=sys.argv[4] if workers else None)
+    trainer.fit(Line(), loader, ckpt_path="auto")
+    print("done", flush=True)
+"""
+
+
+def start(folder: Path, *arguments: object, processes: int = 1) -> subprocess.Popen[str]:
+    """Start the script in a session of its own, as a terminal's foreground job."""
+    (folder / "script.py").write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.Popen(
+        [sys.executable, *(launcher if processes > 1 else []), "script.py", *map(str, arguments)],
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finish(process: subprocess.Popen[str], line: str = "") -> tuple[int, str, str]:
+    try:
+        output, errors = process.communicate(line, timeout=LIMIT)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    return process.returncode, output, errors
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    pytest.fail(f"{text!r} never came: {finish(process)}")
+
+
+def record(folder: Path) -> list[dict[str, float]]:
+    records = read_metrics(folder / "metrics.jsonl")
+    return [{key: value for key, value in each.items() if key != "time"} for each in records]
+
+
+@pytest.mark.parametrize(
+    ("number", "workers", "context"),
+    [(signal.SIGTERM, 0, "fork"), (signal.SIGINT, 2, "fork"), (signal.SIGTERM, 2, "spawn")],
+)
+def test_a_signal_to_everybody_saves_and_the_next_start_goes_on(tmp_path, number, workers, context):
+    code, _, errors = finish(start(tmp_path, workers, -1, "whole", context))
+    assert code == 0, errors
+
+    first = start(tmp_path, workers, 17, "run", context)  # inside the second of four epochs
+    wait_for(first, "now")
+    os.killpg(first.pid, number)  # its workers too
+    code, output, errors = finish(first, "\n")
+    assert code == 128 + number, errors
+    assert "Traceback" not in errors
+    assert f"{number.name}: stopping after this update" in errors
+    saved = re.search(r"Saved to (\S+); fit\(ckpt_path='auto'\) goes on from there", output)
+    assert saved is not None
+    assert saved[1] == "run/checkpoints/step-00000018"
+    assert "done" not in output
+
+    code, output, errors = finish(start(tmp_path, workers, -1, "run", context))
+    assert code == 0, errors
+    assert "Going on from run/checkpoints/step-00000018" in output
+    assert record(tmp_path / "run") == record(tmp_path / "whole")
+    # What was saved for the restart alone is gone, what was due is there.
+    names = [
+        {path.name for path in (tmp_path / run / "checkpoints").iterdir()}
+        for run in ("run", "whole")
+    ]
+    assert names[0] == names[1]
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    process = start(tmp_path, 0, 2, "run", "fork")
+    wait_for(process, "now")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "press Ctrl-C again" in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    code, output, errors = finish(process)
+    assert code == -signal.SIGINT  # as of any program that Ctrl-C interrupts
+    assert "KeyboardInterrupt" in errors
+    assert not list(tmp_path.glob("run/checkpoints/step-*"))
+    assert "done" not in output
+
+
+def test_two_processes_end_together_and_go_on(tmp_path):
+    code, _, errors = finish(start(tmp_path, 0, -1, "whole", "fork", processes=2))
+    assert code == 0, errors
+    first = start(tmp_path, 0, 4, "run", "fork", processes=2)
+    wait_for(first, "now")
+    os.killpg(first.pid, signal.SIGINT)  # Ctrl-C reaches the launcher and both processes
+    code, output, errors = finish(first, "\n")
+    assert code != 0
+    assert "goes on from there" in output, errors
+    code, output, errors = finish(start(tmp_path, 0, -1, "run", "fork", processes=2))
+    assert code == 0, errors
+    assert "Going on from" in output
+    assert record(tmp_path / "run") == record(tmp_path / "whole")

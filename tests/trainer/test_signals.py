@@ -1,0 +1,116 @@
+"""Signals are noted while a run is watched; before and after they do what they did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from trainer.loops.signals import exit_code, watch_signals
+
+WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@pytest.fixture
+def heard():
+    """What the test's own handlers heard of; theirs are the handlers before the watch."""
+    seen: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: seen.append(number)) for number in WATCHED
+    }
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", WATCHED)
+def test_a_signal_is_noted_and_the_other_handler_called(heard, number, capfd):
+    with watch_signals() as watch:
+        assert watch.received is None
+        signal.raise_signal(number)
+        assert watch.received == number
+        watch.answered = True
+    assert heard == [number]
+    assert f"{signal.Signals(number).name}: stopping after this update" in capfd.readouterr().err
+    assert exit_code(number) == 128 + number
+
+
+def test_the_handlers_are_put_back_also_after_an_error(heard):
+    before = [signal.getsignal(number) for number in WATCHED]
+
+    def fail() -> None:
+        with watch_signals():
+            assert [signal.getsignal(number) for number in WATCHED] != before
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [signal.getsignal(number) for number in WATCHED] == before
+
+
+def test_the_first_signal_is_the_one_that_counts(heard):
+    with watch_signals() as watch:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        watch.answered = True
+    assert watch.received == signal.SIGUSR1
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_after_another_signal_ends_at_once(heard, first):
+    with watch_signals() as watch:
+        watch.answered = True
+        signal.raise_signal(first)
+        assert watch.received == first
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_what_the_run_did_not_act_upon_comes_again(heard):
+    with watch_signals():
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    assert heard == [signal.SIGTERM] * 2
+
+
+def test_the_default_interrupt_is_no_handler_to_be_called():
+    with watch_signals() as watch:
+        watch.answered = True
+        signal.raise_signal(signal.SIGINT)
+        assert watch.received == signal.SIGINT  # and no exception
+
+
+def test_an_ignored_signal_stays_ignored(heard):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does for what runs in the background
+    with watch_signals() as watch:
+        signal.raise_signal(signal.SIGINT)
+        assert watch.received is None
+
+
+def test_another_thread_watches_nothing(heard):
+    found = []
+
+    def run() -> None:
+        with watch_signals() as watch:
+            signal.raise_signal(signal.SIGUSR1)
+            found.append(watch.received)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [None]
+    assert heard == [signal.SIGUSR1]
+
+
+def test_a_forked_process_has_the_handlers_of_before(heard):
+    with watch_signals() as watch:
+        child = os.fork()
+        if child == 0:  # no assertion leaves this block: there would be two test runs
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(7 if heard == [signal.SIGTERM] and watch.received is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        signal.raise_signal(signal.SIGTERM)
+        assert watch.received == signal.SIGTERM
+        watch.answered = True

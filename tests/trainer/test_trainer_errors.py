@@ -89,7 +89,11 @@ ARGUMENTS = [
     ({"num_sanity_val_steps": -2}, ValueError, ["num_sanity_val_steps is -2", "-1 for all"]),
     ({"max_grad_norm": 0}, ValueError, ["max_grad_norm is 0", "above 0", "None"]),
     ({"max_grad_value": -1.0}, ValueError, ["max_grad_value is -1.0", "above 0"]),
-    ({"mixed_precision": "fp61"}, ValueError, ["'fp61'", "'bf16', 'fp16', 'fp8', 'no'", "mean 'fp16'"]),
+    (
+        {"mixed_precision": "fp61"},
+        ValueError,
+        ["'fp61'", "'bf16', 'fp16', 'fp8', 'no'", "mean 'fp16'"],
+    ),
     ({"log_with": "tensorbord"}, ValueError, ["'tensorbord'", "'tensorboard'", "register_tracker"]),
     ({"log_with": 3}, TypeError, ["3", "int", "GeneralTracker"]),
     ({"callbacks": [EarlyStopping]}, TypeError, ["EarlyStopping", "instance of", "Callback"]),

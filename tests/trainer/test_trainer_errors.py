@@ -8,7 +8,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from trainer import Accelerator, Trainer, TrainModule
+from trainer import (
+    Accelerator,
+    DataLoaderConfiguration,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    Trainer,
+    TrainModule,
+)
 from trainer.errors import CheckpointError, MetricError
 
 
@@ -100,6 +107,27 @@ ARGUMENTS = [
     ({"callbacks": [None]}, TypeError, ["None", "NoneType", "Callback"]),
     ({"gradient_accumulation_steps": 0}, ValueError, ["is 0", "at least 1"]),
     ({"gradient_accumulation_steps": 1.5}, TypeError, ["is 1.5", "int"]),
+    (
+        {"dataloader_config": DataLoaderConfiguration(split_batches=True)},
+        ValueError,
+        ["split_batches=True", "whole batches", "divide"],
+    ),
+    (
+        {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+        ValueError,
+        ["dispatch_batches=True", "Leave it out"],
+    ),
+    ({"dynamo_backend": "eager"}, NotImplementedError, ["'EAGER'", "configure_model"]),
+    ({"dynamo_backend": "eeger"}, ValueError, ["'EEGER'", "Did you mean 'EAGER'?"]),
+    ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, NotImplementedError, ["fsdp_plugin"]),
+    ({"deepspeed_plugin": 3}, TypeError, ["3", "DeepSpeedPlugin"]),
+    ({"mixed_precision": "fp8"}, NotImplementedError, ["8-bit", "'bf16'"]),
+    ({"project_config": "runs"}, TypeError, ["'runs'", "ProjectConfiguration"]),
+    (
+        {"project_config": ProjectConfiguration(total_limit=2)},
+        ValueError,
+        ["total_limit=2", "save_top_k"],
+    ),
 ]
 
 
@@ -125,6 +153,17 @@ def test_an_accelerator_and_the_arguments_to_make_one_exclude_each_other():
         "mixed_precision",
         "not both",
     )
+
+
+def test_a_ready_accelerator_is_checked_too():
+    ready = Accelerator(cpu=True, split_batches=True)
+    fails(lambda: make(accelerator=ready), ValueError, "split_batches=True")
+
+
+def test_the_project_configuration_says_where():
+    config = ProjectConfiguration(project_dir="there", automatic_checkpoint_naming=True)
+    assert str(make(project_dir=None, project_config=config).project_dir) == "there"
+    assert str(make(project_dir="here", project_config=config).project_dir) == "here"
 
 
 def test_two_callbacks_that_a_checkpoint_could_not_tell_apart():

@@ -106,7 +106,8 @@ class Feed:
             )
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
-        self.start_round = 0
+        self.start_round = 0  # skipped in rounds, as this number of processes has them, …
+        self.start_batch = 0  # … or in batches, before the rest is dealt out
         self._even, self.split, self.drop_last = even, split, drop_last
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
@@ -232,7 +233,7 @@ class Feed:
         if self.sampler is None:
             yield from self._read_stream(transfer)
             return
-        self.sampler.start_round = self.start_round
+        self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
         shares = self.sampler.shares = deque()  # of this pass: another may begin before it ends
         for batch in self.loader:
             yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
@@ -246,12 +247,14 @@ class Feed:
             stream = _refuse_different(stream)
         if self._limit is not None:
             stream = islice(stream, self._limit)
-        skipped = self.start_round * (1 if self.split else self.world_size)
-        if self.start_round:
+        skipped = self.start_round * (1 if self.split else self.world_size) + self.start_batch
+        if skipped:
             logger.warning(
                 "Resuming inside an epoch of a stream: %d batches are read again and thrown away.",
                 skipped,
             )
+        for _ in islice(stream, self.start_batch):
+            pass
         for batches, real in self._stream_rounds(stream, self.start_round):
             sizes = [find_batch_size(batch) or 1 for batch in batches]
             total, complete = sum(sizes), len(batches) == self.world_size

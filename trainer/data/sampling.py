@@ -133,7 +133,8 @@ class ShardedSampler(Sampler[Any]):
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.limit: int | None = None
         self.epoch = 0
-        self.start_round = 0
+        self.start_round = 0  # skipped in rounds, as this number of processes has them, …
+        self.start_batch = 0  # … or in batches, before the rest is dealt out
         self.counts = True  # a batch has as many samples as indices, which a collate_fn may change
         self.shares: deque[Share] = deque()
 
@@ -201,8 +202,10 @@ class ShardedSampler(Sampler[Any]):
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
-        dealt = self._dealt()
-        number = position = 0
+        stream = iter(self._order())
+        position = sum(len(_indices(_listed(batch))) for batch in islice(stream, self.start_batch))
+        dealt = self._dealt(stream)
+        number = 0
         beginning: list[Any] = []  # the first round's batches
         while batches := next(dealt, []):
             beginning = beginning or batches
@@ -220,9 +223,8 @@ class ShardedSampler(Sampler[Any]):
             number += 1
             position += real
 
-    def _dealt(self) -> Iterator[list[Any]]:
+    def _dealt(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
         """The batches of each round, as many of them as there are processes, or fewer."""
-        stream = iter(self._order())
         if not self.split:
             while batches := [_listed(batch) for batch in islice(stream, self.world_size)]:
                 yield batches

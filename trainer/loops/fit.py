@@ -38,7 +38,7 @@ def fit(run: FitRun) -> None:
     hooks.on_train_start()
     while run.unfinished or not finished(run):
         if counters.epoch_complete and not run.unfinished:
-            counters.epoch, counters.rounds, counters.epoch_complete = counters.epoch + 1, 0, False
+            counters.begin_epoch()
         train_epoch(run)
     restore_rng(run)
     metrics.scope = None  # no epoch is left that could record what is logged
@@ -64,7 +64,7 @@ def train_epoch(run: FitRun) -> None:
     """One pass over the training data, or what is left of it."""
     feed, counters = run.feed, run.counters
     feed.set_epoch(counters.epoch)
-    feed.start_round = counters.rounds
+    feed.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
     # Beginning an epoch a second time, after a resume inside it, must not draw from the generators:
     # the uninterrupted run did not do it.
@@ -259,6 +259,7 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     """Count a round, and add its items over all processes to `known` if each process knows them."""
     counters = run.counters
     counters.rounds += 1
+    counters.epoch_batches += run.world_size if micro.complete else 1  # it is the last one
     counters.epoch_complete = micro.last
     samples = micro.round_samples
     if samples is None:  # only with ready-made batches: each process knows its own alone

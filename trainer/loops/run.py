@@ -57,6 +57,7 @@ class Counters:
         global_step: Updates.
         epoch: The epoch at hand, from 0.
         rounds: Rounds of it that were used.
+        epoch_batches: Batches in them, over all processes.
         epoch_complete: It is over.
         batches_seen: Micro-batches of all processes.
         samples_seen: Samples of all processes.
@@ -67,11 +68,18 @@ class Counters:
     global_step: int = 0
     epoch: int = 0
     rounds: int = 0
+    epoch_batches: int = 0
     epoch_complete: bool = False
     batches_seen: int = 0
     samples_seen: int = 0
     validations: int = 0
     seconds: float = 0.0
+
+    def begin_epoch(self) -> None:
+        """The epoch is over and another one begins."""
+        self.epoch += 1
+        self.rounds = self.epoch_batches = 0
+        self.epoch_complete = False
 
 
 @dataclass(kw_only=True)
@@ -260,11 +268,11 @@ class FitRun(Run):
     @property
     def progress(self) -> Progress:
         """How far the run is, the same on all processes."""
-        counters, rounds = self.counters, self.feed.num_rounds
+        counters, batches = self.counters, self.feed.num_batches
         epochs = float(counters.epoch)
         if counters.epoch_complete:
             epochs += 1.0
-        elif rounds:
-            epochs += min(counters.rounds / rounds, 0.999_999)  # complete only when it is over
+        elif batches:  # of all processes: the same point on any number of them
+            epochs += min(counters.epoch_batches / batches, 0.999_999)  # whole only when it is over
         seconds = self.clock if self.world_size == 1 else self.agreement.latest.seconds
         return Progress(counters.global_step, epochs, self.agreement.items_seen, seconds)

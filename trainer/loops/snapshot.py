@@ -89,11 +89,10 @@ def save_run(
 
 def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
     counters = asdict(run.counters) | {"seconds": run.progress.seconds}
-    del counters["rounds"]
+    del counters["rounds"]  # they are those of so many processes
     return {
         "run_id": run.run_id,
         "counters": counters,
-        "batches": run.counters.rounds * run.world_size,
         "items_seen": run.agreement.items_seen,
         "reference": run.weighting.reference,
         "data_seed": run.feed.seed,
@@ -143,7 +142,7 @@ def load_run(
     for entry, saved in zip(run.schedulers, state["schedulers"], strict=True):
         entry.scheduler.load_state_dict(saved)
     run.precision.load_state_dict(state["scaler"])
-    _restore_counters(run, state, path)
+    _restore_counters(run, state)
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
@@ -173,16 +172,9 @@ def load_run(
     return offset
 
 
-def _restore_counters(run: FitRun, state: dict[str, Any], path: Path) -> None:
+def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters = Counters(**state["counters"])
-    complete, batches = counters.epoch_complete, state["batches"]
-    if not complete and batches % run.world_size:
-        raise CheckpointError(
-            f"{path} lies {batches} batches into an epoch, which {run.world_size} processes cannot "
-            "take up in whole rounds. Resume with the number of processes that saved it, or from a "
-            "checkpoint at the end of an epoch."
-        )
-    counters.rounds = batches // run.world_size
+    counters.rounds = -(-counters.epoch_batches // run.world_size)
     run.counters.__dict__.update(vars(counters))
     run.agreement.items_seen = state["items_seen"]
     run.weighting.reference = state["reference"]

@@ -1,0 +1,115 @@
+"""A run goes on with another number of processes or workers: every sample once, in order (P2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from callbacks import Callback, ModelCheckpoint
+from tests.numerics.running import on_processes, quiet_trainer
+from trackers import read_metrics
+from trainer import TrainModule
+
+SAMPLES, BATCH, EPOCHS = 30, 3, 2
+
+
+class Numbers(Dataset[Any]):
+    """Each sample is its index, with noise; it counts what is read."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        Numbers.reads += 1
+        return index, torch.rand(())
+
+
+class Line(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        index, noise = batch
+        self.log("sum", index.double().sum(), on_step=False, on_epoch=True, reduce="sum")
+        self.log("mean", index.double().mean(), on_step=False, on_epoch=True)
+        self.log("most", index.double().max(), on_step=False, on_epoch=True, reduce="max")
+        return self.weight * noise.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(
+            [trainer.current_epoch, batch_idx, batch[0].tolist(), batch[1].tolist()]
+        )
+
+
+def part(folder: str, max_steps: int | None, workers: int) -> Any:
+    """Train to an update, or to the end; say which batches this process saw."""
+    seen, Numbers.reads = Seen(), 0
+    trainer = quiet_trainer(
+        project_dir=folder,
+        max_epochs=EPOCHS,
+        max_steps=max_steps,
+        seed=11,
+        gradient_accumulation_steps=2,
+        callbacks=[seen, ModelCheckpoint()],
+    )
+    loader = DataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=workers)
+    trainer.fit(Line(), loader, ckpt_path="auto")
+    return seen.batches, trainer.samples_seen, Numbers.reads
+
+
+def in_order(parts: list[Any]) -> list[Any]:
+    """The batches of several processes as one process would have seen them."""
+    batches = [
+        [epoch, number, rank, *batch]
+        for rank, (seen, _, _) in enumerate(parts)
+        for epoch, number, *batch in seen
+    ]
+    return [[epoch, *batch] for epoch, _, _, *batch in sorted(batches)]
+
+
+@pytest.mark.parametrize(
+    ("worlds", "updates", "workers"),
+    [
+        ((2, 1), (1, None), (0, 0)),
+        ((1, 2), (1, None), (0, 2)),  # after 2 batches
+        ((3, 2), (1, None), (0, 0)),  # after 6 of 10
+        ((1, 3), (2, None), (1, 0)),  # after 4 of 10, which are no whole rounds of three
+        ((2, 1, 2, 1), (1, 2, 4, None), (0, 2, 0, 0)),
+        ((1, 2), (7, None), (0, 0)),  # in the second epoch
+    ],
+)
+def test_every_sample_once_in_the_same_order(ranks, tmp_path, worlds, updates, workers):
+    (whole,) = on_processes(ranks, 1, part, str(tmp_path / "whole"), None, 0)
+    found, folder = [], str(tmp_path / "parts")
+    for world, until, number in zip(worlds, updates, workers, strict=True):
+        parts = on_processes(ranks, world, part, folder, until, number)
+        found += in_order(parts)
+        if number == 0:  # what was seen before is not read again, and nothing is read twice
+            assert sum(reads for _, _, reads in parts) <= BATCH * (len(in_order(parts)) + world)
+    expected = in_order([whole])
+    assert found == expected
+    assert {samples for _, samples, _ in parts} == {whole[1]} == {EPOCHS * SAMPLES}
+    # The epoch's metrics took in each sample once, wherever it was trained on.
+    both = [
+        [record for record in read_metrics(tmp_path / run / "metrics.jsonl") if "sum" in record]
+        for run in ("whole", "parts")
+    ]
+    names = ("epoch", "sum", "mean", "most")
+    assert [[each[name] for name in names] for each in both[1]] == [
+        [each[name] for name in names] for each in both[0]
+    ]
+    assert [each["sum"] for each in both[0]] == [SAMPLES * (SAMPLES - 1) / 2] * EPOCHS

@@ -6,10 +6,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format coverage clean help
+.PHONY: demo test test-long lint format coverage clean help
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 # torch is installed first and alone: its pin in constraints.txt decides the build that everything
 # else is resolved against.
@@ -24,6 +24,9 @@ demo: $(READY)  ## train the digits example and say where its results are
 
 test: $(READY)  ## run every test
 	$(BIN)/python -m pytest
+
+test-long: $(READY)  ## run the tests that take many minutes
+	$(BIN)/python -m pytest -m long
 
 lint: $(READY)  ## check the format, the rules and the types
 	$(BIN)/ruff format --check .

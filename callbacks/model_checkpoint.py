@@ -152,6 +152,9 @@ class ModelCheckpoint(Callback):
             self._scores, self._last, self._displaced, self._handled = {}, None, [], None
         elif self._restored:
             self._forget_missing(trainer)
+            # A run that died between a commit and the removal of what it displaced; but never the
+            # checkpoint that this one goes on from.
+            self._remove_displaced(trainer, keep=_name_at(trainer.global_step))
         self._restored = False
         self._handled = self._handled or trainer.progress
 
@@ -211,9 +214,13 @@ class ModelCheckpoint(Callback):
             self._displaced = sorted(ours - {*scores, name})
         self._scores, self._last = scores, name
         trainer.save_checkpoint(self._path(name))
+        self._remove_displaced(trainer)
+
+    def _remove_displaced(self, trainer: Trainer, keep: str | None = None) -> None:
         for displaced in self._displaced:
-            trainer.remove_checkpoint(self._path(displaced))
-        self._displaced = []
+            if displaced != keep:
+                trainer.remove_checkpoint(self._path(displaced))
+        self._displaced = [name for name in self._displaced if name == keep]
 
     def _forget_missing(self, trainer: Trainer) -> None:
         """Forget checkpoints that are not there: the run may go on in another folder.

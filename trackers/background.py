@@ -28,7 +28,7 @@ def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
 
     Args:
         trackers: started; those that were finished before are left alone.
-        status: "finished" or "failed"; `finish` finds it in the tracker.
+        status: How the run ended; `finish` finds it in the tracker.
     """
     for tracker in trackers:
         if tracker.status == "running":

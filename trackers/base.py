@@ -22,7 +22,7 @@ _REQUIRED = {
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
 _Instance = TypeVar("_Instance", bound="GeneralTracker")
 TrackerChoice: TypeAlias = "str | GeneralTracker | type[GeneralTracker]"
-Status: TypeAlias = Literal["running", "finished", "failed"]
+Status: TypeAlias = Literal["running", "finished", "failed", "preempted"]
 
 
 def register_tracker(cls: _Class) -> _Class:
@@ -229,9 +229,9 @@ class GeneralTracker:
         requires_logging_directory: whether it writes files, and so takes a directory.
         main_process_only: whether only the main process has a run of it.
         requires_package: the import name of the package that it needs, or None.
-        status: "running" until `finish` is called, which finds "finished" here, or "failed" if an
-            error or an interrupt ended the run. It is set from outside: read it in `finish` to
-            close the run at the service accordingly.
+        status: "running" until `finish` is called, which finds "finished" here, "failed" if an
+            error ended the run, or "preempted" if a signal did, after a save. It is set from
+            outside: read it in `finish` to close the run at the service accordingly.
 
     Raises:
         NotImplementedError: a required attribute is missing.

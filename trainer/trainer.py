@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
+from trackers.base import Status
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import (
@@ -575,7 +576,7 @@ class Trainer:
         self._stop_requested = False
         return stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish)
 
-    def _finish(self, failed: bool) -> None:
+    def _finish(self, status: Status) -> None:
         run, self._run, self._feed = self._run, None, None
         try:
             if isinstance(run, FitRun):
@@ -583,11 +584,11 @@ class Trainer:
                 for feed in (run.feed, *run.val_feeds):
                     feed.close()
         except BaseException:
-            failed = True
+            status = "failed"
             raise
         finally:
             if self._recorder is not None:
-                self._recorder.finish(failed=failed)
+                self._recorder.finish(status)
 
     def _evaluate(
         self,

@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, register_tracker
 from trackers.base import _REGISTRY
-from trainer import Trainer, TrainModule
+from trainer import Preempted, Trainer, TrainModule
 from trainer.loops.record import Recorder
 from trainer.tracking import RunTrackers, on_main_process
 
@@ -546,6 +546,21 @@ def outcome(module, entry="fit"):
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt(), SystemExit(1)])
 def test_a_run_that_an_error_ends_has_failed(error):
     assert outcome(Net(error)) == "failed"
+
+
+def test_a_run_that_a_signal_ends_is_preempted():
+    class Told(Net):
+        def training_step(self, batch, batch_idx):
+            signal.raise_signal(signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    tracker = Images("run")
+    trainer = Trainer(max_epochs=1, progress_bar=False, log_with=tracker, project_dir="run")
+    with pytest.raises(Preempted) as raised:
+        trainer.fit(Told(), [torch.ones(2, 1)] * 3)
+    assert raised.value.code == 143
+    assert trainer.global_step == 1
+    assert tracker.seen[-1] == "preempted"
 
 
 def test_a_run_that_comes_to_its_end_has_finished():

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
+from trackers.base import Status
 from trainer.metrics import Value, to_floats
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Recorder:
                 cut = self._local.submit(lambda record: cast(JsonlTracker, record).truncate(cut_at))
                 cut.result()
         except BaseException:
-            self.finish(failed=True)
+            self.finish("failed")
             raise
 
     def sync(self) -> int | None:
@@ -130,11 +131,11 @@ class Recorder:
             logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
             return None
 
-    def finish(self, *, failed: bool = False) -> None:
+    def finish(self, status: Status = "finished") -> None:
         """Wait, within limits, until everything is written.
 
         Args:
-            failed: The trackers' `status` becomes "failed", not "finished".
+            status: How the run ended, for the trackers.
         """
         if self._finished:
             return
@@ -143,4 +144,4 @@ class Recorder:
             self._end = self.sync()
         finally:
             self._finished = True
-            finish_all([self._local, *self._trackers], "failed" if failed else "finished")
+            finish_all([self._local, *self._trackers], status)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from callbacks import Callback
+from trackers.base import Status
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops.loaders import call_if_there
@@ -26,7 +27,7 @@ def stage_of(
     datamodule: Any,
     callbacks: Sequence[Callback],
     *,
-    finish: Callable[[bool], None],
+    finish: Callable[[Status], None],
 ) -> Iterator[HookTable]:
     """Inside, the module belongs to the trainer and is set up.
 
@@ -36,11 +37,11 @@ def stage_of(
         module: The user's.
         datamodule: Or None.
         callbacks: In the order in which they are called.
-        finish: Called last, whatever happened, with whether anything failed.
+        finish: Called last, whatever happened, with how it ended.
     """
     module.__dict__["_trainer"] = trainer
     hooks = HookTable(trainer, module, callbacks, TrainModule)
-    failed = False
+    status: Status = "finished"
     try:
         with PartialState().local_main_process_first():
             call_if_there(datamodule, "prepare_data")
@@ -51,10 +52,11 @@ def stage_of(
         module.setup(name)
         module.configure_model()
         yield hooks
-    except Preempted:  # nothing failed
+    except Preempted:
+        status = "preempted"
         raise
     except BaseException as error:
-        failed = True
+        status = "failed"
         hooks.on_exception(error)
         raise
     finally:
@@ -64,9 +66,9 @@ def stage_of(
             partial(module.teardown, name),
         ]
         errors = _errors_of(tear_down)
-        errors += _errors_of([partial(finish, failed or bool(errors))])
+        errors += _errors_of([partial(finish, "failed" if errors else status)])
         module.__dict__["_trainer"] = None
-        if errors and not failed:
+        if errors and status == "finished":  # else something is on its way up already
             raise errors.pop(0)
         for other in errors:
             logger.error("Tearing down after %s failed.", name, exc_info=other)

@@ -208,8 +208,8 @@ def train(accelerator, arguments, train_set, val_set):
 def show_saving(accelerator, model, progress, accuracy, val_loader, folder):
     """What was saved is what there was."""
     hooks = [
-        accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: None),
-        accelerator.register_load_state_pre_hook(lambda models, input_dir: None),
+        accelerator.register_save_state_pre_hook(lambda _models, _weights, _output_dir: None),
+        accelerator.register_load_state_pre_hook(lambda _models, _input_dir: None),
     ]
     with torch.no_grad():
         for parameter in model.parameters():

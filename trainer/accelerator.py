@@ -533,6 +533,10 @@ class Accelerator:
         for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             group.clear()
         self.step = 0
+        self.sync_gradients = True  # a window that was given up holds no later update back
+        self.precision.begin()
+        if self.scaler is not None:  # it knows optimizers by ids, which new ones may get
+            self.scaler._per_optimizer_states.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
@@ -631,7 +635,18 @@ class Accelerator:
         lomo_backward(loss, learning_rate, self._optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Undo the loss scaling of fp16 in the gradients; nothing in other precisions."""
+        """Undo the loss scaling of fp16 in the gradients; nothing in other precisions.
+
+        Raises:
+            ValueError: A window of micro-batches goes on, whose gradients are scaled.
+        """
+        scaled = self.scaler is not None and self.scaler.is_enabled()
+        if scaled and not self.sync_gradients:
+            raise ValueError(
+                "Gradients were to be unscaled or clipped in the middle of a window of "
+                "micro-batches; those of the next one would be added with the scale of fp16. "
+                "Do it under `if accelerator.sync_gradients:`."
+            )
         chosen = self._optimizers if optimizer is None else optimizer
         for one in [chosen] if isinstance(chosen, Optimizer) else chosen:
             self.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)

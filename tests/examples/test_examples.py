@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -17,6 +19,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from trackers import read_metrics
+from trainer import Accelerator
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TWO_PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -112,6 +115,32 @@ def test_own_loop_has_the_same_accuracy_on_two_processes():
     for accuracy in accuracies:  # a share of the samples there are: none counted twice
         correct = round(accuracy * DIGITS_FOR_VALIDATION)
         assert accuracy == round(correct / DIGITS_FOR_VALIDATION, 4)
+
+
+# -- every member ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("processes", "batch_size"), [(1, 16), (2, 8)])
+def test_every_member_of_the_accelerator_is_used_at_work(tmp_path, processes, batch_size):
+    options = ("--max-epochs", 4, "--batch-size", batch_size)
+    output = run("every_member.py", *options, processes=processes)
+    assert printed(output, "processes") == str(processes)
+    assert float(printed(output, "accuracy")) > 0.93
+    project = tmp_path / "runs/every-member"
+    numbered = sorted(path.name for path in (project / "checkpoints").iterdir())
+    assert numbered == ["checkpoint_2", "checkpoint_3"]  # of four, as many as are kept
+    assert list((project / "digits").glob("events.out.tfevents.*"))
+
+
+def test_every_member_leaves_no_method_out():
+    tree = ast.parse((EXAMPLES / "every_member.py").read_text())
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    methods = {name for name, _ in inspect.getmembers(Accelerator, inspect.isfunction)}
+    documented = {name for name in methods if not name.startswith("_")} - {
+        "log_images",  # of ours alone: the documented API has them as methods of trackers
+        "log_table",
+    }
+    assert documented - used == set()
 
 
 # -- GAN -------------------------------------------------------------------------------------------

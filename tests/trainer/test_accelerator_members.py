@@ -1,0 +1,708 @@
+"""Members of the `Accelerator` that hand their work on: each does so, with all its arguments.
+
+What the work consists of is tested where it is done; `docs/accelerator.md` says where.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from trackers import GeneralTracker
+from trainer import Accelerator
+from trainer.configuration import (
+    DataLoaderConfiguration,
+    FP8RecipeKwargs,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from trainer.data.dispatch import DataLoaderDispatcher
+from trainer.errors import CheckpointError
+from trainer.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    TorchDynamoPlugin,
+)
+from trainer.state import AcceleratorState, GradientState, PartialState
+
+
+def accelerate(**kwargs: Any) -> Accelerator:
+    return Accelerator(cpu=True, **kwargs)
+
+
+def pretend(**what: Any) -> None:
+    """Let this process take itself for another; nothing may be exchanged then."""
+    PartialState().__dict__.update(what)
+
+
+def loader(items: int = 4, **kwargs: Any) -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(items).float().unsqueeze(1)), **kwargs)
+
+
+def network(value: float = 1.0) -> nn.Linear:
+    model = nn.Linear(1, 1)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def read(data: DataLoader) -> list[list[float]]:
+    return [batch[0].flatten().tolist() for batch in data]
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+# -- what it was told --------------------------------------------------------------------------
+
+
+def test_the_defaults_are_the_documented_ones():
+    accelerator = accelerate()
+    assert accelerator.device_placement
+    assert accelerator.step_scheduler_with_optimizer
+    assert accelerator.scheduler_tick == "process"
+    assert accelerator.rng_types == ["generator"]
+    assert accelerator.dataloader_config == DataLoaderConfiguration()
+    assert accelerator.project_configuration == ProjectConfiguration()
+    assert (accelerator.project_dir, accelerator.logging_dir) == (None, None)
+    assert (accelerator.log_with, accelerator.trackers) == ([], [])
+    assert (accelerator.scaler, accelerator.ddp_kwargs) == (None, None)
+    assert (accelerator.save_iteration, accelerator.step) == (0, 0)
+    assert accelerator.dynamo_plugin.backend == "NO"
+    assert accelerator.state.__dict__ is AcceleratorState().__dict__
+    assert accelerator.gradient_state.__dict__ is GradientState().__dict__
+
+
+def test_the_window_is_the_last_one_that_was_asked_for():
+    plugin = GradientAccumulationPlugin(num_steps=3)
+    state = accelerate(gradient_accumulation_plugin=plugin).gradient_state
+    assert state.initialized
+    assert state.plugin is plugin
+    assert accelerate(gradient_accumulation_steps=2).gradient_state.num_steps == 2
+    assert state.num_steps == 2
+    GradientState._reset_state()
+    assert not state.initialized
+
+
+def test_options_of_the_constructor_win_over_a_configuration_that_stays():
+    config = DataLoaderConfiguration(dispatch_batches=True, non_blocking=True)
+    accelerator = accelerate(
+        dataloader_config=config,
+        split_batches=True,
+        dispatch_batches=False,
+        even_batches=False,
+        use_seedable_sampler=True,
+    )
+    assert config == DataLoaderConfiguration(dispatch_batches=True, non_blocking=True)
+    assert accelerator.split_batches
+    assert accelerator.dispatch_batches is False
+    assert not accelerator.even_batches
+    assert accelerator.use_seedable_sampler
+    assert accelerator.non_blocking
+    accelerator.even_batches = True
+    assert accelerator.dataloader_config.even_batches
+
+
+def test_options_that_are_not_said_leave_the_configuration_alone():
+    config = DataLoaderConfiguration(split_batches=True, even_batches=False)
+    accelerator = accelerate(dataloader_config=config, use_seedable_sampler=True)
+    assert accelerator.split_batches
+    assert not accelerator.even_batches
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"project_dir": "a"}, ("a", "a")),
+        ({"project_config": ProjectConfiguration(logging_dir="logs")}, (None, "logs")),
+        (
+            {"project_dir": "a", "project_config": ProjectConfiguration(logging_dir="logs")},
+            ("a", "logs"),
+        ),
+        ({"project_dir": "a", "project_config": ProjectConfiguration(project_dir="b")}, ("b", "b")),
+    ],
+)
+def test_the_folder_is_the_configurations_or_else_the_arguments(given, expected):
+    accelerator = accelerate(**given)
+    assert (accelerator.project_dir, accelerator.logging_dir) == expected
+
+
+def test_generators_to_synchronise_reach_the_loaders():
+    accelerator = accelerate(rng_types=["torch", "generator"])
+    read(accelerator.prepare(loader()))
+    with pytest.raises(ValueError, match="rng_types is 'cuda'"):  # said by the pass
+        read(accelerate(rng_types=["cuda"]).prepare(loader()))
+    with pytest.raises(ValueError, match="rng_types is 'dice'"):  # said at once
+        accelerate(rng_types=["dice"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "plugin"),
+    [
+        ("deepspeed_plugin", DeepSpeedPlugin()),
+        ("fsdp_plugin", FullyShardedDataParallelPlugin()),
+        ("megatron_lm_plugin", MegatronLMPlugin()),
+    ],
+)
+def test_engines_that_are_not_there_are_refused(argument, plugin, monkeypatch):
+    with pytest.raises(NotImplementedError, match=f"{argument} asks for"):
+        accelerate(**{argument: plugin})
+    with pytest.raises(TypeError, match=f"{argument} is 3"):
+        accelerate(**{argument: 3})
+    variable = f"ACCELERATE_USE_{argument.upper().removesuffix('_PLUGIN')}"
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(NotImplementedError, match=f"{variable}=true asks for"):
+        accelerate()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"mixed_precision": "fp8"}, {"kwargs_handlers": [FP8RecipeKwargs()]}]
+)
+def test_eight_bits_are_refused(arguments):
+    with pytest.raises(NotImplementedError, match="8-bit training, which this release does not"):
+        accelerate(**arguments)
+
+
+def test_models_are_compiled_by_the_backend_or_the_plugin(monkeypatch):
+    plugin = TorchDynamoPlugin(backend="eager")
+    for arguments in ({"dynamo_backend": "eager"}, {"dynamo_plugin": plugin}):
+        accelerator = accelerate(**arguments)
+        assert accelerator.dynamo_plugin.backend == "EAGER"
+        assert accelerator.prepare(network())._compiled_call_impl is not None
+    with pytest.raises(ValueError, match="dynamo_backend or dynamo_plugin, not both"):
+        accelerate(dynamo_backend="eager", dynamo_plugin=plugin)
+    with pytest.raises(ValueError, match="backend is 'EAGRE'"):
+        accelerate(dynamo_backend="eagre")
+    assert accelerate().prepare(network())._compiled_call_impl is None
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    assert accelerate().prepare(network())._compiled_call_impl is not None
+
+
+# -- who runs what -----------------------------------------------------------------------------
+
+
+def test_each_decorator_chooses_its_process():
+    accelerator = accelerate()
+    ran: list[str] = []
+    functions = {
+        "main": accelerator.on_main_process(lambda: ran.append("main")),
+        "local main": accelerator.on_local_main_process(lambda: ran.append("local main")),
+        "last": accelerator.on_last_process(lambda: ran.append("last")),
+    }
+
+    def run(**where: int) -> list[str]:
+        pretend(num_processes=4, _local_world_size=2, **where)
+        indexed = {
+            "third": accelerator.on_process(lambda: ran.append("third"), 2),
+            "local second": accelerator.on_local_process(lambda: ran.append("local second"), 1),
+        }
+        ran.clear()
+        for function in (functions | indexed).values():
+            function()
+        return list(ran)
+
+    assert run(process_index=0, local_process_index=0) == ["main", "local main"]
+    assert run(process_index=1, local_process_index=1) == ["local second"]
+    assert run(process_index=2, local_process_index=0) == ["local main", "third"]
+    assert run(process_index=3, local_process_index=1) == ["last", "local second"]
+
+
+def test_indexed_decorators_take_their_function_later():
+    accelerator = accelerate()
+
+    @accelerator.on_process(process_index=0)
+    def first() -> str:
+        return "first"
+
+    @accelerator.on_local_process(local_process_index=0)
+    def local_first() -> str:
+        return "local first"
+
+    assert (first(), local_first()) == ("first", "local first")
+
+
+def test_going_first_runs_the_block_and_passes_its_error_on():
+    accelerator = accelerate()
+    for turn in (accelerator.main_process_first, accelerator.local_main_process_first):
+        with turn():
+            pass
+        with pytest.raises(KeyError, match="missing"), turn():
+            raise KeyError("missing")
+
+
+def test_inputs_are_split_with_and_without_padding():
+    accelerator = accelerate()
+    pretend(num_processes=2, process_index=1)
+    with accelerator.split_between_processes(["a", "b", "c"]) as part:
+        assert part == ["c"]
+    with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as part:
+        assert part == ["c", "c"]
+
+
+def test_print_is_silent_beside_the_first_of_a_machine(capsys):
+    accelerator = accelerate()
+    pretend(num_processes=4, process_index=3, local_process_index=1)
+    accelerator.print("hello")
+    pretend(process_index=2, local_process_index=0)
+    accelerator.print("here", "we are", sep=", ")
+    assert capsys.readouterr().out == "here, we are\n"
+
+
+def test_a_trigger_is_seen_once():
+    accelerator = accelerate()
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert not accelerate().check_trigger()  # each has one of its own
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+
+# -- one kind at a time ------------------------------------------------------------------------
+
+
+def test_each_kind_can_be_prepared_by_itself():
+    accelerator = accelerate(step_scheduler_with_optimizer=False)
+    model = accelerator.prepare_model(network())
+    optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = accelerator.prepare_scheduler(StepLR(optimizer, 1, gamma=0.5))
+    data = accelerator.prepare_data_loader(loader(batch_size=2))
+    assert accelerator.prepare(model, optimizer, scheduler, data) == (
+        model,
+        optimizer,
+        scheduler,
+        data,
+    )
+    assert accelerator.prepare_model(model) is model
+    assert accelerator.prepare_optimizer(optimizer.optimizer) is optimizer
+    assert accelerator.prepare_scheduler(scheduler.scheduler) is scheduler
+    assert accelerator.prepare_data_loader(data) is data
+    assert read(data) == [[0, 1], [2, 3]]
+    optimizer.step()
+    accelerator.sync_gradients = False
+    scheduler.step()  # not with the optimizer, so in the middle of a window too
+    assert scheduler.get_last_lr() == [0.5]
+
+
+def test_each_kind_can_be_left_where_it_is():
+    accelerator = accelerate()
+    pretend(device=torch.device("meta"))
+    assert accelerator.device.type == "meta"
+    left, taken = network(), network()
+    assert accelerator.prepare_model(left, device_placement=False).weight.device.type == "cpu"
+    assert accelerator.prepare_model(taken).weight.device.type == "meta"
+    data = accelerator.prepare_data_loader(loader(), device_placement=False)
+    assert next(iter(data))[0].device.type == "cpu"
+    assert next(iter(accelerator.prepare_data_loader(loader())))[0].device.type == "meta"
+
+    def momentum(place: bool | None) -> str:
+        parameter = nn.Parameter(torch.ones(1, device="meta"))  # moved after a step on the host
+        sgd = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        sgd.state[parameter] = {"momentum_buffer": torch.ones(1)}
+        optimizer = accelerator.prepare_optimizer(sgd, device_placement=place)
+        return optimizer.state[parameter]["momentum_buffer"].device.type
+
+    assert (momentum(None), momentum(True), momentum(False)) == ("meta", "meta", "cpu")
+
+
+def test_a_function_of_ones_own_cuts_what_is_dispatched():
+    def cut(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
+        return [tensor + 100 for tensor in batch]
+
+    accelerator = accelerate(dispatch_batches=True)
+    data = accelerator.prepare_data_loader(loader(batch_size=2), slice_fn_for_dispatch=cut)
+    assert isinstance(data, DataLoaderDispatcher)
+    assert read(data) == [[100, 101], [102, 103]]
+
+
+def test_the_first_batches_can_be_skipped():
+    accelerator = accelerate()
+    data = accelerator.prepare(loader())
+    assert read(accelerator.skip_first_batches(data, num_batches=3)) == [[3]]
+    assert read(accelerator.skip_first_batches(data)) == [[0], [1], [2], [3]]
+
+
+def test_nobody_is_joined_by_one_process():
+    accelerator = accelerate()
+    model, data = accelerator.prepare(network(), loader())
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        accelerator.backward(model(next(iter(data))[0]).sum())
+    assert model.weight.grad is not None
+
+
+def test_a_model_that_is_spread_over_devices_is_known():
+    accelerator = accelerate()
+    model = nn.Sequential(network())
+    assert not accelerator.verify_device_map(model)
+    model[0].hf_device_map = {"weight": 0, "bias": 1}
+    assert accelerator.verify_device_map(model)
+
+
+def test_a_model_comes_out_of_its_wrappers():
+    accelerator = accelerate(mixed_precision="bf16")
+    own = network()
+    plain = own.forward
+    model = accelerator.prepare(own)
+    wrapped = nn.DataParallel(model)
+    assert accelerator.unwrap_model(wrapped) is own
+    assert own.forward != plain  # in bf16 still
+    assert list(accelerator.get_state_dict(wrapped)) == ["weight", "bias"]
+    assert list(accelerator.get_state_dict(wrapped, unwrap=False)) == [
+        "module.weight",
+        "module.bias",
+    ]
+    assert accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False).forward == plain
+
+
+@pytest.mark.parametrize("name", ["free_memory", "clear"])
+def test_what_was_prepared_is_forgotten_and_what_was_registered_is_not(name):
+    accelerator = accelerate(gradient_accumulation_steps=3)
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model, sgd, StepLR(sgd, 1), loader())
+    gone = [weakref.ref(each) for each in (model, sgd, *prepared)]
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    with accelerator.accumulate(model):
+        pass
+    assert accelerator.step == 1
+    del model, sgd
+    prepared = getattr(accelerator, name)(*prepared)
+    assert prepared == [None] * 4
+    assert [ref() for ref in gone] == [None] * 6
+    assert accelerator.step == 0
+    counter.count = 3
+    accelerator.save_state("saved")  # the counter alone
+    counter.count = 0
+    accelerator.load_state("saved")
+    assert counter.count == 3
+
+
+# -- the step ----------------------------------------------------------------------------------
+
+
+def test_without_a_model_every_prepared_one_holds_its_gradients_back():
+    class Model(nn.Linear):
+        inside = 0
+
+        def no_sync(self) -> Any:
+            owner = self
+
+            class Context:
+                def __enter__(self) -> None:
+                    owner.inside += 1
+
+                def __exit__(self, *_: object) -> None:
+                    owner.inside -= 1
+
+            return Context()
+
+    accelerator = accelerate()
+    models = accelerator.prepare(Model(1, 1), Model(1, 1))
+    with accelerator.no_sync():
+        assert [model.inside for model in models] == [1, 1]
+    with accelerator.no_sync(models[1]):
+        assert [model.inside for model in models] == [0, 1]
+    assert [model.inside for model in models] == [0, 0]
+
+
+def test_a_sync_of_one_process_may_be_triggered():
+    accelerator = accelerate()
+    model = accelerator.prepare(network())
+    loss = model(torch.ones(1, 1)).sum()
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(loss)
+    assert model.weight.grad.item() == 1
+
+
+def test_lomo_needs_a_rate_and_an_optimizer_of_its_kind():
+    accelerator = accelerate()
+    loss = accelerator.prepare(network())(torch.ones(1, 1)).sum()
+    with pytest.raises(ValueError, match="learning rate"):
+        accelerator.lomo_backward(loss, None)
+    accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
+    with pytest.raises((ValueError, ImportError), match="LOMO"):  # or the package, if it is absent
+        accelerator.lomo_backward(loss, learning_rate=0.1)
+
+
+def test_the_scaler_is_there_in_fp16_alone():
+    assert accelerate().scaler is None
+    AcceleratorState._reset_state()
+    assert accelerate(mixed_precision="fp16").scaler.get_scale() == 65536
+
+
+# -- together ----------------------------------------------------------------------------------
+
+
+def test_one_process_pads_nothing_and_gathers_its_own():
+    accelerator = accelerate()
+    tensor = torch.ones(2, 3)
+    assert accelerator.pad_across_processes(tensor, dim=1, pad_index=7, pad_first=True) is tensor
+    seen = []
+    for batch in accelerator.prepare(loader(5, batch_size=2)):
+        seen += accelerator.gather_for_metrics(batch)[0].flatten().tolist()
+    assert seen == [0, 1, 2, 3, 4]
+    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
+    pair = (torch.ones(1), torch.ones(2))
+    assert accelerator.gather_for_metrics(pair, use_gather_object=True) == list(pair)
+
+
+# -- saving ------------------------------------------------------------------------------------
+
+
+def test_an_object_is_saved_by_the_main_process_or_that_of_each_machine():
+    accelerator = accelerate()
+    accelerator.save({"a": torch.ones(2)}, "a.pt")
+    accelerator.save({"a": torch.ones(2)}, "a.safetensors", safe_serialization=True)
+    assert torch.load("a.pt", weights_only=True)["a"].tolist() == [1, 1]
+    assert load_file("a.safetensors")["a"].tolist() == [1, 1]
+    pretend(num_processes=2, process_index=1, local_process_index=0)
+    accelerator.save({}, "other.pt")
+    accelerator.save_model(network(), "model")
+    assert not Path("other.pt").exists()
+    assert not Path("model").exists()
+    accelerator = accelerate(project_config=ProjectConfiguration(save_on_each_node=True))
+    accelerator.save({}, "other.pt")
+    assert Path("other.pt").exists()
+
+
+def test_a_model_is_saved_under_its_own_names_in_files_of_the_size_asked_for():
+    accelerator = accelerate(dynamo_backend="eager")
+    model = accelerator.prepare(network(2.0))
+    accelerator.save_model(model, "whole")
+    assert load_file("whole/model.safetensors").keys() == {"weight", "bias"}
+    accelerator.save_model(model, "parts", max_shard_size=4)
+    assert len(list(Path("parts").glob("model-*-of-00002.safetensors"))) == 2
+    accelerator.save_model(model, "torch", safe_serialization=False)
+    weights = torch.load("torch/pytorch_model.bin", weights_only=True)
+    assert weights["weight"].item() == 2
+
+
+def trained(**kwargs: Any) -> tuple[Accelerator, tuple[Any, ...], Counter]:
+    """A run of every kind of object, and what it registered."""
+    torch.manual_seed(kwargs.pop("seed", 0))
+    accelerator = accelerate(gradient_accumulation_steps=2, **kwargs)
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    data = loader(6, batch_size=2, shuffle=True)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, accelerator.prepare(model, sgd, StepLR(sgd, 1, gamma=0.5), data), counter
+
+
+def epoch(accelerator: Accelerator, prepared: tuple[Any, ...], skip: int = 0) -> list[Any]:
+    model, optimizer, scheduler, data = prepared
+    seen = []
+    for batch in accelerator.skip_first_batches(data, skip) if skip else data:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(batch[0]) * torch.rand(2, 1)).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        seen.append((batch[0].flatten().tolist(), model.weight.item(), scheduler.get_last_lr()[0]))
+    return seen
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_loaded_state_goes_on_as_the_one_that_was_saved(safe):
+    accelerator, prepared, counter = trained()
+    epoch(accelerator, prepared)
+    counter.count = 7
+    assert accelerator.save_state("saved", safe_serialization=safe) == Path("saved")
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    assert Path("saved", name).exists()
+    expected = [epoch(accelerator, prepared) for _ in range(2)]
+
+    accelerator, prepared, counter = trained(seed=1)
+    accelerator.load_state("saved", map_location="cpu", strict=True)
+    assert [epoch(accelerator, prepared) for _ in range(2)] == expected
+    assert counter.count == 7
+
+
+def test_a_state_may_be_saved_inside_a_window():
+    accelerator, prepared, _ = trained()
+    model, _, _, data = prepared
+    for _ in data:
+        with accelerator.accumulate(model):
+            pass
+        break
+    accelerator.save_state("saved")
+    again, _, _ = trained()
+    again.load_state("saved")
+    assert again.step == accelerator.step == 1
+
+
+def test_states_are_numbered_where_the_project_says_so():
+    project = ProjectConfiguration(
+        project_dir="run", automatic_checkpoint_naming=True, total_limit=2
+    )
+    accelerator, _, counter = trained(project_config=project)
+    for number in range(3):
+        counter.count = number
+        assert accelerator.save_state() == Path(f"run/checkpoints/checkpoint_{number}")
+    assert accelerator.save_iteration == 3
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
+    counter.count = 0
+    accelerator.load_state()
+    assert counter.count == 2
+    project.iteration = 1
+    with pytest.raises(ValueError, match="checkpoint_1"):
+        accelerator.save_state()
+
+
+def test_hooks_take_part_in_saving_and_loading_until_they_are_removed():
+    accelerator, prepared, _ = trained()
+    seen: list[Any] = []
+
+    def before_save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+        seen.append(("save", len(models), sorted(weights.pop())))
+        Path(output_dir, "mine.txt").write_text("mine")
+
+    def before_load(models: list[Any], input_dir: str) -> None:
+        seen.append(("load", models.pop() is prepared[0], Path(input_dir, "mine.txt").read_text()))
+
+    saving = accelerator.register_save_state_pre_hook(before_save)
+    loading = accelerator.register_load_state_pre_hook(before_load)
+    accelerator.save_state("saved")
+    assert not Path("saved/model.safetensors").exists()
+    accelerator.load_state("saved")
+    assert seen == [("save", 1, ["bias", "weight"]), ("load", True, "mine")]
+    saving.remove()
+    loading.remove()
+    accelerator.save_state("saved")
+    accelerator.load_state("saved")
+    assert len(seen) == 2
+    assert Path("saved/model.safetensors").exists()
+
+
+def test_what_has_no_state_cannot_be_registered():
+    accelerator = accelerate()
+    with pytest.raises(ValueError, match="these lack one: number 1, a int; number 2, a dict"):
+        accelerator.register_for_checkpointing(Counter(), 3, {})
+
+
+def test_states_that_cannot_be_saved_or_loaded():
+    accelerator, _, _ = trained()
+    with pytest.raises(TypeError, match="given exclude_frozen"):
+        accelerator.save_state("saved", exclude_frozen=True)
+    with pytest.raises(ValueError, match="output_dir is None"):
+        accelerator.save_state()
+    with pytest.raises(ValueError, match="input_dir is None"):
+        accelerator.load_state()
+    with pytest.raises(ValueError, match="nowhere"):
+        accelerator.load_state("nowhere")
+    accelerator.save_state("saved")
+    with pytest.raises(TypeError, match="map_location"):
+        accelerator.load_state("saved", map_location="moon")
+    accelerator.prepare(network())  # a second model, of which nothing was saved
+    with pytest.raises(CheckpointError, match="model"):
+        accelerator.load_state("saved")
+
+
+# -- tracking ----------------------------------------------------------------------------------
+
+
+class Listed(GeneralTracker):
+    """Keeps what it is told."""
+
+    name = "listed"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, colour: str = "none") -> None:
+        super().__init__()
+        self.seen: list[Any] = [(run_name, colour)]
+
+    @property
+    def tracker(self) -> list[Any]:
+        return self.seen
+
+    def store_init_configuration(self, values: Any) -> None:
+        self.seen.append(values)
+
+    def log(self, values: Any, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("log", values, step, kwargs))
+
+    def log_images(self, values: Any, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("images", values, step, kwargs))
+
+    def log_table(
+        self, table_name: Any, columns: Any, data: Any, dataframe: Any, step: Any, **kwargs: Any
+    ) -> None:
+        self.seen.append(("table", table_name, columns, data, dataframe, step, kwargs))
+
+    def finish(self) -> None:
+        self.seen.append("finished")
+
+
+def test_trackers_are_told_everything():
+    accelerator = accelerate(log_with=Listed)
+    assert accelerator.log_with == [Listed]
+    accelerator.init_trackers("digits", {"lr": 0.1}, {"listed": {"colour": "red"}})
+    options = {"listed": {"wide": True}}
+    accelerator.log({"loss": 0.5}, step=3, log_kwargs=options)
+    accelerator.log_images({"x": [1]}, step=4, log_kwargs=options)
+    accelerator.log_table("t", ["a"], [[1]], step=5, log_kwargs=options)
+    accelerator.log_table("f", dataframe="frame")
+    accelerator.log({"loss": 0.25})
+    (tracker,) = accelerator.trackers
+    assert accelerator.get_tracker("listed") is tracker
+    seen = accelerator.get_tracker("listed", unwrap=True)
+    accelerator.end_training()
+    assert seen == [
+        ("digits", "red"),
+        {"lr": 0.1},
+        ("log", {"loss": 0.5}, 3, {"wide": True}),
+        ("images", {"x": [1]}, 4, {"wide": True}),
+        ("table", "t", ["a"], [[1]], None, 5, {"wide": True}),
+        ("table", "f", None, None, "frame", None, {}),
+        ("log", {"loss": 0.25}, None, {}),
+        "finished",
+    ]
+
+
+def test_trackers_that_write_files_are_given_the_logging_dir():
+    accelerator = accelerate(log_with="tensorboard", project_dir="run")
+    accelerator.init_trackers("digits")
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert list(Path("run").rglob("events.out.*"))
+
+
+# -- the object --------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_accelerator_itself():
+    accelerator = accelerate()
+    assert copy.deepcopy({"a": accelerator})["a"] is accelerator
+
+
+def test_prepared_objects_can_be_pickled():
+    accelerator, prepared, _ = trained()
+    model, optimizer, scheduler, data = pickle.loads(pickle.dumps(prepared))
+    assert model.weight.item() == 1
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.01
+    assert sorted(x for batch in read(data) for x in batch) == [0, 1, 2, 3, 4, 5]
+    assert accelerator.num_processes == 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -16,27 +17,42 @@ if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
 
+logger = logging.getLogger(__name__)
+
+# The names that are ranked with their scores, the newest, and those not wanted any more.
+_Decisions = tuple[dict[str, float], list[str], list[str]]
+
+
 def _name_at(step: int) -> str:
     return f"step-{step:08d}"
 
 
 class ModelCheckpoint(Callback):
-    """Save when due; keep the best, the last, and nothing else that it wrote.
+    """Save when due; keep the best, the newest, and nothing else that it wrote.
 
     It acts in ``on_boundary`` and decides only; the Trainer writes. A checkpoint is ranked if the
     metric was reduced at the very update that it holds (let ``every`` be a multiple of
-    ``val_every``); otherwise, and where the value is not finite, it is saved as the last one only.
-    What a save displaces is removed after the save is committed. The final update is saved by the
-    same rules even where it is not due.
+    ``val_every``); otherwise, and where the value is not finite, it is only among the newest. Of
+    equal ones the earlier stays. What a save displaces is removed after the save is committed. The
+    final update is saved by the same rules even where it is not due.
 
     Args:
         monitor: Name of the metric that ranks the checkpoints. None ranks the newest first.
         mode: ``min`` if smaller is better, ``max`` if larger is.
-        every: How often to save, an interval such as ``"1 epoch"``, ``500`` or ``"30 minutes"``.
+        every: When to save, an interval such as ``"1 epoch"``, ``500`` or ``"30 minutes"``.
         save_top_k: How many of the best to keep; -1 keeps every checkpoint, 0 none for its rank.
-        save_last: Save whenever due, whatever the rank, and keep the newest.
+        save_last: Save whenever due, whatever the rank, and keep so many of the newest; True is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked: the run
             that goes on from it ranks the update itself, and removes it if it would not be kept.
+        on_exception: Save the weights of a process that fails, for a look at them, as
+            ``exception-<step>-rank-<rank>``. No run goes on from them.
+        save_weights_only: Leave out what a run needs to go on; ``ckpt_path="auto"`` and ``"last"``
+            pass such checkpoints over.
+        background: Write while the training goes on: the update that saves waits only until the
+            state is copied to memory of the host. The checkpoint is there a little later, at the
+            latest when the next is due or `fit` ends.
+        on_save_error: What a save that fails does, a full disk for example: ``raise`` ends the run,
+            ``warn`` tells it in the log and keeps what an earlier save has left.
         dirpath: Folder of the checkpoints, by default the Trainer's. Two instances in one run need
             two folders.
 
@@ -57,31 +73,45 @@ class ModelCheckpoint(Callback):
         mode: Mode = "min",
         every: Interval | str | int = "1 epoch",
         save_top_k: int = 1,
-        save_last: bool = True,
+        save_last: bool | int = True,
         on_preemption: bool = True,
+        on_exception: bool = False,
+        save_weights_only: bool = False,
+        background: bool = True,
+        on_save_error: Literal["raise", "warn"] = "raise",
         dirpath: str | Path | None = None,
     ) -> None:
         if save_top_k < -1 or save_top_k != int(save_top_k):
             raise ValueError(f"save_top_k must be -1 (all), 0 or a count, got {save_top_k!r}.")
+        if save_last < 0 or save_last != int(save_last):
+            raise ValueError(f"save_last must be True, False or a count, got {save_last!r}.")
         if save_top_k == 0 and not save_last:
             raise ValueError(
                 "save_top_k=0 with save_last=False would never save. "
                 "To train without checkpoints use Trainer(checkpointing=False)."
             )
+        if on_save_error not in ("raise", "warn"):
+            raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}.")
         ranking = Monitor("step" if monitor is None else monitor, mode)
         self.monitor = None if monitor is None else ranking
         self.every = Interval.parse(every)
         self.save_top_k = save_top_k
-        self.save_last = save_last
+        self.save_last = int(save_last)
         self.saves_on_preemption = on_preemption
+        self.saves_on_exception = on_exception
+        self.save_weights_only = save_weights_only
+        self.background = background
+        self.on_save_error = on_save_error
         self.dirpath = dirpath
         self.directory: Path | None = None
         # All names are relative to the directory, so that a project may move.
         self._scores: dict[str, float] = {}  # the k best, best first
-        self._last: str | None = None
+        self._newest: list[str] = []  # oldest first
         self._displaced: list[str] = []  # not wanted any more, but perhaps still there
+        self._before: _Decisions | None = None  # until the latest save is known to have succeeded
         self._handled: Progress | None = None  # the last boundary that was looked at
         self._restored = False
+        self._training = False
 
     @property
     def best_k_models(self) -> dict[Path, float]:
@@ -101,7 +131,7 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> Path | None:
         """The newest checkpoint."""
-        return None if self._last is None else self._path(self._last)
+        return self._path(self._newest[-1]) if self._newest else None
 
     @property
     def state_key(self) -> str:
@@ -115,7 +145,7 @@ class ModelCheckpoint(Callback):
         unit = self.every.unit
         return {
             "scores": dict(self._scores),
-            "last": self._last,
+            "newest": list(self._newest),
             "displaced": list(self._displaced),
             "handled": {unit: getattr(self._handled, unit)} if self._handled else None,
         }
@@ -123,7 +153,7 @@ class ModelCheckpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the decisions in ``state``."""
         self._scores = self._rank(state["scores"])
-        self._last = state["last"]
+        self._newest = list(state["newest"])
         self._displaced = list(state["displaced"])
         handled = state["handled"] or {}
         same_unit = self.every.unit in handled
@@ -149,13 +179,22 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Take up the decisions of the run that goes on, or begin anew."""
         if trainer.global_step == 0:
-            self._scores, self._last, self._displaced, self._handled = {}, None, [], None
+            self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         elif self._restored:
             self._forget_missing(trainer)
             # A run that died between a commit and the removal of what it displaced; but never the
             # checkpoint that this one goes on from.
-            self._remove_displaced(trainer, keep=_name_at(trainer.global_step))
+            here = _name_at(trainer.global_step)
+            for displaced in self._displaced:
+                if displaced != here:
+                    trainer.remove_checkpoint(self._path(displaced))
+            self._displaced = [name for name in self._displaced if name == here]
         self._restored = False
+        self._before = None
+        self._training = True
+        if self.on_save_error == "raise" and not trainer.fast_dev_run:
+            assert self.directory is not None  # since `setup`
+            trainer.require_space(self.directory)
         self._handled = self._handled or trainer.progress
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
@@ -167,18 +206,34 @@ class ModelCheckpoint(Callback):
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
         """Save, for the next start alone."""
-        if not self.saves_on_preemption or trainer.fast_dev_run:
+        self._settle(trainer)
+        if not self.saves_on_preemption or self.save_weights_only or trainer.fast_dev_run:
             return
         name = _name_at(trainer.global_step)
-        if name != self._last and name not in self._scores:
+        if name not in self._newest and name not in self._scores:
             self._displaced = sorted({*self._displaced, name})
         path = trainer.save_checkpoint(self._path(name))
         trainer.accelerator.print(f"Saved to {path}; fit(ckpt_path='auto') goes on from there.")
 
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """Save this process's weights, if asked for; not where somebody wants the end at once."""
+        asked = self.saves_on_exception and isinstance(exception, Exception)
+        if not asked or not self._training or trainer.fast_dev_run:
+            return
+        rank = trainer.accelerator.process_index
+        name = f"exception-{trainer.global_step:08d}-rank-{rank:05d}"
+        path = trainer.save_own_weights(self._path(name))
+        logger.warning("The weights at the exception are in %s.", path)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """The stage is over."""
+        self._training = False
+
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Save the final update if it was not saved."""
-        if trainer.global_step > 0 and self._last != _name_at(trainer.global_step):
+        """Save the final update if it was not saved, and wait until all is written."""
+        if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
             self._save(trainer, self._score(trainer))
+        self._settle(trainer)
 
     def _path(self, name: str) -> Path:
         if self.directory is None:
@@ -199,7 +254,8 @@ class ModelCheckpoint(Callback):
         return value if value is not None and math.isfinite(value) else None
 
     def _save(self, trainer: Trainer, score: float | None) -> None:
-        """Save this update if it is worth keeping, then remove what it displaced."""
+        """Save this update if it is worth keeping, and remove what it displaces."""
+        self._settle(trainer)
         name, keep_all = _name_at(trainer.global_step), self.save_top_k == -1
         scores = self._scores
         if score is not None:
@@ -209,25 +265,39 @@ class ModelCheckpoint(Callback):
             return
         # Decide first: the checkpoint must hold its own decisions, and if the run dies between the
         # commit and the removal, the next one knows what is left to remove.
+        self._before = self._scores, self._newest, self._displaced
+        newest = [*(each for each in self._newest if each != name), name][-max(self.save_last, 1) :]
         if not keep_all:
-            ours = {*self._scores, *self._displaced, *([self._last] if self._last else [])}
-            self._displaced = sorted(ours - {*scores, name})
-        self._scores, self._last = scores, name
-        trainer.save_checkpoint(self._path(name))
-        self._remove_displaced(trainer)
+            ours = {*self._scores, *self._newest, *self._displaced}
+            kept = {*scores, name, *(newest if self.save_last else [])}
+            self._displaced = sorted(ours - kept)
+        self._scores, self._newest = scores, newest
+        trainer.save_checkpoint(
+            self._path(name),
+            weights_only=self.save_weights_only,
+            background=self.background,
+            required=self.on_save_error == "raise",
+            displaces=[self._path(displaced) for displaced in self._displaced],
+        )
+        if not self.background:
+            self._settle(trainer)
 
-    def _remove_displaced(self, trainer: Trainer, keep: str | None = None) -> None:
-        for displaced in self._displaced:
-            if displaced != keep:
-                trainer.remove_checkpoint(self._path(displaced))
-        self._displaced = [name for name in self._displaced if name == keep]
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the latest save; one that failed decides nothing."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        if trainer.wait_for_save():
+            self._displaced = []
+        else:
+            self._scores, self._newest, self._displaced = before
 
     def _forget_missing(self, trainer: Trainer) -> None:
         """Forget checkpoints that are not there: the run may go on in another folder.
 
         A folder counts as missing if any rank lacks it, so that all ranks go on deciding alike.
         """
-        names = sorted({*self._scores, *self._displaced, *([self._last] if self._last else [])})
+        names = sorted({*self._scores, *self._newest, *self._displaced})
         if not names:
             return
         lacking = torch.tensor([float(not self._path(name).is_dir()) for name in names])
@@ -235,4 +305,4 @@ class ModelCheckpoint(Callback):
         missing = {name for name, ranks in zip(names, lacking.tolist(), strict=True) if ranks}
         self._scores = {name: s for name, s in self._scores.items() if name not in missing}
         self._displaced = [name for name in self._displaced if name not in missing]
-        self._last = None if self._last in missing else self._last
+        self._newest = [name for name in self._newest if name not in missing]

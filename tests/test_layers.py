@@ -47,6 +47,7 @@ FLOORS = {
     "trainer.module": 8,
     "trainer.trainer": 9,
     "trainer.__main__": 10,
+    "trainer.hparams": 7,
     "trainer.cli": 10,
     "trainer.launchers": 10,
     "trainer.utils": 10,

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer import checkpoint as disk
+from trainer.errors import CheckpointError
+from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.tree import find_batch_size, to_device
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
+
+M = TypeVar("M", bound="TrainModule")
+
+_TRAINER = "trainer"  # the stem of what a checkpoint of a run holds beside its weights
 
 
 class TrainModule(nn.Module):
@@ -34,6 +45,90 @@ class TrainModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._trainer: Trainer | None = None
+
+    # -- what it was made of -------------------------------------------------------------------
+
+    def save_hyperparameters(
+        self,
+        *names: str | Mapping[str, Any] | Namespace,
+        ignore: str | Iterable[str] | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of ``__init__`` in `hparams`; call it there.
+
+        Checkpoints hold them, so that `load_from_checkpoint` can make the module again, and
+        trackers are told. Called by a base class it keeps the arguments of the subclass too. Values
+        are those that the names have at the call, copied.
+
+        They must be plain data: numbers, texts, None, bytes, dtypes, devices, and lists, tuples,
+        sets and dicts of these, nested at will. Paths are kept as text, members of enumerations
+        that are numbers or texts as these, numpy's numbers as Python's, other mappings as dicts.
+
+        Args:
+            *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values;
+                all arguments unless given. Where ``__init__`` took that dict as one argument,
+                `load_from_checkpoint` passes it as such.
+            ignore: Arguments to leave out, such as a module that was passed in. Names that there
+                are no arguments of are all right: a base class may name those of subclasses.
+            logger: Trackers are told.
+
+        Raises:
+            TypeError: A value is not plain data, or was passed by position in ``*args``.
+            ValueError: There is no argument of that name.
+            RuntimeError: Called outside ``__init__`` without values.
+        """
+        keep(self, names, sys._getframe(1), ignore=ignore, private=not logger)
+
+    @property
+    def hparams(self) -> HyperParameters:
+        """What `save_hyperparameters` kept: a dict whose items are attributes too.
+
+        A checkpoint holds the values as they are when it is saved.
+        """
+        return kept_by(self).values
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[M],
+        path: str | os.PathLike[str],
+        *,
+        map_location: str | torch.device | None = None,
+        strict: bool = True,
+        **kwargs: Any,
+    ) -> M:
+        """Make a module as a checkpoint holds it, without a Trainer.
+
+        The checkpoint is verified. The class is called with the arguments that were saved
+        (`save_hyperparameters`), then come `configure_model`, the weights, and, where a run saved
+        it, `on_load_checkpoint`. The module is as ``__init__`` leaves it, in training mode: call
+        ``eval()`` before you use it to predict.
+
+        Args:
+            path: The checkpoint's folder, whole or with the weights only.
+            map_location: The device that the module is put on; it stays where ``__init__`` made it
+                unless given.
+            strict: All names of weights must fit. False loads those that do and lists the others in
+                the log; shapes must fit in any case.
+            **kwargs: Arguments for the class; they take the place of saved ones.
+
+        Raises:
+            CheckpointError: There is no sound checkpoint at `path`, the class does not take the
+                arguments that were saved, or the weights do not fit the module.
+            TypeError: An argument is neither saved nor given, the class does not take one that was
+                given, or `map_location` is no device.
+            ValueError: There is no such device as `map_location`.
+        """
+        device = None if map_location is None else _device(map_location)
+        folder = _checkpoint_at(path)
+        manifest = disk.verify(folder)
+        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder)
+        module.configure_model()
+        module.to(device)
+        weights = disk.load_weights(folder)
+        disk.load_into(module, weights, where=folder / disk.WEIGHTS_NAME, strict=strict)
+        if f"{_TRAINER}.json" in manifest["files"]:
+            module.on_load_checkpoint(disk.load_tree(folder, _TRAINER)["extra"])
+        return module
 
     # -- the run -------------------------------------------------------------------------------
 
@@ -339,3 +434,33 @@ class TrainModule(nn.Module):
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After `predict_step`."""
+
+
+def _device(map_location: str | torch.device) -> torch.device:
+    if not isinstance(map_location, (str, torch.device)):
+        raise TypeError(
+            f"map_location is {map_location!r}; it must be a device, such as 'cpu' or 'cuda:0'."
+        )
+    try:
+        return torch.device(map_location)
+    except RuntimeError as error:
+        raise ValueError(
+            f"map_location is {map_location!r}; it must be a device, such as 'cpu' or 'cuda:0'."
+        ) from error
+
+
+def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
+    """The folder of one checkpoint; what else a path may be is an error that says what to give."""
+    folder = Path(path).expanduser()
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; give the checkpoint's folder, {folder.parent}.")
+    for root in (folder, folder / "checkpoints"):
+        if found := disk.committed(root):
+            raise CheckpointError(
+                f"{folder} is a folder of checkpoints; give one of them, such as the newest, "
+                f"{found[-1]}."
+            )
+    folder = disk.locate(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {folder}: no such folder.")
+    return folder

@@ -23,7 +23,7 @@ from trainer.configuration import (
     ProjectConfiguration,
 )
 from trainer.data.loader import Feed
-from trainer.errors import CheckpointError, Preempted
+from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
@@ -35,7 +35,7 @@ from trainer.loops.record import Recorder
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Limit, Settings
 from trainer.loops.signals import watch_signals
-from trainer.loops.snapshot import save_run
+from trainer.loops.snapshot import require_space, save_run, save_weights_alone
 from trainer.loops.stage import stage_of
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
@@ -94,8 +94,9 @@ class Trainer:
         megatron_lm_plugin: See `Accelerator`.
         dynamo_backend: See `Accelerator`; the Trainer does not compile yet and says so.
         kwargs_handlers: See `Accelerator`.
-        project_config: Its `project_dir` is used where none is given; what is kept of the
-            checkpoints is up to `ModelCheckpoint`.
+        project_config: Its `project_dir` is used where none is given. With `save_on_each_node` the
+            machines need share no disk: each keeps whole checkpoints. How many is up to
+            `ModelCheckpoint`.
 
     Attributes:
         callbacks: In the order in which they are called.
@@ -204,6 +205,7 @@ class Trainer:
                 run_name=run_name,
                 log_with=log_with,
                 writes=not settings.fast_dev_run,
+                on_each_node=project_config is not None and project_config.save_on_each_node,
             ),
             callbacks=self.callbacks,
             trainer=self,
@@ -266,8 +268,12 @@ class Trainer:
             self._recorder, self._counters = run.recorder, run.counters
             try:
                 fit(run)
+                run.writer.wait()
             except Preempted:
                 watch.answered = True
+                raise
+            except KeyboardInterrupt:
+                run.writer.abandon()
                 raise
 
     def validate(
@@ -324,13 +330,32 @@ class Trainer:
             outputs = predict(run, feeds)
         return outputs[0] if outputs is not None and len(feeds) == 1 else outputs
 
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> Path:
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        weights_only: bool = False,
+        background: bool = False,
+        required: bool = True,
+        displaces: Sequence[Path] = (),
+    ) -> Path | None:
         """Save the latest fit; every process calls it, at a boundary or after the fit.
 
+        Args:
+            path: The checkpoint's folder. A checkpoint there is replaced.
+            weights_only: Leave out what a run needs to go on.
+            background: Return when the state is copied, and write while the training goes on. One
+                save is in flight at a time; the next waits for it, and so does the end of `fit`.
+            required: A failure to write ends the run; otherwise the log tells it.
+            displaces: Checkpoints to remove once this one is committed.
+
         Returns:
-            The committed checkpoint.
+            The checkpoint, which is committed unless it is written in the background; None if it
+            failed without being required.
 
         Raises:
+            CheckpointError: On all processes alike; the text names what failed and where. If the
+                disk fails a save in the background, that ends the run at the next update.
             RuntimeError: There was no fit, or it is inside a window.
         """
         run = self._fit
@@ -341,25 +366,63 @@ class Trainer:
                 "save_checkpoint was called inside a window, where the run is between two states. "
                 "Call it in on_boundary, in on_train_end, or after fit."
             )
-        return save_run(
+        target = Path(path)
+        saved = save_run(
             run,
-            Path(path),
+            target,
             trainer=self,
             callbacks=self.callbacks,
             configuration=self._parts.settings.describe(),
+            weights_only=weights_only,
+            background=background and self._run is run,  # after the fit nobody would wait for it
+            required=required,
+            displaces=displaces,
+            on_each_node=self._parts.project.on_each_node,
         )
+        return target if saved else None
+
+    def require_space(self, folder: Path) -> None:
+        """See that a checkpoint of the fit at hand will fit on the disk; every process calls it.
+
+        Raises:
+            CheckpointError: On all processes alike, if there is too little space.
+        """
+        run = self._fit_run("require_space")
+        require_space(run, folder, on_each_node=self._parts.project.on_each_node)
+
+    def wait_for_save(self) -> bool:
+        """Wait for the save in flight, if any; every process calls it.
+
+        Returns:
+            Whether the latest save of the fit succeeded, or there was none.
+
+        Raises:
+            CheckpointError: It was required and failed; on all processes alike.
+        """
+        return self._fit is None or self._fit.writer.wait()
+
+    def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
+        """Save the weights as this process has them; no other one takes part.
+
+        For a process that has failed while the others may wait for it: its state may be in the
+        middle of an update.
+
+        Raises:
+            RuntimeError: No fit is at hand.
+            CheckpointError: There is something else at `path`.
+            OSError: The disk refuses.
+        """
+        run = self._fit_run("save_own_weights")
+        return save_weights_alone(run, Path(path), self._parts.settings.describe())
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; every process may call it, rank 0 does it.
+        """Remove a checkpoint; every process may call it, one a disk does it.
 
         What cannot be removed is told in the log: it must not cost the run, and the other processes
         would not hear of an error here.
         """
-        if self.accelerator.is_main_process:
-            try:
-                disk.remove(Path(path))
-            except (CheckpointError, OSError):
-                logger.warning("An old checkpoint was not removed.", exc_info=True)
+        if disk.keeps(self.accelerator.state, self._parts.project.on_each_node):
+            disk.remove_or_tell(Path(path))
 
     # -- where the run stands ------------------------------------------------------------------
 
@@ -580,6 +643,7 @@ class Trainer:
         run, self._run, self._feed = self._run, None, None
         try:
             if isinstance(run, FitRun):
+                run.writer.close()
                 run.agreement.settle()
                 for feed in (run.feed, *run.val_feeds):
                     feed.close()
@@ -660,15 +724,12 @@ def _project_dir_of(
     """The folder that both say."""
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(f"project_config is {config!r}; it must be a ProjectConfiguration.")
-    for name, instead in (
-        ("total_limit", "pass callbacks=[ModelCheckpoint(save_top_k=…)]"),
-        ("save_on_each_node", "let the machines share project_dir"),
-    ):
-        if getattr(config, name):
-            raise ValueError(
-                f"ProjectConfiguration({name}={getattr(config, name)!r}) concerns the "
-                f"Accelerator's save_state, which the Trainer does not use; {instead}."
-            )
+    if config.total_limit:
+        raise ValueError(
+            f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "
+            "save_state, which the Trainer does not use; pass callbacks=[ModelCheckpoint("
+            "save_last=…)]."
+        )
     return config.project_dir if project_dir is None else project_dir
 
 

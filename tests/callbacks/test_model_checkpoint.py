@@ -84,6 +84,7 @@ def test_without_monitor_the_newest_is_the_best(tmp_path):
 
 def test_a_checkpoint_holds_its_own_decisions(tmp_path):
     trainer, callback = run(tmp_path, [2.0, 1.0], monitor="loss", every=1)
+    trainer.end()
     resumed, second = trainer_with(tmp_path, monitor="loss", every=1)
     resumed.states = trainer.states
     resumed.resume("step-00000002")

@@ -143,7 +143,6 @@ def end_of(folder: Path) -> Any:
         verify(checkpoint)
     newest = checkpoints[-1]
     state = load_tree(newest, "trainer")
-    state.pop("record_offset")  # in bytes, of lines that hold the time
     leftovers = sorted(path.name for path in (folder / "checkpoints").iterdir())
     records = [without_time(record) for record in read_metrics(folder / "metrics.jsonl")]
     for record in records:

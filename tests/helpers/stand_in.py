@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,11 @@ class TrainerStandIn:
     optimizers: list[Any] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     states: dict[str, list[Any]] = field(default_factory=dict)  # by name of the checkpoint
+    kinds: dict[str, tuple[bool, bool, bool]] = field(default_factory=dict)
+    saved: bool = True
+    space_asked: list[Path] = field(default_factory=list)
+    waits: int = 0
+    fail_saves: set[str] = field(default_factory=set)
     fail_at_removal: bool = False
 
     @property
@@ -81,10 +86,31 @@ class TrainerStandIn:
         self.bar_values_read += 1
         return self.bar_values
 
-    def save_checkpoint(self, path: Path) -> Path:
+    def save_checkpoint(
+        self,
+        path: Path,
+        *,
+        weights_only: bool = False,
+        background: bool = False,
+        required: bool = True,
+        displaces: Sequence[Path] = (),
+    ) -> Path | None:
+        self.kinds[path.name] = (weights_only, background, required)
+        self.saved = path.name not in self.fail_saves
+        if not self.saved:
+            return path if background else None
         self.states[path.name] = json.loads(json.dumps([c.state_dict() for c in self.callbacks]))
         path.mkdir(parents=True)
+        for displaced in displaces:
+            self.remove_checkpoint(displaced)
         return path
+
+    def require_space(self, folder: Path) -> None:
+        self.space_asked.append(folder)
+
+    def wait_for_save(self) -> bool:
+        self.waits += 1
+        return self.saved
 
     def remove_checkpoint(self, path: Path) -> None:
         if self.fail_at_removal:

@@ -172,7 +172,7 @@ def _names(name: str, count: int) -> list[str]:
 
 def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
     """A portable tensor without the rest of a bigger storage, which ``torch.save`` would write."""
-    stored = portable(tensor, where)
+    stored = portable(tensor, where).cpu()
     return stored.clone() if stored.untyped_storage().nbytes() > _bytes(stored) else stored
 
 

@@ -35,7 +35,7 @@ def offload_weight(
         folder: An existing folder.
         index: What is in the folder; the weight is added, and the same dict returned.
     """
-    raw = portable(weight, f"The weight {name!r}").reshape(-1).view(torch.uint8)
+    raw = portable(weight, f"The weight {name!r}").cpu().reshape(-1).view(torch.uint8)
     write_whole(Path(folder) / f"{name}.dat", lambda path: raw.numpy().tofile(path))
     dtype = str(weight.dtype).removeprefix("torch.")
     index[name] = {"dtype": dtype, "shape": list(weight.shape)}

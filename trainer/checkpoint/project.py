@@ -11,8 +11,8 @@ from typing import Any
 from trainer.checkpoint import state
 from trainer.checkpoint.layout import is_ours, remove
 from trainer.checkpoint.restore import Prepared, logger
-from trainer.checkpoint.save import refuse_together, together
-from trainer.checkpoint.state import LoadHook, Processes, SaveHook, examine
+from trainer.checkpoint.save import Ranks, keeps, refuse_together, together
+from trainer.checkpoint.state import LoadHook, SaveHook, examine
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"checkpoint_(\d+)")
 def save_state(
     output_dir: str | os.PathLike[str] | None,
     prepared: Prepared,
-    processes: Processes,
+    processes: Ranks,
     project: ProjectConfiguration,
     *,
     safe_serialization: bool = True,
@@ -51,7 +51,7 @@ def save_state(
             stands.
     """
     naming, each = project.automatic_checkpoint_naming, project.save_on_each_node
-    main = processes.is_local_main_process if each else processes.is_main_process
+    main = keeps(processes, each)
     if naming:
         target = _root(project) / f"checkpoint_{project.iteration}"
         refuse_together(lambda: _refuse_existing(target), processes, here=main)
@@ -81,7 +81,7 @@ def save_state(
 def load_state(
     input_dir: str | os.PathLike[str] | None,
     prepared: Prepared,
-    processes: Processes,
+    processes: Ranks,
     project: ProjectConfiguration,
     *,
     hooks: Iterable[LoadHook] = (),
@@ -162,10 +162,10 @@ def _rotate(saved: Path, limit: int) -> None:
         remove(path)
 
 
-def _newest(project: ProjectConfiguration, processes: Processes) -> Path:
+def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
     """The checkpoint of the highest number that is sound wherever it is read."""
     root, each = _root(project), project.save_on_each_node
-    main = processes.is_local_main_process if each else processes.is_main_process
+    main = keeps(processes, each)
     what = f"Choosing a checkpoint in {root}"
     listed = together(what, lambda: set(_numbered(root)) if main else None, processes)
     common = set.intersection(*(numbers for numbers in listed if numbers is not None))

@@ -1,18 +1,30 @@
 """Saving and choosing checkpoints on all ranks together: each step succeeds on all or fails on all.
 
-Every function here is collective: all ranks call it, in the same order. They share one disk.
+Every function here is collective: all ranks call it, in the same order. Either they share one disk,
+and rank 0 keeps the checkpoints, or each machine has its own, and the first rank of each does.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from trainer.checkpoint.layout import commit, committed, discard, open_staging, verify
+from trainer.checkpoint.layout import (
+    commit,
+    committed,
+    discard,
+    open_staging,
+    read_manifest,
+    remove,
+    step_of,
+    verify,
+)
 from trainer.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -28,8 +40,30 @@ class Ranks(Protocol):
         """Whether this is rank 0."""
 
     @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank within its machine."""
+
+    @property
     def num_processes(self) -> int:
         """How many ranks there are."""
+
+
+def keeps(state: Ranks, on_each_node: bool) -> bool:
+    """Whether this rank keeps the checkpoints of its disk."""
+    return state.is_local_main_process if on_each_node else state.is_main_process
+
+
+def keeper_of(state: Ranks, on_each_node: bool) -> int:
+    """The rank that keeps the checkpoints of this rank's disk."""
+    return state.process_index - state.local_process_index if on_each_node else 0
 
 
 def save(
@@ -40,18 +74,25 @@ def save(
     manifest: Mapping[str, Any],
     state: Ranks,
     group: dist.ProcessGroup | None = None,
+    on_each_node: bool = False,
+    needs: int = 0,
+    displaces: Iterable[Path] = (),
 ) -> Path:
     """Save a checkpoint on all ranks and commit it once every rank has written its part.
 
     Args:
         target: The checkpoint's path; a checkpoint there is replaced.
-        write_shared: Called on rank 0 with the staging folder.
-        write_rank: Called on every rank with the staging folder, on rank 0 after ``write_shared``.
-            Its files' names hold the rank (:func:`trainer.checkpoint.rank_stem`).
-        manifest: Fields for the manifest; those of rank 0 are written.
+        write_shared: Called on the ranks that keep checkpoints with the staging folder.
+        write_rank: Called on every rank with the staging folder, after ``write_shared``. Its files'
+            names hold the rank (:func:`trainer.checkpoint.rank_stem`).
+        manifest: Fields for the manifest; those of the rank that keeps it are written.
         state: The ranks.
         group: The process group to agree over. A save in the background needs one of its own, since
             the collectives of training would mix with these.
+        on_each_node: The machines share no disk: each keeps a checkpoint.
+        needs: Bytes that will be written to a disk; they must be free.
+        displaces: Checkpoints to remove after the commit. What cannot be removed is told in the
+            log.
 
     Returns:
         The committed checkpoint, on every rank and not before it is committed.
@@ -60,40 +101,76 @@ def save(
         CheckpointError: On every rank alike, if any rank failed; the text names the rank. Nothing
             is committed then, and what was at ``target`` is still there.
     """
-    main = state.is_main_process
+    keeper = keeps(state, on_each_node)
+
+    def open_() -> Path:
+        if not keeper:
+            return target
+        require_space(target.parent, needs)
+        return open_staging(target)
 
     def write() -> None:
-        if main:
+        if keeper:
             write_shared(staging)
         write_rank(staging)
 
     what = f"Saving {target}"
-    opened = together(what, lambda: open_staging(target) if main else target, state, group)
-    staging = opened[0]
+    opened = together(what, open_, state, group)
+    staging = opened[keeper_of(state, on_each_node)]
     try:
         together(what, write, state, group)
-        done = together(
-            what, lambda: commit(staging, target, manifest) if main else target, state, group
-        )
+        together(what, lambda: commit(staging, target, manifest) if keeper else None, state, group)
     except CheckpointError:
-        if main:
+        if keeper:
             discard(staging)
         raise
-    return done[0]
+    for path in displaces if keeper else ():
+        remove_or_tell(path)
+    return target
+
+
+def remove_or_tell(path: Path) -> None:
+    """Delete a checkpoint that is not wanted any more; failing, told in the log, costs no run."""
+    try:
+        remove(path)
+    except (CheckpointError, OSError):
+        logger.warning("An old checkpoint was not removed.", exc_info=True)
+
+
+def require_space(folder: Path, needs: int) -> None:
+    """See that so many bytes are free where a folder is, or will be made.
+
+    Raises:
+        CheckpointError: They are not.
+    """
+    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    free = shutil.disk_usage(there).free
+    if free < needs:
+        raise CheckpointError(
+            f"a checkpoint takes {needs / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free in "
+            f"{there}. "
+            "Free some space, or keep fewer checkpoints: ModelCheckpoint(save_top_k=…)"
+        )
 
 
 def newest_sound(
-    root: Path, state: Ranks, *, group: dist.ProcessGroup | None = None
+    root: Path,
+    state: Ranks,
+    *,
+    group: dist.ProcessGroup | None = None,
+    on_each_node: bool = False,
 ) -> Path | None:
-    """The newest checkpoint whose every byte is as it was written; the same on all ranks.
+    """The newest checkpoint of a run whose every byte is as it was written; alike on all ranks.
 
-    Rank 0 reads the candidates in full, newest first. A damaged one is told in a warning of the
-    log. Call :func:`trainer.checkpoint.sweep` before, on rank 0.
+    The candidates are read in full, newest first, until one is sound; where each machine has its
+    disk, one that all have. Damage is told in a warning of the log. Folders that hold weights alone
+    are left out. Call :func:`trainer.checkpoint.sweep` before.
 
     Args:
         root: The folder of checkpoints.
         state: The ranks.
         group: The process group to agree over.
+        on_each_node: The machines share no disk.
 
     Returns:
         The checkpoint, or None where there is none at all.
@@ -102,19 +179,35 @@ def newest_sound(
         CheckpointError: On every rank alike, if there are checkpoints but none is sound: to start
             from nothing then would throw a run away.
     """
+    keeper, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
 
-    def choose() -> Path | None:
-        candidates = committed(root)
-        sound = next(filter(_is_sound, reversed(candidates)), None)
-        if candidates and sound is None:
-            raise CheckpointError(
-                f"none of the {len(candidates)} checkpoints there is sound (the log says what is "
-                "wrong with each). Move them away to start anew."
-            )
-        return sound
+    def list_() -> dict[int, Path] | None:
+        here = [path for path in committed(root) if not holds_weights_only(path)]
+        return {step_of(path) or 0: path for path in here} if keeper else None
 
-    what = f"Choosing a checkpoint in {root}"
-    return together(what, lambda: choose() if state.is_main_process else None, state, group)[0]
+    found = together(what, list_, state, group)
+    listed = [set(each) for each in found if each is not None]
+    everywhere, some = set.intersection(*listed), set.union(*listed)
+    own = found[keeper_of(state, on_each_node)] or {}
+    for step in sorted(everywhere, reverse=True):
+        path = own[step]
+        if all(together(what, lambda: not keeper or _is_sound(path), state, group)):  # noqa: B023
+            return path
+    if some:
+        which = f"none of the {len(some)} checkpoints there is sound"
+        raise CheckpointError(
+            f"{what} failed: {which}{' on every machine' if len(listed) > 1 else ''} (the log says "
+            "what is wrong with each). Move them away to start anew."
+        )
+    return None
+
+
+def holds_weights_only(path: Path) -> bool:
+    """Whether a checkpoint was saved without what a run needs to go on."""
+    try:
+        return bool(read_manifest(path).get("weights_only", False))
+    except CheckpointError:
+        return False  # damaged: whoever wants to use it will be told
 
 
 def refuse_together(check: Callable[[], object], state: Ranks, *, here: bool) -> None:
@@ -171,7 +264,7 @@ def together(
         outcome = work(), None
     except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait to hear of it
         cause = error
-        outcome = None, str(error) if isinstance(error, CheckpointError) else repr(error)
+        outcome = None, _told(error)
     outcomes: list[Any] = [outcome]
     if state.num_processes > 1:
         outcomes = [None] * state.num_processes
@@ -184,3 +277,14 @@ def together(
     if failures:
         raise CheckpointError(f"{what} failed {'; '.join(failures)}.") from cause
     return [result for result, _ in outcomes]
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{error!r}. The disk, or the quota on it, is full; earlier checkpoints are as they "
+            "were. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
+        )
+    return repr(error)

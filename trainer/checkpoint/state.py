@@ -21,7 +21,7 @@ import platform
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recov
 from trainer.checkpoint.layout import MANIFEST, verify
 from trainer.checkpoint.model import write_weights_file
 from trainer.checkpoint.restore import Prepared, Stored, apply, check, loader_state, logger
-from trainer.checkpoint.save import Ranks, refuse_together, together
+from trainer.checkpoint.save import Ranks, keeper_of, keeps, refuse_together, together
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.weights import separate_tied
 from trainer.errors import CheckpointError
@@ -43,26 +43,10 @@ _KIND = "accelerator"
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
-class Processes(Ranks, Protocol):
-    """What is needed to know of the processes; ``PartialState`` has it."""
-
-    @property
-    def process_index(self) -> int:
-        """The rank."""
-
-    @property
-    def local_process_index(self) -> int:
-        """The rank on this machine."""
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first of its machine."""
-
-
 def save_state(
     folder: str | os.PathLike[str],
     prepared: Prepared,
-    processes: Processes,
+    processes: Ranks,
     *,
     safe_serialization: bool = True,
     hooks: Iterable[SaveHook] = (),
@@ -92,13 +76,13 @@ def save_state(
     """
     target = Path(folder).expanduser()
     what = f"Saving {target}"
-    writes = _writes(processes, save_on_each_node)
+    writes = keeps(processes, save_on_each_node)
 
     def open_() -> tuple[Path, Path, Path] | None:
         place = Path(os.path.abspath(target))
         return (open_folder(place), place, target) if writes else None
 
-    opened = together(what, open_, processes)[_writer(processes, save_on_each_node)]
+    opened = together(what, open_, processes)[keeper_of(processes, save_on_each_node)]
     assert opened is not None  # a writer answers
     staging, place, target = opened
 
@@ -122,7 +106,7 @@ def save_state(
             commit_folder(staging, place, manifest)
 
     try:
-        count = together(what, write, processes)[_writer(processes, save_on_each_node)]
+        count = together(what, write, processes)[keeper_of(processes, save_on_each_node)]
         manifest = {
             "kind": _KIND,
             "world_size": processes.num_processes,
@@ -144,7 +128,7 @@ def save_state(
 def load_state(
     folder: str | os.PathLike[str],
     prepared: Prepared,
-    processes: Processes,
+    processes: Ranks,
     *,
     map_location: str | None = None,
     strict: bool = True,
@@ -185,11 +169,11 @@ def load_state(
             f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
         )
     target = Path(folder).expanduser()
-    main = _writes(processes, save_on_each_node)
+    main = keeps(processes, save_on_each_node)
     what = f"Loading {target}"
     refuse_together(lambda: _expect_folder(target), processes, here=main)
     found = together(what, lambda: examine(target) if main else None, processes)
-    examined = found[_writer(processes, save_on_each_node)]
+    examined = found[keeper_of(processes, save_on_each_node)]
     assert examined is not None  # a main process answers
     path, manifest = examined
     models = list(prepared.models)
@@ -245,15 +229,6 @@ def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
             "with Trainer.fit(…, ckpt_path=…)."
         )
     return path, manifest
-
-
-def _writes(processes: Processes, on_each_node: bool) -> bool:
-    return processes.is_local_main_process if on_each_node else processes.is_main_process
-
-
-def _writer(processes: Processes, on_each_node: bool) -> int:
-    """The rank that writes what this one shares with others."""
-    return processes.process_index - processes.local_process_index if on_each_node else 0
 
 
 def _expect_folder(target: Path) -> None:

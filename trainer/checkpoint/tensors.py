@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from errno import EIO
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -61,13 +63,31 @@ def save_tree(tree: object, directory: Path, stem: str) -> None:
     Raises:
         TypeError: If the tree holds anything else; the text says where and what to save instead.
     """
+    document, tensors = encode_tree(tree, stem)
+    write_tree(document, tensors, directory, stem)
+
+
+def encode_tree(tree: object, stem: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """What :func:`save_tree` writes: the JSON, and the tensors that it names.
+
+    The tensors may share memory with those of the tree and lie on their devices.
+
+    Raises:
+        TypeError: See :func:`save_tree`.
+    """
     tensors: _Tensors = {}
     encoded = _encode(tree, _Place(stem, ()), tensors)
     file = f"{stem}.safetensors" if tensors else None
-    document = json.dumps({"tensors": file, "tree": encoded}, allow_nan=False)
+    return json.dumps({"tensors": file, "tree": encoded}, allow_nan=False), tensors
+
+
+def write_tree(
+    document: str, tensors: Mapping[str, torch.Tensor], directory: Path, stem: str
+) -> None:
+    """Write an encoded tree."""
     (directory / f"{stem}.json").write_text(document, encoding="utf-8")
-    if file is not None:
-        write_tensors(tensors, directory / file)
+    if tensors:
+        write_tensors(tensors, directory / f"{stem}.safetensors")
 
 
 def load_tree(directory: Path, stem: str) -> Any:
@@ -84,7 +104,7 @@ def load_tree(directory: Path, stem: str) -> Any:
         raise CheckpointError(f"{file} cannot be read: {error!r}.") from error
     stored = read_tensors(directory / tensors)[0] if tensors else {}
     try:
-        return _decode(tree, stored)
+        return decode_tree(tree, stored)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{file} does not fit its tensors or this release: {error!r}."
@@ -92,7 +112,7 @@ def load_tree(directory: Path, stem: str) -> Any:
 
 
 def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
-    """A tensor as safetensors takes it: plain, on the CPU and contiguous, copied only if need be.
+    """A tensor as safetensors takes it: plain and contiguous, copied only if need be.
 
     Args:
         tensor: The tensor.
@@ -110,7 +130,7 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
     elif tensor.dtype not in DTYPES:
         fix = "convert it, complex numbers with torch.view_as_real"
     else:
-        return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
     raise TypeError(
         f"{where} cannot be saved: it is a {type(tensor).__name__} of dtype {tensor.dtype}, layout "
         f"{tensor.layout} on {tensor.device}. Plain dense tensors are; {fix}."
@@ -123,18 +143,27 @@ def write_tensors(
     """Write portable tensors to one safetensors file; those that share memory are written apart.
 
     The file gets the mode of any new file: left to itself, safetensors makes it its owner's alone.
+
+    Raises:
+        OSError: If the disk refuses.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     separate: _Tensors = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in seen else tensor
+        host = tensor.cpu()
+        storage = host.untyped_storage().data_ptr()
+        separate[name] = host.clone() if storage in seen else host
         seen.add(storage)
     file.touch()
     mode = file.stat().st_mode
-    save_file(separate, file, metadata)
+    try:
+        save_file(separate, file, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else EIO, str(error), str(file)) from error
     file.chmod(mode)
 
 
@@ -295,17 +324,18 @@ _CONTAINERS: dict[type, Callable[[Any, _Place, _Tensors], Any]] = {
 }
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The tree that a document's JSON and its tensors stand for."""
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [decode_tree(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if "$" not in value:
-        return {key: _decode(item, tensors) for key, item in value.items()}
+        return {key: decode_tree(item, tensors) for key, item in value.items()}
     fields = dict(value)
     decoder = _DECODERS[fields.pop("$")]
     if "items" in fields:
-        fields["items"] = _decode(fields["items"], tensors)
+        fields["items"] = decode_tree(fields["items"], tensors)
     return decoder(tensors, **fields)
 
 
@@ -321,7 +351,7 @@ def _decode_tensor(
 def _decode_ndarray(
     tensors: Mapping[str, torch.Tensor], dtype: str, shape: list[int], data: Any
 ) -> Any:
-    return _decode(data, tensors).numpy().view(dtype).reshape(shape)
+    return decode_tree(data, tensors).numpy().view(dtype).reshape(shape)
 
 
 def _decode_scalar(_: object, dtype: str, **fields: str) -> Any:

@@ -2,6 +2,7 @@
 
 trainer --version    the version of Cadence
 trainer env          what a report of a problem should say about the machine
+trainer checkpoints  what a folder of checkpoints holds, whether it is sound; remove old ones
 """
 
 from __future__ import annotations
@@ -33,7 +34,54 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands")
     env = commands.add_parser("env", help="show the versions, the devices and the files in use")
     env.set_defaults(command=_env)
+    _add_checkpoints(commands)
     return parser
+
+
+def _add_checkpoints(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "checkpoints",
+        help="list the checkpoints in a folder, verify them, remove old ones",
+        description="List the checkpoints in a folder. Exit codes: 0 all are sound, 1 one is "
+        "damaged or was not removed, 2 wrong usage.",
+    )
+    parser.set_defaults(command=_checkpoints, error=parser.error)
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="the folder of a project, its 'checkpoints' folder, or one checkpoint",
+    )
+    parser.add_argument("--verify", action="store_true", help="read every file, compare its hash")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    prune = parser.add_argument_group("removing")
+    prune.add_argument(
+        "--prune",
+        action="store_true",
+        help="remove all but the last, and what killed saves left more than an hour ago",
+    )
+    prune.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest sound ones")
+    prune.add_argument("--keep-best", metavar="METRIC", help="keep also the best by this metric")
+    prune.add_argument("--mode", choices=("min", "max"), help="which value of it is best")
+    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    prune.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
+    return int(text)
+
+
+def _checkpoints(arguments: argparse.Namespace) -> int:
+    """List, verify and prune checkpoints."""
+    from trainer.cli.checkpoints import run
+
+    try:
+        return run(arguments)
+    except (argparse.ArgumentTypeError, OSError) as error:
+        arguments.error(str(error))
+        raise  # not reached: the line before ends the process
 
 
 def _version() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,11 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from trainer.data.batches import completed, concatenate, length, samples_in, take
 from trainer.data.rebuild import loader_kwargs
 from trainer.data.sampling import ShardedSampler, Share, own_batches
+from trainer.data.stateful import Item, Place
+from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
-from trainer.rng import mix, seeded_iteration
+from trainer.rng import mix
 from trainer.tree import find_batch_size, leaves
 
-logger = logging.getLogger(__name__)
 Transfer = Callable[[Any], Any]
 T = TypeVar("T")
 
@@ -54,6 +54,7 @@ class Round:
         complete: Every process has a batch in it.
         real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
         last: The epoch has no further round.
+        place: Where a stream stands after it.
     """
 
     present: bool
@@ -63,6 +64,7 @@ class Round:
     real_samples: int | None
     complete: bool
     last: bool = False
+    place: Place | None = None
 
 
 class Feed:
@@ -81,6 +83,8 @@ class Feed:
         even: See `ShardedSampler`.
         split: See `ShardedSampler`.
         drop_last: See `ShardedSampler`.
+        remember: `position` will be asked for: a stream that has a state is read by way of it; see
+            `trainer.data.streams`.
 
     Raises:
         TypeError: The source cannot be iterated.
@@ -98,6 +102,7 @@ class Feed:
         even: bool = False,
         split: bool = False,
         drop_last: bool = False,
+        remember: bool = False,
     ) -> None:
         if not isinstance(source, Iterable):
             raise TypeError(
@@ -135,6 +140,16 @@ class Feed:
                 )
                 self.sampler.counts = source.collate_fn is default_collate
             self.loader = DataLoader(**loader_kwargs(source, self.sampler, self._generator))
+        self._stream: Stream | None = None
+        if self.sampler is None:
+            self._stream = Stream(
+                source,
+                self.loader,
+                self._generator,
+                set_epoch=self.set_epoch,
+                remember=remember,
+                shown=rank == 0,
+            )
 
     @property
     def limit(self) -> int | None:
@@ -203,9 +218,30 @@ class Feed:
             generator.manual_seed(mix(self.seed, epoch, 3))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
-        dataset = getattr(self.loader, "dataset", None)
-        if dataset is not None and hasattr(dataset, "set_epoch"):
-            dataset.set_epoch(epoch)
+        for owner in (self.loader, getattr(self.loader, "dataset", None)):
+            tell = getattr(owner, "set_epoch", None)
+            if tell is not None:
+                tell(epoch)
+
+    def position(self) -> dict[str, Any] | None:
+        """Where the rounds that were handed over end in a stream, as a tree to be saved.
+
+        The same on all processes. None for what needs none: a map-style dataset is found again by
+        the number of batches alone.
+        """
+        return None if self._stream is None else self._stream.position()
+
+    def resume_at(self, position: dict[str, Any] | None) -> None:
+        """Go on from what `position` returned, in the epoch that is read next.
+
+        `start_batch` must say the same; where `position` cannot be used, it alone does, and the
+        stream is read again.
+
+        Raises:
+            CheckpointError: Another number of workers read the stream inside the epoch.
+        """
+        if self._stream is not None:
+            self._stream.resume_at(position)
 
     def close(self) -> None:
         """End workers that would wait for a further epoch."""
@@ -226,6 +262,8 @@ class Feed:
         """
         for current, following in ahead(self.read(transfer)):
             current.last = following is None
+            if current.place is not None and self._stream is not None:
+                self._stream.used(current.place, last=current.last)
             yield current
 
     def read(self, transfer: Transfer | None = None) -> Iterator[Round]:
@@ -242,60 +280,56 @@ class Feed:
             yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
-        stream: Iterator[Any] = iter(seeded_iteration(self.loader, mix(self.seed, self.epoch, 2)))
+        assert self._stream is not None
+        if self.start_round:
+            say_what_it_costs(self.start_round * (1 if self.split else self.world_size))
+        stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._limit)
         if self.world_size > 1:
             stream = _refuse_different(stream)
-        if self._limit is not None:
-            stream = islice(stream, self._limit)
-        skipped = self.start_round * (1 if self.split else self.world_size) + self.start_batch
-        if skipped:
-            logger.warning(
-                "Resuming inside an epoch of a stream: %d batches are read again and thrown away.",
-                skipped,
-            )
-        for _ in islice(stream, self.start_batch):
-            pass
-        for batches, real in self._stream_rounds(stream, self.start_round):
+        for batches, real, place in self._stream_rounds(stream, self.start_round):
             sizes = [find_batch_size(batch) or 1 for batch in batches]
             total, complete = sum(sizes), len(batches) == self.world_size
             if self.rank < len(batches):
                 batch = batches[self.rank]
                 batch = batch if transfer is None else transfer(batch)
-                yield Round(True, batch, sizes[self.rank], total, real, complete)
+                yield Round(True, batch, sizes[self.rank], total, real, complete, place=place)
             else:
-                yield Round(False, None, 0, total, real, complete)
+                yield Round(False, None, 0, total, real, complete, place=place)
 
-    def _stream_rounds(self, stream: Iterator[Any], start: int) -> Iterator[tuple[list[Any], int]]:
-        """Of each round from `start` on: its batches, and its samples that are not repeated."""
+    def _stream_rounds(
+        self, stream: Iterator[Item], start: int
+    ) -> Iterator[tuple[list[Any], int, Place]]:
+        """Of each round from `start` on: its batches, its samples but repeated ones, its end."""
         dealt = self._dealt(stream)
         number = 0
         beginning: list[Any] = []
-        while batches := next(dealt, []):
+        while found := next(dealt, None):  # which may be another iterator meanwhile
+            batches, place = found
             if self.drop_last and len(batches) < self.world_size:
                 return
             real = sum(find_batch_size(batch) or 1 for batch in batches)
             if self.even:
                 beginning = beginning or batches
                 if not self._is_full(batches):
-                    following = next(dealt, [])
-                    if following:
+                    following = next(dealt, None)
+                    if following is not None:
                         dealt = chain([following], dealt)
                     else:
                         batches = self._filled(batches, beginning)
             if number >= start:
-                yield batches, real
+                yield batches, real, place
             number += 1
 
-    def _dealt(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
+    def _dealt(self, stream: Iterator[Item]) -> Iterator[tuple[list[Any], Place]]:
         """The batches of each round, as many of them as there are processes, or fewer."""
         if not self.split:
-            while batches := list(islice(stream, self.world_size)):
-                yield batches
+            while read := list(islice(stream, self.world_size)):
+                yield [batch for batch, _ in read], read[-1][1]
             return
-        for batch in stream:
+        for batch, place in stream:
             total = length(batch)
             size = max(self._size or 1, -(-total // self.world_size))
-            yield [take(batch, start, start + size) for start in range(0, total, size)]
+            yield [take(batch, start, start + size) for start in range(0, total, size)], place
 
     @property
     def _size(self) -> int | None:
@@ -347,7 +381,7 @@ def _generators_of(source: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _refuse_different(stream: Iterator[Any]) -> Iterator[Any]:
+def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
     """The stream itself, if it begins alike on all processes; collective.
 
     Raises:
@@ -355,7 +389,8 @@ def _refuse_different(stream: Iterator[Any]) -> Iterator[Any]:
             batches would be thrown away.
     """
     first = list(islice(stream, 1))
-    seen = [leaf.detach().cpu() for leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
+    batches = [batch for batch, _ in first]
+    seen = [leaf.detach().cpu() for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
     sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
     if len({repr(each) for each in all_gather_object(sums)}) > 1:
         raise ValueError(

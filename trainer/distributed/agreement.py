@@ -1,9 +1,10 @@
 """Joint decisions that cost no round trip of their own.
 
 What every process must know alike at each update (how many items the window had, whether anybody
-wants to stop, rank 0's clock, whose data have ended) is a vector of a few numbers. Its sum over the
-processes rides with the gradient reduction and is read once it has reached the host: at once on the
-CPU, one update later on an accelerator, where reading earlier would make the host wait.
+wants to stop or could not save, rank 0's clock, whose data have ended) is a vector of a few
+numbers. Its sum over the processes rides with the gradient reduction and is read once it has
+reached the host: at once on the CPU, one update later on an accelerator, where reading earlier
+would make the host wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIELDS = 6
+FIELDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Tally:
         seconds: Rank 0's clock.
         ended: How many processes have no further round in this epoch.
         witness: 1 from rank 0 alone; another sum says that nothing was reduced.
+        failed_saves: How many know of a save in the background that failed.
     """
 
     items: float
@@ -36,6 +38,7 @@ class Tally:
     seconds: float
     ended: float
     witness: float
+    failed_saves: float = 0.0
 
 
 class Agreement:

@@ -13,11 +13,13 @@ import torch
 from callbacks import Callback, Interval, ModelCheckpoint
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.writer import Writer
 from trainer.data.loader import Feed
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_main
 from trainer.hooks import HookTable
+from trainer.hparams import logged
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import feeds_for, loaders_for, validation_loaders
 from trainer.loops.project import Project
@@ -144,7 +146,7 @@ def prepare_fit(
     elif run.rank > 0:
         # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
         seed_generators(mix(feed.seed, run.rank) % 2**32)
-    on_main(lambda: recorder.start(settings.describe(), cut_at=offset))
+    on_main(lambda: recorder.start(settings.describe() | logged(module), cut_at=offset))
     return run
 
 
@@ -292,6 +294,7 @@ def make_fit_run(
         log_schedule=Schedule(Interval.parse(settings.log_every)),
         sanity_steps=settings.num_sanity_val_steps,
         stop_requested=stop_requested,
+        writer=Writer(accelerator.state),
     )
     if feed.sampler is not None and feed.sampler.batch_size and not run.counts_items:
         run.weighting.reference = float(feed.sampler.batch_size)

@@ -303,6 +303,8 @@ def finish_update(run: FitRun) -> None:
     counters = run.counters
     check_streams(run)
     run.recorder.flush(arrived=counters.global_step)
+    if run.agreement.latest.failed_saves:
+        run.writer.wait()  # raises what went wrong, on all processes at this very update
     if run.log_due:
         record_update(run)
         run.log_due = False

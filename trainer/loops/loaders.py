@@ -130,6 +130,7 @@ def feeds_for(
             world_size=accelerator.num_processes,
             seed=seed,
             shuffle=name != "overfit_batches",
+            remember=kind == "train",
         )
         apply_limit(feed, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"

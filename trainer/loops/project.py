@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from trackers import (
     select_trackers,
 )
 from trainer import checkpoint as disk
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.distributed.control import on_main
 from trainer.errors import CheckpointError, choose
 from trainer.loops.record import Recorder
@@ -36,6 +36,7 @@ class Project:
         run_name: The run's name for trackers.
         log_with: See `trackers.resolve_trackers`.
         writes: False for a trial that leaves nothing behind.
+        on_each_node: The machines share no disk: each keeps checkpoints.
 
     Attributes:
         folder: The same on all processes.
@@ -54,6 +55,7 @@ class Project:
         run_name: str | None,
         log_with: Any,
         writes: bool,
+        on_each_node: bool = False,
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
@@ -66,6 +68,7 @@ class Project:
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
         self._writes = writes
+        self.on_each_node = on_each_node
 
     @property
     def checkpoints(self) -> Path:
@@ -104,9 +107,9 @@ class Project:
         Raises:
             ValueError: There are some.
         """
-        taken = [root for root in (self.checkpoints, *roots) if disk.committed(root)]
-        taken = broadcast_object(taken) if self._writes else []
-        if taken:
+        here = [root for root in (self.checkpoints, *roots) if disk.committed(root)]
+        taken = [root for roots in all_gather_object(here) for root in roots]
+        if taken and self._writes:
             raise ValueError(
                 f"{taken[0]} has the checkpoints of another run. To go on with it pass "
                 "fit(ckpt_path='auto'); to start a new one give another project_dir."
@@ -132,12 +135,14 @@ class Project:
             return _existing(ckpt_path)
         state = PartialState()
         roots = list(dict.fromkeys([self.checkpoints, *roots]))
-        if state.is_main_process:
+        if disk.keeps(state, self.on_each_node):
             for root in roots:
                 disk.sweep(root)
         if ckpt_path == "best":
             return self._best(roots, monitors)
-        newest = [path for root in roots if (path := disk.newest_sound(root, state)) is not None]
+        each = self.on_each_node
+        found = [disk.newest_sound(root, state, on_each_node=each) for root in roots]
+        newest = [path for path in found if path is not None]
         if not newest and ckpt_path == "last":
             raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
         return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
@@ -148,7 +153,16 @@ class Project:
                 "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
             )
         monitor, mode = monitors[0]
-        best: Path | None = broadcast_object(best_of(roots, monitor, mode))
+        state = PartialState()
+        keeper = disk.keeps(state, self.on_each_node)
+        found = disk.together(
+            "Choosing the best checkpoint",
+            lambda: scores_of(roots, monitor) if keeper else None,
+            state,
+        )
+        scores = [each for each in found if each is not None]
+        everywhere = set.intersection(*map(set, scores))
+        best = best_of({path: scores[0][path] for path in everywhere}, mode)
         if best is None:
             raise CheckpointError(
                 f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
@@ -220,16 +234,22 @@ def _all(roots: Sequence[Path]) -> str:
     return ", ".join(map(str, roots))
 
 
-def best_of(roots: Sequence[Path], monitor: str, mode: str) -> Path | None:
-    """The checkpoint whose manifest has the best value of a metric; the oldest of equal ones."""
-    scored = [
-        (value if mode == "min" else -value, path)
+def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
+    """The value of a metric in each checkpoint's manifest that has one; NaN is none."""
+    return {
+        path: value
         for root in roots
         for path in disk.committed(root)
         if (value := disk.read_manifest(path)["metrics"].get(monitor)) is not None
-        and value == value  # NaN is never best
-    ]
-    return min(scored, key=lambda pair: pair[0])[1] if scored else None
+        and value == value
+    }
+
+
+def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
+    """The checkpoint with the best value; the oldest of equal ones."""
+    by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
+    sign = 1 if mode == "min" else -1
+    return min(by_age, key=lambda path: sign * scores[path], default=None)
 
 
 def _set_aside(path: Path) -> None:

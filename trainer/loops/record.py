@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -116,20 +116,26 @@ class Recorder:
             self.finish("failed")
             raise
 
-    def sync(self) -> int | None:
-        """Put the local record on the disk.
+    def sync(self) -> Callable[[], int | None]:
+        """Begin to put what the local record has by now on the disk.
 
         Returns:
-            Its length in bytes, at which a run that resumes from here cuts it; None where this
-            process keeps no record, or it could not be written, which is told in the log.
+            A function that waits until it is there. It gives the record's length in bytes, at which
+            a run that resumes from here cuts it; None where this process keeps no record, or it
+            could not be written, which is told in the log.
         """
         if self._finished or not isinstance(self._local, BackgroundTracker):
-            return self._end
-        try:
-            return self._local.submit(lambda record: cast(JsonlTracker, record).sync()).result()
-        except Exception:
-            logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
-            return None
+            return lambda: self._end
+        synced = self._local.submit(lambda record: cast(JsonlTracker, record).sync())
+
+        def wait() -> int | None:
+            try:
+                return synced.result()
+            except Exception:
+                logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
+                return None
+
+        return wait
 
     def finish(self, status: Status = "finished") -> None:
         """Wait, within limits, until everything is written.
@@ -141,7 +147,7 @@ class Recorder:
             return
         try:
             self.flush()  # may fail where the device has
-            self._end = self.sync()
+            self._end = self.sync()()
         finally:
             self._finished = True
             finish_all([self._local, *self._trackers], status)

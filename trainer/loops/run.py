@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from callbacks import Progress
+from trainer.checkpoint.writer import Writer
 from trainer.data.loader import Feed, Round
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import reduce
@@ -203,6 +204,7 @@ class FitRun(Run):
         sanity_steps: Batches of each validation loader to try before training; -1 for all.
         stop_requested: Asked of this process; the others hear of it at the next update.
         signalled: The signal that told this process to end; the others hear of it likewise.
+        writer: Saves, also in the background.
         unfinished: The run was ended by a signal before what is due after its last update was done.
         run_id: Which run this is, whatever process goes on with it.
         stop_now: Decided by all alike.
@@ -228,6 +230,7 @@ class FitRun(Run):
     log_schedule: Schedule
     sanity_steps: int
     stop_requested: Callable[[], bool]
+    writer: Writer
     signalled: Callable[[], int | None] = lambda: None
     run_id: str = ""
     stop_now: bool = False
@@ -254,6 +257,7 @@ class FitRun(Run):
             seconds=self.clock if self.rank == 0 else 0.0,
             ended=float(self.counters.epoch_complete),
             witness=float(self.rank == 0),
+            failed_saves=float(self.writer.failed),
         )
 
     def told_to_end(self, round_idx: int) -> bool:

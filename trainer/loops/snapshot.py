@@ -6,6 +6,7 @@ import logging
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,17 @@ import torch
 
 from callbacks import Callback, Interval, Progress
 from trainer import checkpoint as disk
+from trainer.checkpoint.portions import (
+    Encoded,
+    Portion,
+    encoded_portion,
+    tree_portion,
+    weights_portion,
+    write_portions,
+)
+from trainer.checkpoint.tensors import encode_tree
 from trainer.errors import CheckpointError
+from trainer.hparams import to_manifest
 from trainer.loops.accumulators import accumulators_of, restore_accumulators
 from trainer.loops.lengths import Schedule
 from trainer.loops.run import Counters, FitRun
@@ -23,7 +34,7 @@ from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER, TRAINER = "optimizer", "trainer"
+OPTIMIZER, TRAINER, RECORD = "optimizer", "trainer", "record"
 
 
 def save_run(
@@ -33,7 +44,12 @@ def save_run(
     trainer: Any,
     callbacks: Sequence[Callback],
     configuration: Mapping[str, Any],
-) -> Path:
+    weights_only: bool = False,
+    background: bool = False,
+    required: bool = True,
+    displaces: Sequence[Path] = (),
+    on_each_node: bool = False,
+) -> bool:
     """Save a fit as it stands at a boundary; collective.
 
     Args:
@@ -42,30 +58,127 @@ def save_run(
         trainer: Passed to the callbacks' ``on_save_checkpoint``.
         callbacks: Their state is saved.
         configuration: Recorded in the manifest.
+        weights_only: Leave out what a run needs to go on.
+        background: Return when everything is copied, and write while the training goes on.
+        required: Raise if it cannot be written; otherwise tell it in the log.
+        displaces: Checkpoints to remove once this one is committed.
+        on_each_node: The machines share no disk: each keeps a whole checkpoint.
+
+    Returns:
+        Whether it is committed, or on its way.
 
     Raises:
-        CheckpointError: On every process alike, if any could not write its part.
+        CheckpointError: On every process alike, if the state of any cannot be saved; or it could
+            not be written, which for a save in the background is raised at the next update.
     """
+    run.writer.wait()
     run.engine.broadcast_buffers()
     run.agreement.settle()
     run.recorder.flush()
+    state = PartialState()
+    keeper = disk.keeps(state, on_each_node)
+    shared: list[Portion] = []
+    own: list[Encoded] = []
+
+    def capture() -> Encoded | None:
+        if keeper:
+            shared.append(weights_portion(run.module.state_dict()))
+        if weights_only:
+            return None
+        extra = _extra_of(run, trainer, callbacks)
+        if keeper:
+            optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+            shared.append(tree_portion(optimizers, OPTIMIZER))
+            shared.append(tree_portion(_state_of(run, callbacks) | {"extra": extra}, TRAINER))
+        mine = {
+            "rng": rng_state(),
+            "metrics": accumulators_of(run.metrics, run.module),
+            "stream": run.feed.position(),
+        }
+        own.append(encode_tree(mine, disk.rank_stem(run.rank)))
+        return own[0] if on_each_node else None
+
+    of_all = disk.together(f"Saving {target}", capture, state, run.writer.group)
+    if on_each_node:
+        ranks = [(rank, each) for rank, each in enumerate(of_all) if each is not None and keeper]
+    else:
+        ranks = [(run.rank, each) for each in own]
+    of_ranks = [encoded_portion(*each, disk.rank_stem(rank)) for rank, each in ranks]
+    portions = [*shared, *of_ranks]
+    write = run.writer.copies.hold(portions) if background else write_portions(portions)
+    offset = run.recorder.sync()
+
+    def write_record(folder: Path) -> None:
+        if not weights_only:
+            disk.save_tree({"offset": offset()}, folder, RECORD)
+
+    run.writer.start(
+        partial(
+            disk.save,
+            target,
+            write_shared=write_record,
+            write_rank=write,
+            manifest=_manifest_of(run, configuration) | {"weights_only": weights_only},
+            state=state,
+            on_each_node=on_each_node,
+            needs=sum(p.size for p in shared) + run.world_size * sum(p.size for p in of_ranks),
+            displaces=displaces,
+        ),
+        required=required,
+        background=background,
+    )
+    return background or run.writer.wait()
+
+
+def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
+    """See, before the first update, that a checkpoint will fit on the disk; collective.
+
+    What the optimizers will keep is not known yet: too little for twice the trained parameters,
+    Adam's moments, is told in the log.
+
+    Raises:
+        CheckpointError: On all processes alike, if not even what there is by now would fit.
+    """
+    state = PartialState()
+    kept = [optimizer.state_dict() for optimizer in run.optimizers]
+    now = weights_portion(run.module.state_dict()).size + tree_portion(kept, OPTIMIZER).size
+    later = now + 2 * sum(p.nbytes for p in run.parameters if p.requires_grad)
+
+    def check() -> None:
+        if not disk.keeps(state, on_each_node):
+            return
+        disk.require_space(folder, now)
+        try:
+            disk.require_space(folder, later)
+        except CheckpointError as error:
+            logger.warning("The space for checkpoints may be too little: %s.", error)
+
+    disk.together(f"Looking for space in {folder}", check, state)
+
+
+def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
+    """Save the weights as this process has them; not collective, for one that has failed.
+
+    Raises:
+        CheckpointError: The target is something else than a checkpoint.
+        OSError: The disk refuses.
+    """
+    staging = disk.open_staging(target)
+    disk.save_weights(run.module.state_dict(), staging)
+    return disk.commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
+
+
+def _extra_of(run: FitRun, trainer: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """What the callbacks and the module add by their hooks."""
     extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, run.module, extra)
     run.module.on_save_checkpoint(extra)
-    state = _state_of(run, callbacks) | {"extra": extra}
-    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
-    taken_in = accumulators_of(run.metrics, run.module)
+    return extra
 
-    def write_shared(folder: Path) -> None:
-        disk.save_weights(run.module.state_dict(), folder)
-        disk.save_tree(optimizers, folder, OPTIMIZER)
-        disk.save_tree(state, folder, TRAINER)
 
-    def write_rank(folder: Path) -> None:
-        disk.save_tree({"rng": rng_state(), "metrics": taken_in}, folder, disk.rank_stem(run.rank))
-
-    manifest = {
+def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any]:
+    return {
         "step": run.counters.global_step,
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
@@ -77,14 +190,8 @@ def save_run(
         },
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "configuration": dict(configuration),
+        "hyper_parameters": to_manifest(run.module),
     }
-    return disk.save(
-        target,
-        write_shared=write_shared,
-        write_rank=write_rank,
-        manifest=manifest,
-        state=PartialState(),
-    )
 
 
 def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -108,7 +215,6 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "schedulers": [entry.scheduler.state_dict() for entry in run.schedulers],
         "scaler": run.precision.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
-        "record_offset": run.recorder.sync(),
     }
 
 
@@ -132,7 +238,11 @@ def load_run(
             the number of processes.
     """
     path = disk.locate(path)
-    disk.verify(path)
+    if disk.verify(path).get("weights_only"):
+        raise CheckpointError(
+            f"{path} holds weights alone, which no run can go on from. Begin a new one with them: "
+            "load them with load_from_checkpoint, and fit without ckpt_path."
+        )
     disk.load_into(run.module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
     _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
@@ -151,6 +261,8 @@ def load_run(
     run.module.on_load_checkpoint(state["extra"])
     saved_ranks = range(disk.read_manifest(path)["world_size"])
     ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in saved_ranks]
+    # The position is the same for all. (Checkpoints of earlier releases have none.)
+    run.feed.resume_at(ranks[min(run.rank, len(ranks) - 1)].get("stream"))
     taken_in = [rank["metrics"] for rank in ranks]
     if len(ranks) == run.world_size:
         restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
@@ -168,7 +280,7 @@ def load_run(
     run.unfinished = state["unfinished"]
     run.last_logged = state["last_logged"]
     run.run_id = state["run_id"]
-    offset: int | None = state["record_offset"]
+    offset: int | None = disk.load_tree(path, RECORD)["offset"]
     return offset
 
 

@@ -1,0 +1,510 @@
+"""Saves in the background, saves that fail, and the kinds of checkpoints, with the real Trainer."""
+
+import errno
+import json
+import os
+import shutil
+import threading
+from collections import namedtuple
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, ModelCheckpoint
+from trainer import ProjectConfiguration, Trainer, TrainModule
+from trainer import checkpoint as disk
+from trainer.checkpoint.portions import HostCopies, tree_portion, weights_portion
+from trainer.checkpoint.writer import Writer
+from trainer.errors import CheckpointError
+from trainer.state import PartialState
+
+save_module = import_module("trainer.checkpoint.save")  # the package has the function
+LIMIT = 60  # seconds until a thread that waits in vain gives up
+
+
+class Net(TrainModule):
+    def __init__(self, fail_at=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+        self.head = torch.nn.Linear(5, 1)
+        self.fail_at = fail_at
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == self.fail_at:
+            raise ArithmeticError("the user's own")
+        loss = self.head(torch.dropout(self.net(batch[0]), 0.2, True)).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("seen", self.head.weight.sum())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def loader(batches=12):
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(4 * batches, 3, generator=generator)), batch_size=4)
+
+
+def fit(folder, *callbacks, module=None, ckpt_path=None, **arguments):
+    arguments = {"max_epochs": 1, "log_every": 1, "seed": 3} | arguments
+    trainer = Trainer(
+        callbacks=list(callbacks), project_dir=folder, progress_bar=False, cpu=True, **arguments
+    )
+    trainer.fit(module or Net(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def steps_in(folder):
+    return [disk.step_of(path) for path in disk.committed(Path(folder) / "checkpoints")]
+
+
+class At(Callback):
+    """Calls functions at the boundaries of some updates."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def on_boundary(self, trainer, module):
+        self.calls.get(trainer.global_step, lambda: None)()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Saves begin only when it is open."""
+    opened, real = threading.Event(), save_module.open_staging
+
+    def wait(target):
+        assert opened.wait(LIMIT)
+        return real(target)
+
+    monkeypatch.setattr(save_module, "open_staging", wait)
+    yield opened
+    opened.set()
+
+
+# -- in the background -----------------------------------------------------------------------------
+
+
+def files_of(checkpoint):
+    read = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    del read["manifest.json"], read["record.json"]  # hashes of the rest, and of a file with times
+    state = json.loads(read["trainer.json"])["tree"]
+    state["counters"].pop("seconds")
+    state["run_id"] = None
+    return read | {"trainer.json": json.dumps(state).encode()}
+
+
+def test_what_is_saved_is_what_the_update_left_though_training_went_on(gate):
+    at = At({6: gate.set, 7: gate.clear, 10: gate.set})  # three updates after each save
+    fit("background", at, ModelCheckpoint(every=4, save_top_k=-1))
+    fit("blocking", At({}), ModelCheckpoint(every=4, save_top_k=-1, background=False))
+    assert steps_in("background") == steps_in("blocking") == [4, 8, 12]
+    for step in (4, 8, 12):
+        name = disk.checkpoint_name(step)
+        disk.verify(Path("background/checkpoints") / name)
+        saved, expected = (
+            files_of(Path(f, "checkpoints", name)) for f in ("background", "blocking")
+        )
+        assert saved.keys() == expected.keys()
+        for file in saved:
+            if file != "trainer.json":
+                assert saved[file] == expected[file], (step, file)
+
+
+def test_a_run_resumed_from_a_background_save_equals_one_that_was_not_interrupted():
+    whole = fit("whole", ModelCheckpoint(every=4, save_top_k=-1))
+    shutil.copytree("whole/checkpoints/step-00000004", "cut/checkpoints/step-00000004")
+    resumed = fit("cut", ModelCheckpoint(every=4, save_top_k=-1), ckpt_path="auto")
+    for one, other in zip(
+        whole.module.state_dict().values(), resumed.module.state_dict().values(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_one_save_is_in_flight_and_removals_come_after_the_commit(monkeypatch):
+    events = []
+
+    def traced(name):
+        real = getattr(save_module, name)
+
+        def call(*arguments):
+            events.append((name, threading.current_thread().name))
+            return real(*arguments)
+
+        return call
+
+    for name in ("open_staging", "commit", "remove"):
+        monkeypatch.setattr(save_module, name, traced(name))
+    fit("run", ModelCheckpoint(every=4))
+    names = [name for name, _ in events]
+    assert names == ["open_staging", "commit", *["open_staging", "commit", "remove"] * 2]
+    assert {thread for _, thread in events} == {"cadence-save"}
+    assert steps_in("run") == [12]
+
+
+def test_fit_returns_when_all_is_written(gate):
+    class Release(Callback):
+        def on_train_end(self, trainer, module):
+            assert steps_in("run") == []
+            gate.set()
+
+    trainer = fit("run", Release(), ModelCheckpoint(every=12))
+    assert steps_in("run") == [12]
+    assert trainer.wait_for_save()
+
+
+def test_the_users_error_waits_for_the_save_in_flight(gate):
+    class Release(Callback):
+        def on_exception(self, trainer, module, exception):
+            gate.set()
+
+    with pytest.raises(ArithmeticError, match="the user's own"):
+        fit("run", Release(), ModelCheckpoint(every=4), module=Net(fail_at=5))
+    assert steps_in("run") == [4]
+
+
+def test_an_interrupt_does_not_wait_for_the_save_in_flight(gate, caplog):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit("run", At({6: interrupt}), ModelCheckpoint(every=4))
+    assert "it is given up" in caplog.text
+    gate.set()  # so that the thread ends with this test
+    for thread in threading.enumerate():
+        if thread.name == "cadence-save":
+            thread.join(LIMIT)
+
+
+def test_a_save_after_the_fit_is_there_when_the_call_returns():
+    trainer = fit("run")
+    path = trainer.save_checkpoint("elsewhere/step-00000012", background=True)
+    assert disk.verify(path)["step"] == 12
+
+
+def test_host_copies_stay_and_their_memory_is_used_again(tmp_path):
+    copies, weight = HostCopies(), torch.arange(6.0).reshape(2, 3)
+    state = {"weight": weight, "tied": weight, "half": torch.ones(2, dtype=torch.bfloat16)}
+    write = copies.hold([weights_portion(state), tree_portion({"w": weight.T, "n": 1}, "tree")])
+    memory = {key: tensor.data_ptr() for key, tensor in copies._kept.items()}
+    expected = weight.clone()
+    weight.zero_()
+    write(tmp_path)
+    assert torch.equal(disk.load_weights(tmp_path)["tied"], expected)
+    assert torch.equal(disk.load_tree(tmp_path, "tree")["w"], expected.T)
+    assert disk.load_tree(tmp_path, "tree")["w"].stride() == expected.T.stride()
+
+    copies.hold([weights_portion(state), tree_portion({"w": weight.T}, "tree")])
+    assert {key: tensor.data_ptr() for key, tensor in copies._kept.items()} == memory
+    other = {"weight": torch.ones(4), "half": torch.ones(2)}
+    write = copies.hold([weights_portion(other)])
+    (tmp_path / "second").mkdir()
+    write(tmp_path / "second")
+    found = disk.load_weights(tmp_path / "second")
+    assert all(torch.equal(found[name], other[name]) for name in other)
+    assert found["half"].dtype == torch.float32
+
+
+def test_a_writer_refuses_a_second_save_and_tells_how_the_latest_ended(caplog):
+    writer, going_on = Writer(PartialState()), threading.Event()
+    writer.start(lambda group: going_on.wait(LIMIT))
+    with pytest.raises(RuntimeError, match="in flight"):
+        writer.start(lambda group: None)
+    going_on.set()
+    assert writer.wait()
+
+    def fail(group):
+        raise ValueError("torn")
+
+    writer.start(fail, required=False)
+    assert not writer.wait()
+    assert not writer.wait()  # also when it is asked again
+    assert caplog.text.count("torn") == 1
+    assert not writer.failed
+    writer.start(fail)
+    with pytest.raises(CheckpointError, match="A save in the background failed: ValueError"):
+        writer.wait()
+    assert not writer.failed
+    assert not writer.wait()
+
+
+# -- saves that fail -------------------------------------------------------------------------------
+
+
+def full_at(monkeypatch, *steps):
+    """The disk is full when these updates are saved."""
+    real = save_module.commit
+
+    def refuse(staging, target, manifest):
+        if disk.step_of(target) in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(staging, target, manifest)
+
+    monkeypatch.setattr(save_module, "commit", refuse)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_full_disk_ends_the_run_and_the_earlier_checkpoint_stays(monkeypatch, background):
+    full_at(monkeypatch, 8)
+    saver, seen = ModelCheckpoint(every=4, background=background), []
+
+    class Watch(Callback):
+        def on_train_step_start(self, trainer, module):
+            seen.append(trainer.global_step)
+            if background and trainer.global_step == 8:  # the error is known by now
+                for thread in threading.enumerate():
+                    if thread.name == "cadence-save":
+                        thread.join(LIMIT)
+
+    with pytest.raises(CheckpointError, match=r"step-00000008.*\n?.*is full.*save_top_k"):
+        fit("run", Watch(), saver)
+    assert seen[-1] == (8 if background else 7)
+    assert os.listdir("run/checkpoints") == ["step-00000004"]
+    monkeypatch.undo()
+    trainer = fit("run", ModelCheckpoint(every=4), ckpt_path="auto")
+    assert trainer.global_step == 12
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_goes_on_without_a_checkpoint_if_it_is_told_to(monkeypatch, caplog, background):
+    full_at(monkeypatch, 6, 9)
+    saver = ModelCheckpoint(
+        every=3, save_top_k=2, background=background, on_save_error="warn", save_last=2
+    )
+    fit("run", saver)
+    assert caplog.text.count("goes on without this checkpoint") == 2
+    assert sorted(os.listdir("run/checkpoints")) == ["step-00000003", "step-00000012"]
+    assert [path.name for path in saver.best_k_models] == ["step-00000012", "step-00000003"]
+    assert saver.last_model_path.name == "step-00000012"
+
+
+def test_no_space_is_told_before_the_first_update_and_before_each_save(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    free = [10**12]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, free[0]))
+
+    def fill():
+        free[0] = 100
+
+    with pytest.raises(CheckpointError, match=r"takes 0.0 MB, but 0.0 MB are free in "):
+        fit("second", At({5: fill}), ModelCheckpoint(every=4))
+    assert os.listdir("second/checkpoints") == ["step-00000004"]
+
+    updates = []
+    with pytest.raises(CheckpointError, match="are free in"):
+        fit("first", At({step: lambda: updates.append(1) for step in range(13)}), ModelCheckpoint())
+    assert updates == []
+    assert not Path("first/checkpoints").exists()
+
+
+def test_little_space_is_told_before_the_first_update(monkeypatch, caplog):
+    usage = namedtuple("usage", "total used free")
+    module = Net()
+    module.more = torch.nn.Linear(100, 100)  # 40 kB of weights, so Adam's moments have 80 kB
+    free = [80_000]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 0, free[0]))
+
+    def grow():
+        free[0] = 10**12
+
+    fit("run", At({1: grow}), ModelCheckpoint(), module=module)
+    assert "may be too little" in caplog.text
+    assert steps_in("run") == [12]
+
+
+def test_state_that_cannot_be_saved_is_an_error_at_its_own_update():
+    class Odd(Callback):
+        def state_dict(self):
+            return {"odd": object()}
+
+    with pytest.raises(CheckpointError, match=r"trainer\['callbacks'\]\['.*Odd'\]\['odd'\]"):
+        fit("run", Odd(), ModelCheckpoint(every=4))
+    assert not Path("run/checkpoints").exists()
+
+
+# -- what is saved ---------------------------------------------------------------------------------
+
+
+def test_weights_alone_are_for_evaluation_not_to_go_on_from():
+    saver = ModelCheckpoint(every=4, save_weights_only=True, dirpath="run/weights")
+    trainer = fit("run", saver)
+    path = saver.best_model_path
+    assert sorted(os.listdir(path)) == ["manifest.json", "model.safetensors"]
+    assert disk.verify(path)["weights_only"] is True
+    (seen,) = trainer.validate(Net(), loader(1), ckpt_path=path)
+    assert seen["seen"] == pytest.approx(trainer.module.head.weight.sum().item())
+    with pytest.raises(CheckpointError, match="weights alone"):
+        fit("run", ckpt_path=path)
+    shutil.rmtree("run/checkpoints", ignore_errors=True)
+    trainer = fit("run", saver, ckpt_path="auto")  # there is nothing to go on from
+    assert trainer.global_step == 12
+
+
+def test_weights_are_saved_at_an_exception_and_no_run_goes_on_from_them(caplog):
+    module = Net(fail_at=6)
+    with pytest.raises(ArithmeticError):
+        fit("run", ModelCheckpoint(every=4, on_exception=True), module=module)
+    path = Path("run/checkpoints/exception-00000006-rank-00000")
+    assert str(path) in caplog.text
+    assert disk.verify(path)["step"] == 6
+    saved = disk.load_weights(path)
+    assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
+    trainer = fit("run", ModelCheckpoint(every=4), ckpt_path="auto")
+    assert trainer.global_step == 12
+    assert path.is_dir()  # nor does another run remove them
+
+    with pytest.raises(ArithmeticError):
+        fit("quiet", ModelCheckpoint(every=4), module=Net(fail_at=6))
+    assert os.listdir("quiet/checkpoints") == ["step-00000004"]
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def of_version(number):
+    def write(path):
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps(manifest | {"format_version": number}))
+
+    return write
+
+
+DAMAGES = [
+    *((damage, file) for damage in (truncate, flip, Path.unlink) for file in (
+        "model.safetensors", "optimizer.json", "optimizer.safetensors", "trainer.json",
+        "record.json", "rank-00000.json", "rank-00000.safetensors", "manifest.json",
+    )),
+    (of_version(0), "manifest.json"),
+    (of_version(2), "manifest.json"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sound")
+    fit(folder / "run", ModelCheckpoint(every=4, save_top_k=-1))
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("damage", "file"), DAMAGES)
+def test_damage_is_detected_and_auto_takes_the_newest_sound_one(sound, caplog, damage, file):
+    shutil.copytree(sound, "run")
+    newest = Path("run/checkpoints/step-00000012")
+    damage(newest / file)
+    with pytest.raises(CheckpointError) as caught:
+        fit("other", ckpt_path=newest)
+    assert str(newest / file) in str(caught.value)
+    caplog.clear()
+    trainer = Trainer(max_epochs=2, project_dir="run", progress_bar=False, cpu=True, seed=3)
+    chosen = trainer._parts.choose("auto")
+    assert chosen == Path("run/checkpoints/step-00000008")
+    if damage is not Path.unlink or file != "manifest.json":  # without it, it is no checkpoint
+        assert f"{newest} is not used" in caplog.text
+        assert file in caplog.text
+
+
+# -- several processes -----------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_on_one_rank_ends_the_run_on_all_at_the_same_update(ranks2):
+    def body():
+        rank, real = PartialState().process_index, Writer.start
+        trainer = Trainer(
+            max_epochs=1,
+            project_dir="run",
+            progress_bar=False,
+            cpu=True,
+            callbacks=[ModelCheckpoint(every=2)],
+        )
+
+        def refuse(folder):
+            raise OSError("gone")
+
+        def start(self, work, **options):
+            if rank == 1 and trainer.global_step == 4:
+                work.keywords["write_rank"] = refuse
+            real(self, work, **options)
+
+        with mock.patch.object(Writer, "start", start):
+            try:
+                trainer.fit(Net(), loader())
+            except CheckpointError as error:
+                return trainer.global_step, str(error), steps_in("run")
+        return None
+
+    seen = ranks2(body)
+    assert seen[0] == seen[1]
+    step, text, left = seen[0]
+    assert step in (5, 6)  # the update at which it was known, or the next save, which waits for it
+    assert "on rank 1: OSError('gone')" in text
+    assert left == [2]
+
+
+def test_saves_of_two_ranks_in_the_background_equal_blocking_ones(ranks2):
+    def body():
+        for name, background in (("background", True), ("blocking", False)):
+            saver = ModelCheckpoint(every=2, save_top_k=-1, background=background)
+            fit(name, saver)
+        return steps_in("background")
+
+    assert ranks2(body) == [[2, 4, 6]] * 2
+    for step in (2, 4, 6):
+        one, other = (
+            files_of(Path(folder, "checkpoints", disk.checkpoint_name(step)))
+            for folder in ("background", "blocking")
+        )
+        assert one.keys() == other.keys()
+        assert "rank-00001.json" in one
+        assert all(one[file] == other[file] for file in one if file != "trainer.json")
+
+
+def test_each_machine_keeps_whole_checkpoints_and_goes_on_from_the_newest_that_all_have(ranks2):
+    def run(folder, **arguments):
+        os.environ["LOCAL_RANK"] = "0"  # as it would be on machines of one process each
+        try:
+            PartialState._reset_state()
+            home = Path(f"machine-{PartialState().process_index}") / folder
+            each = ProjectConfiguration(project_dir=str(home), save_on_each_node=True)
+            saver = ModelCheckpoint(every=2, save_top_k=-1)
+            trainer = fit(None, saver, project_config=each, **arguments)
+        finally:
+            os.environ["LOCAL_RANK"] = str(PartialState().process_index)
+        weights = [tensor.clone() for tensor in trainer.module.state_dict().values()]
+        return steps_in(home), sorted(os.listdir(home / "checkpoints/step-00000002")), weights
+
+    def whole():
+        return run("run")
+
+    def resumed():
+        return run("run", ckpt_path="auto", max_epochs=1)
+
+    for steps, files, _ in ranks2(whole):
+        assert steps == [2, 4, 6]
+        assert {"rank-00000.json", "rank-00001.json", "model.safetensors"} <= set(files)
+    weights = ranks2(lambda: run("again"))[0][2]
+    shutil.rmtree("machine-0/run/checkpoints/step-00000006")
+    shutil.rmtree("machine-1/run/checkpoints/step-00000004")
+    for steps, _, again in ranks2(resumed):
+        assert steps[-1] == 6
+        assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True))
+    # And one process goes on from any of them.
+    shutil.copytree("machine-1/run/checkpoints/step-00000002", "alone/checkpoints/step-00000002")
+    assert fit("alone", ckpt_path="auto").global_step == 2 + 8  # of 12 batches 4 were seen

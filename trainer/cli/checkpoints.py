@@ -1,0 +1,387 @@
+"""The command `trainer checkpoints`: what there is, whether it is sound, and the removal of others.
+
+What `--prune` keeps is read in full before anything else is removed. It never touches a checkpoint
+that the user named, one that a link leads to, a folder with other files in it, or what it cannot
+read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint import layout
+from trainer.cli.inventory import (
+    SET_ASIDE,
+    Entry,
+    Leftover,
+    find_root,
+    is_dead,
+    is_step,
+    monitored,
+    read_entry,
+    read_folder,
+    strangers,
+)
+from trainer.errors import CheckpointError
+
+_METRICS_SHOWN = 3
+_COLUMNS = ("name", "step", "epoch", "metrics", "size", "age", "processes", "state")
+
+
+@dataclass
+class Plan:
+    """What a prune does with each checkpoint.
+
+    Attributes:
+        kept: Name to the reason: those that the user asked to keep.
+        untouched: Name to the reason: those that are not ours to remove.
+        removed: The others.
+        swept: Leftovers of killed saves.
+        failed: Name to the error: filled when the plan is carried out.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    untouched: dict[str, str] = field(default_factory=dict)
+    removed: list[Entry] = field(default_factory=list)
+    swept: list[Leftover] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command.
+
+    Returns:
+        0 if every checkpoint is sound, 1 if one is damaged or could not be removed.
+
+    Raises:
+        argparse.ArgumentTypeError: The arguments make no sense; nothing was changed.
+        OSError: The disk refuses.
+    """
+    _check(arguments)
+    root, single = find_root(Path(os.path.abspath(os.path.expanduser(arguments.directory))))
+    if single and arguments.prune:
+        raise argparse.ArgumentTypeError(
+            f"{root} is one checkpoint; --prune needs the folder that it lies in."
+        )
+    if single:
+        entry = read_entry(root, hashes=arguments.verify)
+        entries, leftovers = [entry] if entry else [], list[Leftover]()
+    else:
+        entries, leftovers = read_folder(root, hashes=arguments.verify)
+    first = [arguments.keep_best] if arguments.keep_best else monitored(entries)
+    plan = _plan(entries, leftovers, arguments) if arguments.prune else None
+    report = _report(entries, leftovers)
+    if not arguments.json:
+        print(f"{root}\n")
+        print(_table(entries, leftovers, first, hashes=arguments.verify))
+    if plan is not None:
+        done = _prune(plan, root, arguments)
+        report["prune"] = {"done": done, **_plan_report(plan)}
+        if done:
+            gone = [entry for entry in plan.removed if entry.name not in plan.failed]
+            entries = [entry for entry in entries if entry not in gone]
+    if arguments.json:
+        print(json.dumps({"root": str(root), **report}, indent=1, allow_nan=False))
+    failed = plan is not None and bool(plan.failed)
+    return int(failed or any(entry.is_bad for entry in entries))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    options = {
+        "--keep-last": arguments.keep_last,
+        "--keep-best": arguments.keep_best,
+        "--mode": arguments.mode,
+        "--dry-run": arguments.dry_run,
+        "--yes": arguments.yes,
+    }
+    given = [name for name, value in options.items() if value]
+    if given and not arguments.prune:
+        raise argparse.ArgumentTypeError(f"{given[0]} belongs to --prune, which is not given.")
+    if arguments.prune and arguments.keep_last is None:
+        raise argparse.ArgumentTypeError(
+            "--prune needs --keep-last N: how many of the newest stay."
+        )
+    if (arguments.keep_best is None) != (arguments.mode is None):
+        raise argparse.ArgumentTypeError("--keep-best METRIC and --mode min|max need each other.")
+    if arguments.prune and arguments.json and not (arguments.yes or arguments.dry_run):
+        raise argparse.ArgumentTypeError("--json cannot ask; give --yes or --dry-run too.")
+
+
+# -- pruning ---------------------------------------------------------------------------------------
+
+
+def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.Namespace) -> Plan:
+    """Decide, reading in full what is to be kept, and replacing in ``entries`` what that finds.
+
+    Raises:
+        argparse.ArgumentTypeError: If no checkpoint has a value of the metric.
+    """
+    plan = Plan()
+    hopeless: dict[str, str] = {}
+    reason: str | None
+    steps = [entry for entry in entries if is_step(entry)]
+    numbered = [entry for entry in entries if entry.number is not None and not is_step(entry)]
+    for ours in (steps, numbered):
+        last = _first_sound(reversed(ours), entries, arguments.keep_last)
+        plan.kept |= dict.fromkeys(last, "among the last")
+        if not last:
+            hopeless |= {entry.name: "no sound one would be left" for entry in ours}
+    if arguments.keep_best is not None:
+        metric = arguments.keep_best
+        best = _first_sound(_ranked(entries, metric, arguments.mode), entries, 1)
+        plan.kept |= dict.fromkeys(best, f"the best {metric}")
+        if not best:
+            hopeless |= {entry.name: f"no sound one has a value of {metric}" for entry in entries}
+    links = {path.resolve() for path in _links(entries)}
+    for entry in entries:
+        if entry.name in plan.kept:
+            continue
+        reason = _not_ours(entry, linked=entry.path.resolve() in links)
+        reason = reason or hopeless.get(entry.name)
+        if reason is None:
+            plan.removed.append(entry)
+        else:
+            plan.untouched[entry.name] = reason
+    plan.swept = [leftover for leftover in leftovers if is_dead(leftover)]
+    return plan
+
+
+def _first_sound(candidates: Iterable[Entry], entries: list[Entry], count: int) -> list[str]:
+    """The names of the first that are sound to the last byte."""
+    found: list[str] = []
+    for entry in candidates:
+        if len(found) == count:
+            break
+        current = next(each for each in entries if each.name == entry.name)
+        if current.state == "sound" and not current.hashed:
+            current = read_entry(current.path, hashes=True) or current
+            entries[:] = [current if each.name == entry.name else each for each in entries]
+        if current.state == "sound" and current.hashed:
+            found.append(entry.name)
+    return found
+
+
+def _ranked(entries: Sequence[Entry], metric: str, mode: str) -> list[Entry]:
+    """Those with a finite value of a metric, the best first; of equal ones the oldest."""
+    scored = [entry for entry in entries if math.isfinite(entry.metrics.get(metric, math.nan))]
+    if not scored:
+        known = sorted({name for entry in entries for name in entry.metrics})
+        raise argparse.ArgumentTypeError(
+            f"--keep-best {metric}: no checkpoint has a finite value of it. "
+            f"There are: {', '.join(known) or 'none'}."
+        )
+    sign = 1 if mode == "min" else -1
+    return sorted(scored, key=lambda entry: sign * entry.metrics[metric])
+
+
+def _links(entries: Iterable[Entry]) -> Iterator[Path]:
+    for root in {entry.path.parent for entry in entries}:
+        yield from (path for path in root.iterdir() if path.is_symlink())
+
+
+def _not_ours(entry: Entry, *, linked: bool) -> str | None:
+    """Why a checkpoint is not removed; None if it may be."""
+    if entry.number is None:
+        return "you named it"
+    if linked:
+        return "a link leads to it, or it is one"
+    if entry.name != entry.path.name:
+        return SET_ASIDE
+    if entry.state not in ("sound", "damaged") or not entry.manifest:
+        return "what in it is ours cannot be told"
+    if others := strangers(entry):
+        return f"it holds {others[0]}, which is not the checkpoint's"
+    return None
+
+
+def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
+    """Show a plan, ask, and carry it out; whether that was done."""
+    if not arguments.json:
+        print(_plan_text(plan))
+    if arguments.dry_run:
+        return False
+    if (plan.removed or plan.swept) and not arguments.yes and not _agreed(plan):
+        print("Nothing was removed.")
+        return False
+    lost = [name for name in plan.kept if not layout.locate(root / name).is_dir()]
+    if lost:  # a run that rotates its checkpoints, while this was reading or asking
+        plan.failed = dict.fromkeys(lost, "was removed by somebody else; nothing else was.")
+    else:
+        _remove(plan)
+    for name, error in plan.failed.items():
+        print(f"{name}: {error}", file=sys.stderr)
+    return not lost
+
+
+def _remove(plan: Plan) -> None:
+    for entry in plan.removed:
+        try:
+            layout.remove(entry.path)
+        except (CheckpointError, OSError) as error:
+            plan.failed[entry.name] = str(error)
+    for leftover in plan.swept:
+        if is_dead(leftover):  # still: a save may have begun
+            layout.discard(leftover.path)
+        if leftover.path.exists():
+            plan.failed[leftover.name] = f"{leftover.path} is in use, or could not be deleted."
+
+
+def _agreed(plan: Plan) -> bool:
+    if not sys.stdin.isatty():
+        raise argparse.ArgumentTypeError(
+            "--prune asks before it removes anything, and there is no terminal to ask on. Give "
+            "--yes, or --dry-run to see what it would do."
+        )
+    question = f"Remove {_count(plan)}? [y/N] "
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        return False
+
+
+# -- showing ---------------------------------------------------------------------------------------
+
+
+def _table(
+    entries: Sequence[Entry], leftovers: Sequence[Leftover], first: Sequence[str], *, hashes: bool
+) -> str:
+    now = time.time()
+    parts = []
+    if entries:
+        parts.append(_aligned([_COLUMNS, *(_row(entry, first, now) for entry in entries)]))
+        what = "manifests, sizes and hashes" if hashes else "manifests and sizes"
+        more = "" if hashes else "; --verify reads the files too"
+        parts.append(f"Checked: {what}{more}.")
+    else:
+        parts.append("No checkpoints.")
+    if notes := [f"{entry.name}: {entry.note}" for entry in entries if entry.note]:
+        parts.append("\n".join(notes))
+    if leftovers:
+        rows = [
+            (each.name, _size(each.size), _age(now - each.touched), each.meaning)
+            for each in leftovers
+        ]
+        parts.append("Leftovers:\n" + _aligned(rows))
+    return "\n\n".join(parts)
+
+
+def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
+    def text(key: str) -> str:
+        return str(entry.manifest.get(key, "-"))
+
+    metrics = entry.metrics
+    names = [*(name for name in first if name in metrics), *sorted(set(metrics) - set(first))]
+    shown = [f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]]
+    if len(names) > _METRICS_SHOWN:
+        shown.append(f"+{len(names) - _METRICS_SHOWN}")
+    return (
+        entry.name,
+        text("step"),
+        text("epoch"),
+        " ".join(shown) or "-",
+        _size(entry.size),
+        _age(now - entry.saved),
+        text("world_size"),
+        entry.state,
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def _plan_text(plan: Plan) -> str:
+    lines = [("keep", name, reason) for name, reason in plan.kept.items()]
+    lines += [("leave", name, reason) for name, reason in plan.untouched.items()]
+    lines += [("remove", entry.name, entry.state) for entry in plan.removed]
+    lines += [("sweep", each.name, each.meaning) for each in plan.swept]
+    table = _aligned(sorted(lines, key=lambda line: line[1])) if lines else ""
+    return f"\n{table}\n\nTo remove: {_count(plan)}."
+
+
+def _count(plan: Plan) -> str:
+    size = sum(entry.size for entry in plan.removed) + sum(each.size for each in plan.swept)
+    what = f"{len(plan.removed)} checkpoint{'' if len(plan.removed) == 1 else 's'}"
+    if plan.swept:
+        what += f" and {len(plan.swept)} leftover{'' if len(plan.swept) == 1 else 's'}"
+    return f"{what}, {_size(size)}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _age(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
+def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str, Any]:
+    """What `--json` prints: bytes, times as ISO 8601, and null for what is not there or finite."""
+    return {
+        "checkpoints": [
+            {
+                "name": entry.name,
+                "path": str(entry.path),
+                "kind": entry.kind,
+                "state": entry.state,
+                "note": entry.note,
+                "hashed": entry.hashed,
+                "step": entry.manifest.get("step"),
+                "epoch": entry.manifest.get("epoch"),
+                "metrics": {
+                    name: value if math.isfinite(value) else None
+                    for name, value in entry.metrics.items()
+                },
+                "size": entry.size,
+                "saved": _time(entry.saved),
+                "processes": entry.manifest.get("world_size"),
+            }
+            for entry in entries
+        ],
+        "leftovers": [
+            {
+                "path": str(each.path),
+                "meaning": each.meaning,
+                "size": each.size,
+                "touched": _time(each.touched),
+            }
+            for each in leftovers
+        ],
+    }
+
+
+def _plan_report(plan: Plan) -> dict[str, Any]:
+    return {
+        "kept": plan.kept,
+        "untouched": plan.untouched,
+        "removed": [entry.name for entry in plan.removed if entry.name not in plan.failed],
+        "swept": [each.name for each in plan.swept if each.name not in plan.failed],
+        "failed": plan.failed,
+    }
+
+
+def _time(seconds: float) -> str | None:
+    if not math.isfinite(seconds):
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,318 @@
+"""What lies in a folder of checkpoints, and whether it is sound; nothing is changed.
+
+Taken for a checkpoint is every folder named by the Trainer (``step-00000100``) or by the
+`Accelerator` (``checkpoint_3``), and every other that has a manifest of ours. Its state is
+
+    sound        as it was written, as far as was looked
+    damaged      a file is missing or altered, or the manifest is
+    unreadable   the disk refuses, or a later release wrote it
+    unfinished   a killed save into it only has to be moved; loading it does that
+    foreign      named like one, but without a manifest: accelerate's, or somebody's
+
+Torch is not needed for any of this, and is not imported here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.checkpoint import layout
+from trainer.errors import CheckpointError
+
+State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
+
+# How `layout`, `folder` and `project` name things.
+_LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
+_INNER_STAGING = ".cadence-staging"
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_RANKING = re.compile(r"\w+\((.+), (?:min|max), every .+\)")
+
+QUIET = 3600.0  # seconds without a write after which a leftover is not that of a running save
+SET_ASIDE = "set aside by a killed save; the next start puts it back"
+
+_MEANINGS = {
+    "staging": "a save that runs, or was killed",
+    "replaced": "what a later save has replaced",
+    "trash": "a removal that runs, or was killed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One checkpoint.
+
+    Attributes:
+        name: Its own name, also where a killed save had set it aside under another.
+        path: Where it is.
+        state: See the module.
+        note: What is wrong, naming the file, or what to know; None where there is nothing.
+        hashed: Whether every byte was read to find that out.
+        manifest: Its manifest; empty where that cannot be read.
+        size: Bytes.
+        saved: When, in seconds since 1970; infinite where nothing of it can be read.
+    """
+
+    name: str
+    path: Path
+    state: State
+    note: str | None
+    hashed: bool
+    manifest: dict[str, Any]
+    size: int
+    saved: float
+
+    @property
+    def number(self) -> int | None:
+        """The step or number in its name; None where the user named it."""
+        step, numbered = layout.step_of(self.name), _NUMBERED.fullmatch(self.name)
+        return int(numbered[1]) if numbered else step
+
+    @property
+    def kind(self) -> str | None:
+        """``"trainer"`` or what the manifest says, such as ``"accelerator"``."""
+        return str(self.manifest.get("kind", "trainer")) if self.manifest else None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether somebody should look at it."""
+        return self.state in ("damaged", "unreadable")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of its update that are numbers."""
+        values = self.manifest.get("metrics") or {}
+        return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A folder of a save or a removal that runs or was killed.
+
+    Attributes:
+        path: The folder.
+        meaning: What it is.
+        size: Bytes.
+        touched: When anything in it was last written, in seconds since 1970; infinite where some of
+            it cannot be read.
+    """
+
+    path: Path
+    meaning: str
+    size: int
+    touched: float
+
+    @property
+    def name(self) -> str:
+        """Its own name, behind the checkpoint's where it lies inside one."""
+        inside = self.path.name == _INNER_STAGING
+        return f"{self.path.parent.name}/{self.path.name}" if inside else self.path.name
+
+
+def find_root(folder: Path) -> tuple[Path, bool]:
+    """Where to look, and whether that is one checkpoint and not a folder of them.
+
+    Args:
+        folder: A project's folder, its ``checkpoints``, or one checkpoint.
+
+    Raises:
+        NotADirectoryError: If there is no such folder.
+    """
+    path = layout.locate(folder)
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise NotADirectoryError(
+            f"{folder} {what}. Give the folder of a project, its 'checkpoints', or one checkpoint."
+        )
+    inner = path / "checkpoints"
+    if _is_named(_own_name(path)) or not inner.is_dir():
+        return path, _is_named(_own_name(path)) or _is_candidate(path, path.name)
+    return inner, False
+
+
+def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover]]:
+    """The checkpoints in a folder, by number and those that the user named last; the leftovers.
+
+    Args:
+        root: The folder. What vanishes from it meanwhile is left out.
+        hashes: Read every byte, not only manifests and sizes.
+    """
+    entries, leftovers = [], []
+    for path in sorted(path for path in root.iterdir() if path.is_dir()):
+        name, leftover = _own_name(path), _LEFTOVER.fullmatch(path.name)
+        stands = name == path.name or not os.path.lexists(root / name)
+        if stands and _is_candidate(path, name):
+            if entry := read_entry(path, hashes=hashes):
+                entries.append(entry)
+                leftovers += _inner_leftovers(path)
+        elif leftover:
+            leftovers.append(_leftover(path, leftover[1]))
+    entries.sort(key=lambda entry: (entry.number is None, not is_step(entry), entry.number or 0))
+    return entries, leftovers
+
+
+def read_entry(path: Path, *, hashes: bool) -> Entry | None:
+    """Look at one checkpoint; None if it vanished meanwhile."""
+    state: State = "sound"
+    manifest: dict[str, Any] = {}
+    note = None if path.name == _own_name(path) else f"{SET_ASIDE}."
+    try:
+        if _is_unfinished(path):
+            state, note = "unfinished", "a killed save has only to be moved; loading does that."
+            manifest = layout.read_manifest(path / _INNER_STAGING)
+        else:
+            manifest = layout.read_manifest(path)
+            _check_sizes(path, manifest)
+            if hashes:
+                layout.verify(path)
+    except CheckpointError as error:
+        state, note = _state_of(path, error), str(error)
+    if state == "foreign":
+        note = "has no manifest, as those of accelerate; it is not checked and never removed."
+    size, touched = _measure(path)
+    if not path.is_dir():
+        return None
+    with suppress(OSError):
+        touched = (path / layout.MANIFEST).stat().st_mtime  # it is written last
+    return Entry(
+        name=_own_name(path),
+        path=path,
+        state=state,
+        note=note,
+        hashed=hashes,
+        manifest=manifest,
+        size=size,
+        saved=touched,
+    )
+
+
+def is_dead(leftover: Leftover) -> bool:
+    """Whether a leftover is that of a killed save or removal, as it is on the disk now.
+
+    One that was written to within the last hour may belong to one that runs.
+    """
+    _, touched = _measure(leftover.path)
+    match = _LEFTOVER.fullmatch(leftover.path.name)
+    if match and match[1] == "replaced" and not layout.is_ours(leftover.path.with_name(match[2])):
+        return False  # it may be all that there is of that checkpoint
+    return time.time() - touched >= QUIET
+
+
+def is_step(entry: Entry) -> bool:
+    """Whether the Trainer named it, by its step."""
+    return layout.step_of(entry.name) is not None
+
+
+def strangers(entry: Entry) -> list[str]:
+    """The files in a checkpoint's folder that are not the checkpoint's."""
+    own = {layout.MANIFEST, *entry.manifest.get("files", ())}
+    inside = (file.relative_to(entry.path).as_posix() for file in layout.files_in(entry.path))
+    return sorted(set(inside) - own)
+
+
+def monitored(entries: list[Entry]) -> list[str]:
+    """The metrics that rank the checkpoints, as the newest one says that knows."""
+    for entry in reversed(entries):
+        try:
+            document = json.loads((entry.path / "trainer.json").read_bytes())
+            keys = list(document["tree"]["callbacks"])
+        except (OSError, ValueError, KeyError, TypeError):  # not of the Trainer, or damaged
+            continue
+        return [match[1] for key in keys if (match := _RANKING.fullmatch(str(key)))]
+    return []
+
+
+def _own_name(path: Path) -> str:
+    match = _LEFTOVER.fullmatch(path.name)
+    return match[2] if match and match[1] == "replaced" else path.name
+
+
+def _is_named(name: str) -> bool:
+    return layout.step_of(name) is not None or bool(_NUMBERED.fullmatch(name))
+
+
+def _is_candidate(path: Path, name: str) -> bool:
+    if _LEFTOVER.fullmatch(name):
+        return False
+    return _is_named(name) or _is_unfinished(path) or _has_manifest(path)
+
+
+def _has_manifest(path: Path) -> bool:
+    """Whether a manifest is there that is ours, or is torn so that it cannot be told."""
+    try:
+        json.loads((path / layout.MANIFEST).read_bytes())
+        return layout.is_ours(path)
+    except ValueError:
+        return True
+    except OSError:  # none is there, or it is not for us to read
+        return False
+
+
+def _is_unfinished(path: Path) -> bool:
+    try:
+        layout.read_manifest(path / _INNER_STAGING)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _check_sizes(path: Path, manifest: dict[str, Any]) -> None:
+    for name, expected in manifest["files"].items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{file} is missing from the checkpoint.") from error
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
+        if size != expected["size"]:
+            raise CheckpointError(
+                f"{file} is damaged: it has {size} bytes, the manifest says {expected['size']}."
+            )
+
+
+def _state_of(path: Path, error: CheckpointError) -> State:
+    cause = error.__cause__
+    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+        return "unreadable"
+    if not os.path.isfile(path / layout.MANIFEST):
+        # The Trainer's folders appear whole, so its manifest was there once.
+        return "damaged" if layout.step_of(_own_name(path)) is not None else "foreign"
+    return "damaged" if isinstance(cause, ValueError) or layout.is_ours(path) else "unreadable"
+
+
+def _inner_leftovers(path: Path) -> list[Leftover]:
+    inner = path / _INNER_STAGING
+    if not inner.is_dir() or _is_unfinished(path):
+        return []
+    return [_leftover(inner, "staging")]
+
+
+def _leftover(path: Path, kind: str) -> Leftover:
+    size, touched = _measure(path)
+    return Leftover(path=path, meaning=_MEANINGS[kind], size=size, touched=touched)
+
+
+def _measure(folder: Path) -> tuple[int, float]:
+    """The bytes of all files in a folder, and when it was last written to.
+
+    What cannot be looked at counts as written to in the future: nobody shall take it for old.
+    """
+    size, touched = 0, -math.inf
+    for place, _, names in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in names)):
+            try:
+                found = os.lstat(path)
+            except OSError:
+                touched = math.inf
+                continue
+            size += 0 if path == place else found.st_size
+            touched = max(touched, found.st_mtime)
+    return size, touched if math.isfinite(touched) else math.inf

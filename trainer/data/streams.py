@@ -1,0 +1,217 @@
+"""Streams that go on where a checkpoint left them, and those that are read again."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterDataPipe
+
+from trainer.data.stateful import DatasetReading, Item, Place, PlainReading, Reading, SourceReading
+from trainer.errors import CheckpointError
+from trainer.rng import mix
+
+logger = logging.getLogger(__name__)
+
+
+class Stream:
+    """A stream's passes, each from its beginning or from where a checkpoint left it.
+
+    Exactly resumed is what its state, the seed, the epoch and the batch's place decide: what a
+    dataset draws while a batch is read, but not an order drawn when a pass begins, unless the state
+    holds it. Inside an epoch the number of workers must stay, but for 0 and 1, which are alike:
+    which worker reads what decides what comes next. Workers begin each epoch with a copy of the
+    dataset as it was given; without them, the dataset itself goes from epoch to epoch. The workers
+    of a ``StatefulDataLoader`` draw from generators that its state does not hold.
+
+    Args:
+        source: The user's loader or iterable of batches.
+        loader: The one to read; it may be made like `source`.
+        generator: Workers' seeds are drawn from it.
+        set_epoch: Tells the data which epoch is read.
+        remember: Somebody will ask for the position.
+        shown: A replay shows its progress here, if there is a terminal.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        loader: Any,
+        generator: torch.Generator,
+        *,
+        set_epoch: Callable[[int], None],
+        remember: bool,
+        shown: bool,
+    ) -> None:
+        self._reading = _choose_reading(source, loader, generator, remember=remember)
+        self._set_epoch, self._shown = set_epoch, shown
+        self._fresh = True  # nothing has been read from it yet
+        self._pending: dict[str, Any] | None = None
+        self._position: dict[str, Any] | None = None  # as it was loaded, until a batch is used
+        self._epoch = 0
+        self._used: Place | None = None
+        self._over = ""
+        self._before_last = Place()
+        self._cut = False
+
+    def read(self, seed: int, epoch: int, *, skip: int, limit: int | None) -> Iterator[Item]:
+        """The batches of an epoch, each with the place after it.
+
+        Args:
+            seed: The run's.
+            epoch: Which one.
+            skip: Batches of it that were used before.
+            limit: Batches after which it ends, those included.
+        """
+        pending, self._pending = self._pending, None
+        self._epoch = epoch
+        place, found = Place(), False
+        if pending is not None and pending["over"]:
+            self._finish(pending, seed)
+            self._set_epoch(epoch)
+        elif pending is not None:
+            place = _place_of(pending)
+            found = (pending["epoch"], place.batches) == (epoch, skip)
+        if not found:
+            place = self._reading.start(first=self._fresh)
+        self._fresh = False
+        batches = self._reading.read(place, mix(seed, epoch, 2), load=found)
+        if skip and not found:
+            say_what_it_costs(skip)
+            for _, place in _progress(islice(batches, skip), skip, shown=self._shown):
+                self._before_last = place
+        self._before_last, self._cut = place, limit is not None and place.batches >= limit
+        while not self._cut:
+            following = next(batches, None)
+            if following is None:
+                return
+            self._before_last, place = place, following[1]
+            self._cut = place.batches == limit
+            yield following
+
+    def _finish(self, position: dict[str, Any], seed: int) -> None:
+        """Bring the stream to where a pass leaves it, by reading the last batch of that again.
+
+        To load the state after that would not do: some datasets go on from it in the next pass,
+        though they would have begun anew.
+        """
+        self._set_epoch(position["epoch"])
+        pass_seed = mix(seed, position["epoch"], 2)
+        with closing(self._reading.read(_place_of(position), pass_seed, load=True)) as batches:
+            for _ in islice(batches, 1 if position["over"] == "cut" else None):
+                pass
+        self._fresh = False
+
+    def used(self, place: Place, *, last: bool) -> None:
+        """The run has taken the batches up to a place, which may be the last ones."""
+        self._used = place
+        self._over = "" if not last else "cut" if self._cut else "end"
+
+    def position(self) -> dict[str, Any] | None:
+        """Where the run stands in the stream, as a tree to be saved.
+
+        None says that there is nothing to know: it has not begun, or a pass is over that leaves
+        nothing behind.
+        """
+        reading, place = self._reading, self._used
+        if place is None:
+            return self._position
+        if self._over:
+            if reading.kind == "none" or (reading.kind == "dataset" and reading.workers):
+                return None
+            place = self._before_last
+        return {
+            "kind": reading.kind,
+            "workers": reading.workers,
+            "epoch": self._epoch,
+            "over": self._over,
+            "batches": place.batches,
+            "number": place.number,
+            # The name is for the error that says what of it cannot be saved.
+            "states": [
+                None if state is None else {reading.name: pickle.loads(state)}  # noqa: S301 - made here
+                for state in place.states
+            ],
+            "ended": list(place.ended),
+        }
+
+    def resume_at(self, position: dict[str, Any] | None) -> None:
+        """Begin the next epoch that is read where `position` says.
+
+        Raises:
+            CheckpointError: It is inside an epoch that other workers read.
+        """
+        self._pending = self._position = None
+        self._used = None
+        if position is None:
+            return
+        here, saved, kind = self._reading.workers, position["workers"], self._reading.kind
+        other = here != saved
+        if other and not position["over"] and (kind == "loader" or max(here, saved) > 1):
+            raise CheckpointError(
+                f"The checkpoint stands inside an epoch of a stream that {saved} workers read, and "
+                f"this loader has {here}. Which worker reads what decides what comes next: set "
+                f"num_workers={saved}, or go on from a checkpoint at the end of an epoch."
+            )
+        self._position = position
+        if position["kind"] == kind != "none" and not (other and position["over"]):
+            self._pending = position
+
+
+def _place_of(position: dict[str, Any]) -> Place:
+    return Place(
+        position["batches"],
+        position["number"],
+        tuple(
+            None if state is None else pickle.dumps(next(iter(state.values())))
+            for state in position["states"]
+        ),
+        tuple(position["ended"]),
+    )
+
+
+def _choose_reading(
+    source: Any, loader: Any, generator: torch.Generator, *, remember: bool
+) -> Reading:
+    if not remember:
+        return PlainReading(loader)
+    if loader is source:
+        return SourceReading(source) if _has_state(source) else PlainReading(source)
+    data = loader.dataset
+    plain = not _has_state(data) or isinstance(data, IterDataPipe)
+    return PlainReading(loader) if plain else DatasetReading(source, generator)
+
+
+def _has_state(source: Any) -> bool:
+    """Whether something can be put back to where it was."""
+    names = ("state_dict", "load_state_dict")
+    if getattr(source, "_is_accelerate_prepared", False):
+        return False  # its state says which pass it is in, not where in it
+    return all(callable(getattr(source, name, None)) for name in names)
+
+
+def say_what_it_costs(batches: int) -> None:
+    """Tell that a stream is read again from its beginning."""
+    logger.warning(
+        "Resuming inside an epoch of a stream: %d batches are read again and thrown away. A "
+        "dataset with state_dict and load_state_dict goes on where it was.",
+        batches,
+    )
+
+
+def _progress(batches: Iterator[Any], total: int, *, shown: bool) -> Iterator[Any]:
+    """The batches, with a bar on the terminal of the process that shows one."""
+    if not (shown and sys.stderr.isatty()):
+        yield from batches
+        return
+    from tqdm import tqdm
+
+    # The thread that tqdm would start redraws bars that have not moved; it outlives them.
+    kind = type("Bar", (tqdm,), {"monitor_interval": 0})
+    yield from kind(batches, total=total, desc="replay", unit="batch", leave=False)

@@ -1,0 +1,312 @@
+"""The arguments that a module was made with: kept, saved with it, and another one made from them.
+
+`keep` finds them in the frames of the ``__init__`` that run. Values are plain data, so that a
+manifest holds them::
+
+    "hyper_parameters": {
+        "arguments": {"width": 64, "betas": {"$": "tuple", "items": [0.9, 0.99]}},
+        "others": {"lr": 0.1},       # kept, but not what the class itself was given
+        "namespaces": []             # arguments that were an argparse.Namespace
+    }
+
+Only the ``arguments`` are given to the class when a module is made again. A class that passes some
+of its own making on to a base class, which keeps them, has them among the ``others``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from trainer.checkpoint.tensors import decode_tree, encode_tree
+from trainer.errors import CheckpointError, choose
+
+_KEY = "_hyper_parameters"
+_LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+
+T = TypeVar("T")
+
+
+class HyperParameters(dict[str, Any]):
+    """A dict whose items are attributes too: ``hparams.width`` is ``hparams["width"]``.
+
+    A name that methods of a dict have (``items``, ``copy``) is an item only.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            there = ", ".join(map(repr, self)) or "none; call save_hyperparameters in __init__"
+            raise AttributeError(
+                f"There is no hyper-parameter {name!r}. There are: {there}."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)
+        del self[name]
+
+
+@dataclass(kw_only=True)
+class Kept:
+    """What an object has kept of its arguments.
+
+    Attributes:
+        values: By name.
+        places: Where the class got a value: under its own name, or in a dict that was the argument
+            of this name. A value that has no place was not given to the class.
+        namespaces: Those of these arguments that were an ``argparse.Namespace``.
+        private: Names that trackers are not told.
+    """
+
+    values: HyperParameters = field(default_factory=HyperParameters)
+    places: dict[str, str] = field(default_factory=dict)
+    namespaces: set[str] = field(default_factory=set)
+    private: set[str] = field(default_factory=set)
+
+
+def kept_by(owner: object) -> Kept:
+    """What an object has kept; empty at first."""
+    kept: Kept = owner.__dict__.setdefault(_KEY, Kept())
+    return kept
+
+
+def keep(
+    owner: object,
+    given: tuple[str | Mapping[str, Any] | Namespace, ...],
+    caller: FrameType,
+    *,
+    ignore: str | Iterable[str] | None,
+    private: bool,
+) -> None:
+    """Keep arguments of the ``__init__`` that runs, and of those of subclasses that called it.
+
+    Args:
+        owner: The object that is being made.
+        given: Names; or the values, one dict or namespace; nothing for all arguments.
+        caller: The frame that asks for it.
+        ignore: Names that are left out, be they arguments or not.
+        private: Trackers are not told.
+
+    Raises:
+        RuntimeError: No ``__init__`` of the owner runs, and no values were given.
+        ValueError: A name is none of an argument.
+        TypeError: A value is not plain data, or has no name.
+    """
+    calls = [_arguments(frame) for frame in _inits(owner, caller)]
+    outermost = calls[-1] if calls else {}
+    skipped = _names(ignore)
+    kept = kept_by(owner)
+    if len(given) == 1 and isinstance(given[0], (Mapping, Namespace)):
+        values = dict(vars(given[0]) if isinstance(given[0], Namespace) else given[0])
+        if wrong := [name for name in values if not isinstance(name, str)]:
+            raise TypeError(f"A hyper-parameter is named {wrong[0]!r}; names must be strings.")
+        whole = [name for name, value in outermost.items() if value is given[0]]
+        if isinstance(given[0], Namespace):
+            kept.namespaces.update(whole)
+        taken = outermost if calls else _parameters(type(owner))
+        places = {name: whole[0] if whole else name for name in values if whole or name in taken}
+    else:
+        values = _chosen(owner, given, calls, skipped)
+        places = {name: name for name in values if name in outermost}
+    plain = {name: _plain(value, name) for name, value in values.items() if name not in skipped}
+    kept.values.update(plain)
+    for name in plain:
+        kept.private.discard(name)
+    kept.places.update({name: place for name, place in places.items() if name in plain})
+    if private:
+        kept.private.update(plain)
+
+
+def logged(owner: object) -> dict[str, Any]:
+    """What trackers are told of an object's hyper-parameters."""
+    kept = kept_by(owner)
+    return {name: value for name, value in kept.values.items() if name not in kept.private}
+
+
+def to_manifest(owner: object) -> dict[str, Any]:
+    """An object's hyper-parameters as they are now, as JSON has them; without any an empty dict.
+
+    Raises:
+        TypeError: One that was set since is not plain data.
+    """
+    kept = kept_by(owner)
+    if not kept.values:
+        return {}
+    parts: dict[str, Any] = {"arguments": {}, "others": {}, "namespaces": sorted(kept.namespaces)}
+    for name, value in kept.values.items():
+        place = kept.places.get(name)
+        part = parts["others" if place is None else "arguments"]
+        if place not in (None, name):
+            part = part.setdefault(place, {})
+        part[name] = _plain(value, name)
+    tree: dict[str, Any] = json.loads(encode_tree(parts, "hyper_parameters")[0])["tree"]
+    return tree
+
+
+def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T:
+    """Make an object of the arguments that another one was made of.
+
+    Args:
+        cls: Its class.
+        saved: What `to_manifest` returned.
+        given: Arguments that take the place of saved ones.
+        where: The checkpoint, for errors.
+
+    Raises:
+        TypeError: An argument is missing, or was given and the class does not take it.
+        CheckpointError: The class does not take what was saved, or that cannot be read.
+    """
+    try:
+        arguments: dict[str, Any] = dict(decode_tree(saved.get("arguments", {}), {}))
+        for name in saved.get("namespaces", ()):
+            arguments[name] = Namespace(**arguments[name])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The hyper-parameters in {where} cannot be read: {error!r}."
+        ) from error
+    parameters = inspect.signature(cls).parameters
+    takes = _parameters(cls)
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        for name in given:
+            if name not in takes:
+                raise TypeError(choose(f"An argument for {cls.__name__}", name, takes))
+        if foreign := [name for name in arguments if name not in takes]:
+            raise CheckpointError(
+                f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
+                f"does not take: it has {', '.join(takes) or 'none'}. Load it with the class that "
+                "saved it, or make the module yourself and pass the checkpoint as ckpt_path."
+            )
+    arguments |= given
+    missing = [
+        name
+        for name in takes
+        if name not in arguments and parameters[name].default is inspect.Parameter.empty
+    ]
+    if missing:
+        fix = ", ".join(f"{name}=…" for name in missing)
+        raise TypeError(
+            f"{cls.__name__} cannot be made: {where} does not hold its {_listed(missing)}. Pass "
+            f"load_from_checkpoint(…, {fix}), or call self.save_hyperparameters() in __init__ "
+            "before checkpoints are saved."
+        )
+    positional = [
+        arguments.pop(name)
+        for name in takes
+        if parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY and name in arguments
+    ]
+    return cls(*positional, **arguments)
+
+
+def _inits(owner: object, frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the owner's ``__init__`` that run, from the base class to the class itself."""
+    while frame is not None:
+        code = frame.f_code
+        own = code.co_varnames[0] if code.co_name == "__init__" and code.co_argcount else None
+        if own is not None and frame.f_locals.get(own) is owner:
+            yield frame
+        frame = frame.f_back
+
+
+def _arguments(frame: FrameType) -> dict[str, Any]:
+    """What an ``__init__`` was given, by name; positional ones without a name as ``*name``."""
+    info = inspect.getargvalues(frame)
+    values = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
+    if info.varargs and info.locals.get(info.varargs):
+        values[f"*{info.varargs}"] = info.locals[info.varargs]
+    return values | (info.locals.get(info.keywords, {}) if info.keywords else {})
+
+
+def _chosen(
+    owner: object, names: tuple[Any, ...], calls: list[dict[str, Any]], skipped: set[str]
+) -> dict[str, Any]:
+    """The arguments of these names, or all."""
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(
+            f"save_hyperparameters was given {wrong[0]!r}; it takes names of arguments, or one "
+            "dict or argparse.Namespace of values and nothing else."
+        )
+    cls = type(owner).__name__
+    if not calls:
+        raise RuntimeError(
+            f"save_hyperparameters reads the arguments of {cls}.__init__, which is not running. "
+            "Call it there, or pass the values as a dict."
+        )
+    values: dict[str, Any] = {}
+    for call in calls:
+        values |= {name: value for name, value in call.items() if not name.startswith("*")}
+    for name in names:
+        if name not in values:
+            raise ValueError(choose(f"The name of an argument of {cls}", name, values))
+    unnamed = [name for name in calls[-1] if name.startswith("*") and name[1:] not in skipped]
+    if unnamed and not names:
+        raise TypeError(
+            f"{cls} was given arguments by position in {unnamed[0]}: there is no name to keep them "
+            f"under. Pass them by name, or leave them out: ignore={unnamed[0][1:]!r}."
+        )
+    return {name: values[name] for name in names or values}
+
+
+def _names(ignore: str | Iterable[str] | None) -> set[str]:
+    if isinstance(ignore, str):
+        return {ignore}
+    names = set(ignore or ())
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"ignore has {wrong[0]!r}; it takes names of arguments.")
+    return names
+
+
+def _parameters(cls: type) -> list[str]:
+    """The names of what a class takes."""
+    return [
+        name
+        for name, each in inspect.signature(cls).parameters.items()
+        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+    ]
+
+
+def _listed(names: list[str]) -> str:
+    return f"argument{'s' * (len(names) > 1)} {', '.join(names)}"
+
+
+def _plain(value: Any, place: str) -> Any:
+    """A value as it comes back from a manifest, a copy of its own."""
+    import numpy as np
+
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
+        return value.item()
+    if isinstance(value, Enum) and isinstance(value, (str, int, float)):
+        return _plain(value.value, place)  # which the member equals
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {
+            _plain(key, f"{place}[{key!r}]"): _plain(item, f"{place}[{key!r}]")
+            for key, item in value.items()
+        }
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if named or kind in (list, tuple, set, frozenset):
+        items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
+        return kind(*items) if named else kind(items)
+    argument = place.partition("[")[0]
+    raise TypeError(
+        f"The hyper-parameter {place} is a {kind.__module__}.{kind.__qualname__}, which is not "
+        "plain data: numbers, texts, None, paths, and lists, tuples, sets and dicts of them. Leave "
+        f"it out: save_hyperparameters(ignore=[{argument!r}]), and pass it again to "
+        f"load_from_checkpoint(…, {argument}=…); or take plain values and make it in __init__."
+    )

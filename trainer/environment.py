@@ -181,6 +181,12 @@ def _slurm() -> Launch | None:
     )
 
 
+def slurm_job() -> str | None:
+    """The SLURM job that this process belongs to, as ``scontrol`` takes it; None outside of one."""
+    array, task = read("SLURM_ARRAY_JOB_ID"), read("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else read("SLURM_JOB_ID")
+
+
 def _in_a_shell() -> bool:
     """The process was typed into a shell that `srun --pty` opened.
 

@@ -29,13 +29,13 @@ class DistributedOperationException(RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A signal ended the run, after what it had reached was saved.
+    """A signal or the clock ended the run, after what it had reached was saved.
 
     A ``SystemExit``: uncaught it ends the process, with `code` and without a traceback.
 
     Attributes:
         code: What a shell reports for the signal: 143 for SIGTERM, 130 for SIGINT (Ctrl-C), 138 for
-            SIGUSR1.
+            SIGUSR1; 124 for the end of ``max_time``.
     """
 
 

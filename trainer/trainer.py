@@ -32,9 +32,10 @@ from trainer.loops.loaders import check_module
 from trainer.loops.predict import predict
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
+from trainer.loops.requeue import requeue
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Limit, Settings
-from trainer.loops.signals import watch_signals
+from trainer.loops.signals import told_to_end, watch_signals
 from trainer.loops.snapshot import require_space, save_run, save_weights_alone
 from trainer.loops.stage import stage_of
 from trainer.metrics import MetricStore
@@ -58,7 +59,10 @@ class Trainer:
         max_steps: Stop after so many updates.
         min_steps: Let nobody stop the run before.
         max_time: Stop at the first update after so long: ``"30 minutes"``, ``"00:12:00:00"`` (days,
-            hours, minutes, seconds), a ``timedelta``, or its arguments as a dict.
+            hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Alone it is the
+            length of the run, over all its starts. Beside `max_epochs` or `max_steps` it is the
+            time that one start has: a run that is not done by then is saved and ended like one
+            that a signal ends (`Preempted`, exit code 124), and the next start goes on.
         val_every: When to validate: an interval such as ``"1 epoch"``, ``"500 steps"``,
             ``"30 minutes"``, ``"1e9 items"``, or an int meaning steps.
         num_sanity_val_steps: Batches of each validation loader to try before training; 0 for none,
@@ -83,6 +87,8 @@ class Trainer:
             folder under ``runs/`` for every start.
         progress_bar: Show one, on the main process, on a terminal or in a notebook.
         callbacks: Called in this order, those that save last.
+        slurm_requeue: In a SLURM job, put it back into the queue when SIGUSR1 (``sbatch
+            --signal=USR1@120``) or `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
         accelerator: A ready one, in place of the arguments below.
         mixed_precision: See `Accelerator`.
@@ -136,6 +142,7 @@ class Trainer:
         progress_bar: bool = True,
         callbacks: Sequence[Callback] | Callback | None = None,
         checkpointing: bool = True,
+        slurm_requeue: bool = False,
         accelerator: Accelerator | None = None,
         mixed_precision: str | None = None,
         cpu: bool = False,
@@ -210,6 +217,7 @@ class Trainer:
             callbacks=self.callbacks,
             trainer=self,
         )
+        self._slurm_requeue = slurm_requeue
         self._counters = Counters()
         self._run: Run | None = None  # the one at hand
         self._fit: FitRun | None = None  # the latest fit, which may be over
@@ -243,7 +251,8 @@ class Trainer:
                 another run's checkpoints lie in `project_dir`.
             TypeError: The module lacks a method, or returned something of another type.
             CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
-            Preempted: SIGTERM, SIGINT or SIGUSR1 came, and the run was saved: a ``SystemExit``.
+            Preempted: SIGTERM, SIGINT or SIGUSR1 came, or `max_time` is over, and the run was
+                saved: a ``SystemExit``.
         """
         if self._parts.settings.length.endless:
             raise ValueError(
@@ -264,13 +273,15 @@ class Trainer:
                 val_feeds=val_feeds,
                 stop_requested=lambda: self._stop_requested,
             )
-            run.signalled = lambda: watch.received
+            run.told = told_to_end(watch, self._parts.settings.budget)
             self._recorder, self._counters = run.recorder, run.counters
             try:
                 fit(run)
                 run.writer.wait()
-            except Preempted:
+            except Preempted as ended:
                 watch.answered = True
+                if self._slurm_requeue and self.accelerator.is_main_process:
+                    requeue(int(ended.code or 0))
                 raise
             except KeyboardInterrupt:
                 run.writer.abandon()

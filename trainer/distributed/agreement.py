@@ -25,7 +25,7 @@ class Tally:
     Attributes:
         items: Items of the window.
         stop_votes: How many processes want to stop.
-        signals: How many were told to end by a signal.
+        signals: How many were told to end, by a signal or the clock.
         seconds: Rank 0's clock.
         ended: How many processes have no further round in this epoch.
         witness: 1 from rank 0 alone; another sum says that nothing was reduced.

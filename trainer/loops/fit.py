@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import Round
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.errors import Preempted
 from trainer.loops.evaluate import VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.run import FitRun, items_of
-from trainer.loops.signals import exit_code
 from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
 from trainer.optim.clipping import clip_
 from trainer.rng import isolated_rng, load_rng_state, rng_state
@@ -333,7 +331,13 @@ def preempt(run: FitRun) -> NoReturn:
     """
     run.unfinished = run.in_boundary = True
     run.hooks.on_preemption()
-    raise Preempted(exit_code(run.signalled() or signal.SIGTERM))
+    raise preempted(run)
+
+
+def preempted(run: FitRun) -> Preempted:
+    """What ends the run on all processes: with the code of the first that was told to end."""
+    codes = [code for code in all_gather_object(run.told()) if code is not None]
+    return Preempted(codes[0])
 
 
 def check_streams(run: FitRun) -> None:
@@ -416,7 +420,7 @@ def sanity_check(run: FitRun) -> None:
         run.metrics.forget_shown()
         run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # nothing is there to be saved
-        raise Preempted(exit_code(run.signalled() or signal.SIGTERM)) from None
+        raise preempted(run) from None
     finally:
         run.sanity_checking = False
         for feed, limit in zip(run.val_feeds, limits, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,8 @@ from trainer.distributed.control import on_main
 from trainer.errors import CheckpointError, choose
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
+
+logger = logging.getLogger(__name__)
 
 _CAPACITY = 1_000_000  # records that may wait to be written: the local record should lose none
 _WORDS = ("auto", "best", "last")
@@ -235,14 +239,20 @@ def _all(roots: Sequence[Path]) -> str:
 
 
 def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
-    """The value of a metric in each checkpoint's manifest that has one; NaN is none."""
-    return {
-        path: value
-        for root in roots
-        for path in disk.committed(root)
-        if (value := disk.read_manifest(path)["metrics"].get(monitor)) is not None
-        and value == value
-    }
+    """The finite value of a metric in each checkpoint's manifest that has one.
+
+    A damaged manifest is told in a warning of the log.
+    """
+    scores = {}
+    for path in (path for root in roots for path in disk.committed(root)):
+        try:
+            value = disk.read_manifest(path)["metrics"].get(monitor)
+        except CheckpointError as error:
+            logger.warning("%s is not used: %s", path, error)
+            continue
+        if value is not None and math.isfinite(value):
+            scores[path] = value
+    return scores
 
 
 def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:

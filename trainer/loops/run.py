@@ -203,7 +203,8 @@ class FitRun(Run):
         log_schedule: When values of an update are recorded.
         sanity_steps: Batches of each validation loader to try before training; -1 for all.
         stop_requested: Asked of this process; the others hear of it at the next update.
-        signalled: The signal that told this process to end; the others hear of it likewise.
+        told: The code to exit with once this process was told to end, by a signal or the clock; the
+            others hear of it likewise.
         writer: Saves, also in the background.
         unfinished: The run was ended by a signal before what is due after its last update was done.
         run_id: Which run this is, whatever process goes on with it.
@@ -231,7 +232,7 @@ class FitRun(Run):
     sanity_steps: int
     stop_requested: Callable[[], bool]
     writer: Writer
-    signalled: Callable[[], int | None] = lambda: None
+    told: Callable[[], int | None] = lambda: None
     run_id: str = ""
     stop_now: bool = False
     unfinished: bool = False
@@ -253,7 +254,7 @@ class FitRun(Run):
         return Tally(
             items=items,
             stop_votes=float(self.stop_requested()),
-            signals=float(self.signalled() is not None),
+            signals=float(self.told() is not None),
             seconds=self.clock if self.rank == 0 else 0.0,
             ended=float(self.counters.epoch_complete),
             witness=float(self.rank == 0),
@@ -261,8 +262,8 @@ class FitRun(Run):
         )
 
     def told_to_end(self, round_idx: int) -> bool:
-        """Whether a signal came to any process; several ask each other now and then only."""
-        told = self.signalled() is not None
+        """Whether any process was told to end; several ask each other now and then only."""
+        told = self.told() is not None
         if self.world_size == 1:
             return told
         if round_idx % _ROUNDS_BETWEEN_QUESTIONS:

@@ -63,17 +63,27 @@ class Settings:
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}: {error}") from None
         assert self.length is not None  # made here so that it is checked here
+        seconds_of(self.max_time)
 
     @property
     def length(self) -> Length:
-        """When a fit ends."""
+        """When a run ends."""
         return Length(
             max_epochs=self.max_epochs,
             min_epochs=self.min_epochs,
             max_steps=self.max_steps,
             min_steps=self.min_steps,
-            max_seconds=seconds_of(self.max_time),
+            max_seconds=seconds_of(self.max_time) if self._only_time else None,
         )
+
+    @property
+    def budget(self) -> float | None:
+        """The seconds after which one start of a run ends, whose length is another one."""
+        return None if self._only_time else seconds_of(self.max_time)
+
+    @property
+    def _only_time(self) -> bool:
+        return self.max_epochs is None and self.max_steps is None
 
     def limit(self, kind: str) -> tuple[str, Limit]:
         """The argument that limits a kind of data, and its value."""

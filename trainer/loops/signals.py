@@ -2,14 +2,17 @@
 
 A process that is told to end by SIGTERM (a scheduler takes the machine back), SIGINT (Ctrl-C) or
 SIGUSR1 (a scheduler's early warning) goes on to the end of its update. All processes then agree,
-save and exit with `exit_code`, so that the next start can go on from there.
+save and exit with `exit_code`, so that the next start can go on from there. The end of a time
+budget, by the process's own clock, is such a signal too.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -17,6 +20,9 @@ from typing import Any
 
 _installed: list[dict[int, Any]] = []  # the handlers before each watch at hand
 _NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
+
+
+OUT_OF_TIME = 124  # what timeout(1) exits with
 
 
 def exit_code(number: int) -> int:
@@ -52,6 +58,23 @@ class SignalWatch:
         os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+
+def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:
+    """A function that gives the code to exit with, once a signal came or the time is up.
+
+    Args:
+        watch: Of the signals.
+        budget: Seconds from now on; None for no limit.
+    """
+    deadline = math.inf if budget is None else time.monotonic() + budget
+
+    def told() -> int | None:
+        if watch.received is not None:
+            return exit_code(watch.received)
+        return OUT_OF_TIME if time.monotonic() >= deadline else None
+
+    return told
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
 from trackers import read_metrics
-from trainer import TrainModule
+from trainer import GradScalerKwargs, TrainModule
 from trainer.errors import Preempted
 
 CLASSES, FEATURES = 3, 5
@@ -82,6 +82,25 @@ class End(Callback):
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.optimizer = copy.deepcopy(trainer.optimizers[0].state_dict())
         self.schedule = copy.deepcopy(trainer.schedulers[0].scheduler.state_dict())
+        self.scaler = trainer.accelerator.precision.state_dict()
+
+
+class Average(Callback):
+    """A moving average of the weights, taken in at each update."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        for name, weight in module.named_parameters():
+            now = weight.detach()
+            self.weights[name] = 0.9 * self.weights.get(name, now) + 0.1 * now
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.weights
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state
 
 
 class Told(Callback):
@@ -110,12 +129,12 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     random.seed(begin)
     numpy.random.seed(begin)
     torch.manual_seed(begin)
-    watch, end = Watch(), End()
+    watch, end, average = Watch(), End(), Average()
     ranked = ModelCheckpoint(monitor="val/loss", every=every, save_top_k=-1)
     early = EarlyStopping("val/epoch", patience=patience)
     trainer = quiet_trainer(
         project_dir=folder,
-        callbacks=[watch, end, early, ranked, *([Told(*told)] if told else [])],
+        callbacks=[watch, end, average, early, ranked, *([Told(*told)] if told else [])],
         num_sanity_val_steps=1,
         **options,
     )
@@ -131,6 +150,8 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
         "weights": copy_of(module),
         "optimizer": end.optimizer,
         "schedule": end.schedule,
+        "scaler": end.scaler,
+        "average": average.weights,
         "callbacks": [early.state_dict(), ranked.state_dict()],
         "counters": (trainer.global_step, trainer.current_epoch, trainer.samples_seen),
         "items": trainer.items_seen,
@@ -230,17 +251,28 @@ def cut_back(whole: Path, folder: Path, step: int) -> None:
     assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
 @pytest.mark.parametrize(
     ("world", "workers", "accumulation"),
-    [(1, 0, 1), (1, 2, 1), (1, 0, 2), (2, 0, 2), (2, 2, 1), (3, 0, 1)],
+    [(1, 0, 1), (1, 1, 1), (1, 3, 1), (1, 0, 2), (2, 0, 2), (2, 2, 1), (3, 0, 1)],
 )
 def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
-    options = {
-        "max_epochs": 3,
-        "workers": workers,
-        "every": 1 if world > 1 else 3,
-        "gradient_accumulation_steps": accumulation,
-    }
+    interrupted_inside(ranks, world, tmp_path, workers, gradient_accumulation_steps=accumulation)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resume_inside_an_epoch_in_fp16(ranks, tmp_path, world):
+    scaler = GradScalerKwargs(init_scale=2.0**14, growth_interval=2)  # it overflows, and grows
+    options = {"mixed_precision": "fp16", "kwargs_handlers": [scaler]}
+    whole = interrupted_inside(ranks, world, tmp_path, 0, **options)
+    assert whole["scaler"]["scale"] != 2.0**14
+
+
+def interrupted_inside(
+    ranks: Any, world: int, tmp_path: Path, workers: int, **more: Any
+) -> dict[str, Any]:
+    """Compare a run with ones that were killed inside an epoch, and begin in another place."""
+    options = {"max_epochs": 3, "workers": workers, "every": 1 if world > 1 else 3, **more}
     whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
     updates = whole[0]["counters"][0]
     each = updates // 3  # an epoch is 7 batches
@@ -253,6 +285,7 @@ def test_resume_inside_an_epoch(ranks, tmp_path, world, workers, accumulation):
         for one, other in zip(whole, resumed, strict=True):
             assert_resumed(one, other, after=step)
         assert_same_record(tmp_path / "whole", folder)
+    return whole[0]
 
 
 HOOKS = [

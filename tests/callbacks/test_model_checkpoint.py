@@ -36,14 +36,14 @@ def expected_steps(values, *, monitor, mode, every, save_top_k, save_last):
         ranked = sorted(fresh, key=lambda step: (sign * values[step - 1], step))
     if save_top_k == -1:
         return due
-    return sorted({*ranked[:save_top_k], *(due[-1:] if save_last else [])})
+    return sorted({*ranked[:save_top_k], *(due[-save_last:] if save_last else [])})
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("monitor", [None, "loss"])
 @pytest.mark.parametrize(
     ("save_top_k", "save_last"),
-    [(-1, True), (0, True), (1, True), (1, False), (3, True), (3, False)],
+    [(-1, True), (0, True), (0, 3), (1, True), (1, False), (2, 2), (3, True), (3, False)],
 )
 def test_what_stays_is_the_best_and_the_last(tmp_path, mode, monitor, save_top_k, save_last):
     choices = [None, math.nan, math.inf, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -58,6 +58,34 @@ def test_what_stays_is_the_best_and_the_last(tmp_path, mode, monitor, save_top_k
         }
         trainer, _ = run(tmp_path / str(seed), values, **arguments)
         assert steps(trainer.on_disk()) == expected_steps(values, **arguments)
+
+
+def test_a_save_that_fails_decides_nothing(tmp_path):
+    values = [5.0, 4.0, 3.0, 2.0, 6.0, 1.0]
+    trainer, callback = trainer_with(
+        tmp_path, monitor="loss", every=1, save_top_k=2, save_last=2, on_save_error="warn"
+    )
+    trainer.fail_saves = {"step-00000004", "step-00000006"}
+    trainer.start()
+    assert trainer.space_asked == []  # it would end the run
+    trainer.updates(values)
+    trainer.end()
+    assert steps(trainer.on_disk()) == [2, 3, 5]
+    assert steps(callback.best_k_models) == [3, 2]
+    assert steps([callback.last_model_path]) == [5]
+    assert {required for _, _, required in trainer.kinds.values()} == {False}
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_saves_are_asked_for_as_configured_and_waited_for(tmp_path, background):
+    trainer, _ = trainer_with(tmp_path, every=1, background=background, save_weights_only=True)
+    trainer.start()
+    assert trainer.space_asked == [tmp_path]
+    trainer.updates([None, None])
+    assert set(trainer.kinds.values()) == {(True, background, True)}
+    assert trainer.waits == (1 if background else 2)  # before the next one, or at once
+    trainer.end()
+    assert trainer.waits == 2
 
 
 def test_attributes_name_what_is_on_disk(tmp_path):
@@ -282,6 +310,8 @@ def test_saves_after_the_other_callbacks():
         ({"save_top_k": -2}, "-2"),
         ({"save_top_k": 0.5}, "0.5"),
         ({"save_top_k": 0, "save_last": False}, "checkpointing=False"),
+        ({"save_last": -1}, "save_last must be True, False or a count, got -1"),
+        ({"on_save_error": "ignore"}, "'raise' or 'warn', got 'ignore'"),
         ({"every": "5 epohcs"}, "epochs"),
     ],
 )

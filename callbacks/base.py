@@ -246,6 +246,17 @@ class Callback:
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """After an error, which is raised afterwards; other ranks may be gone: no collectives."""
 
+    def weights_to_save(
+        self, trainer: Trainer, module: TrainModule
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """Two ``state_dict()`` for a checkpoint to hold in place of the module's, if wanted.
+
+        The first is what others load, averages for example; the second is what a run goes on with.
+        `load_state_dict` is called while the module holds the first. One callback of a run may
+        return some; every process must.
+        """
+        return None
+
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:

@@ -77,6 +77,16 @@ def make_accelerator(project_dir):
     )
 
 
+def number_behind_an_earlier_run(accelerator):
+    """Leave the numbers alone that an earlier run has given to its checkpoints in this folder."""
+    folder = Path(accelerator.project_dir) / "checkpoints"
+    taken = [int(path.name.rpartition("_")[2]) for path in folder.glob("checkpoint_*")]
+    accelerator.wait_for_everyone()  # all have looked before anyone saves
+    if taken:
+        accelerator.project_configuration.iteration = max(taken) + 1
+        accelerator.print(f"earlier run     numbers go on from {max(taken) + 1}")
+
+
 def show_processes(accelerator):
     """Who is there, who does what, and who goes first."""
     state = accelerator.state
@@ -239,6 +249,7 @@ def main():
 
     set_seed(0)
     accelerator = make_accelerator(arguments.project_dir)
+    number_behind_an_earlier_run(accelerator)
     train_set, val_set = load_data()
     show_processes(accelerator)
     show_collectives(accelerator)

@@ -27,6 +27,7 @@ FLOORS = {
     "trainer.tree": 1,
     "trainer.memory": 1,
     "trainer.distributed.control": 1,
+    "trainer.distributed.meeting": 1,
     "trainer.distributed.split": 1,
     "trainer.configuration": 2,
     "trainer.plugins": 2,
@@ -41,16 +42,19 @@ FLOORS = {
     "trainer.strategies": 5,
     "trainer.checkpoint": 6,
     "trainer.accelerator": 7,
+    "trainer.datamodule": 8,
     "trainer.hooks": 8,
     "trainer.loops": 8,
     "trainer.metrics": 8,
     "trainer.module": 8,
+    "trainer.ported": 8,
     "trainer.trainer": 9,
     "trainer.__main__": 10,
     "trainer.hparams": 7,
     "trainer.cli": 10,
     "trainer.launchers": 10,
     "trainer.utils": 10,
+    "trainer.tuning": 10,
 }
 TOP = 11  # `trainer/__init__.py`: the names of all floors, for users; no module of ours imports it
 

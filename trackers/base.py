@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
+# Services that scripts name and that no tracker here speaks to.
+_ELSEWHERE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "wandb")
 
 # What a tracker class must define, and how.
 _REQUIRED = {
@@ -160,6 +162,12 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
         )
     if entry == _ALL:
         return [_REGISTRY[name] for name in available_trackers()]
+    if entry in _ELSEWHERE and entry not in _REGISTRY:
+        raise ValueError(
+            f"log_with={str(entry)!r}: none of {', '.join(_ELSEWHERE)} is part of Cadence yet. "
+            f"Choose from {[_ALL, *sorted(_REGISTRY)]}, or pass a subclass of GeneralTracker that "
+            "logs there, see docs/guides/metrics-and-trackers.md."
+        )
     if entry not in _REGISTRY:
         choices = [_ALL, *sorted(_REGISTRY)]
         nearest = difflib.get_close_matches(entry, choices, n=1)

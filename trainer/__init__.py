@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RNGType,
     )
     from trainer.data.skip import skip_first_batches
+    from trainer.datamodule import DataModule
     from trainer.distributed.collectives import gather_object
     from trainer.errors import (
         CheckpointError,
@@ -47,9 +48,10 @@ if TYPE_CHECKING:
         MegatronLMPlugin,
         TorchDynamoPlugin,
     )
-    from trainer.rng import set_seed
+    from trainer.rng import set_seed, synchronize_rng_states
     from trainer.state import AcceleratorState, GradientState, PartialState
     from trainer.trainer import Trainer
+    from trainer.tuning import Tuner
 
 _HOME = {
     "Accelerator": "accelerator",
@@ -57,6 +59,7 @@ _HOME = {
     "AutocastKwargs": "configuration",
     "CheckpointError": "errors",
     "DataLoaderConfiguration": "configuration",
+    "DataModule": "datamodule",
     "DeepSpeedPlugin": "plugins",
     "DistributedDataParallelKwargs": "configuration",
     "DistributedOperationException": "errors",
@@ -80,6 +83,7 @@ _HOME = {
     "TorchDynamoPlugin": "plugins",
     "TrainModule": "module",
     "Trainer": "trainer",
+    "Tuner": "tuning",
     "find_executable_batch_size": "memory",
     "gather_object": "distributed.collectives",
     "get_logger": "logs",
@@ -87,6 +91,7 @@ _HOME = {
     "release_memory": "memory",
     "set_seed": "rng",
     "skip_first_batches": "data.skip",
+    "synchronize_rng_states": "rng",
 }
 
 __all__ = [
@@ -95,6 +100,7 @@ __all__ = [
     "AutocastKwargs",
     "CheckpointError",
     "DataLoaderConfiguration",
+    "DataModule",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedOperationException",
@@ -118,6 +124,7 @@ __all__ = [
     "TorchDynamoPlugin",
     "TrainModule",
     "Trainer",
+    "Tuner",
     "find_executable_batch_size",
     "gather_object",
     "get_logger",
@@ -125,11 +132,14 @@ __all__ = [
     "release_memory",
     "set_seed",
     "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
+        if name.endswith("_launcher"):
+            import_module("trainer.errors").refuse_launcher(name)
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)
     return value

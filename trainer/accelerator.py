@@ -47,9 +47,9 @@ from trainer.distributed import collectives
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
 from trainer.memory import release_memory
-from trainer.optim.clipping import clip_
+from trainer.optim.clipping import as_list, clip_
 from trainer.optim.lomo import is_lomo, lomo_backward
-from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.scheduler import AcceleratedScheduler
 from trainer.plugins import (
     DeepSpeedPlugin,
@@ -59,7 +59,8 @@ from trainer.plugins import (
     refuse_engine,
 )
 from trainer.precision import Precision
-from trainer.state import AcceleratorState, GradientState
+from trainer.state import AcceleratorState, GradientState, is_initialized
+from trainer.state.group import warn_of_old_kernel
 from trainer.strategies import join
 from trainer.strategies import model as models
 from trainer.tracking import RunTrackers
@@ -148,7 +149,12 @@ class Accelerator:
     ) -> None:
         refuse_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         handlers = _by_type(kwargs_handlers or [])
-        init = handlers.get(InitProcessGroupKwargs)
+        self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
+        self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(
+            DistributedDataParallelKwargs
+        )
+        self.init_handler: InitProcessGroupKwargs | None = handlers.get(InitProcessGroupKwargs)
+        self.scaler_handler: GradScalerKwargs | None = handlers.get(GradScalerKwargs)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_tick = SchedulerTick.parse(scheduler_tick, "scheduler_tick")
@@ -166,28 +172,36 @@ class Accelerator:
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._tracking = RunTrackers(log_with, self.project_configuration.logging_dir)
-        self.dynamo_plugin = _chosen_dynamo(dynamo_backend, dynamo_plugin)
+        compiling = _chosen_dynamo(dynamo_backend, dynamo_plugin)
         window = _chosen_window(gradient_accumulation_steps, gradient_accumulation_plugin)
+        is_first = not is_initialized()
         self.state = AcceleratorState(
             mixed_precision,
             cpu,
-            dynamo_plugin=self.dynamo_plugin if dynamo_backend or dynamo_plugin else None,
+            dynamo_plugin=compiling,
             _from_accelerator=True,
-            **(init.to_kwargs() if init is not None else {}),
+            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
-        self.precision = Precision(
-            self.state.mixed_precision,
-            self.state.device,
-            autocast=handlers.get(AutocastKwargs),
-            scaler=handlers.get(GradScalerKwargs),
-        )
-        self.gradient_state = GradientState(window)
-        self.ddp_kwargs: DistributedDataParallelKwargs | None = handlers.get(
-            DistributedDataParallelKwargs
-        )
+        if self.state.is_main_process:
+            warn_of_old_kernel()
+        self.dynamo_plugin: TorchDynamoPlugin = self.state.dynamo_plugin
+        try:
+            self.precision = Precision(
+                self.state.mixed_precision,
+                self.state.device,
+                autocast=self.autocast_handler,
+                scaler=self.scaler_handler,
+            )
+            self.gradient_state = GradientState(window)
+        except BaseException:
+            if is_first:  # the next one may ask for something else
+                AcceleratorState._reset_state()
+            raise
+        self.ddp_kwargs = self.ddp_handler
         self.step = 0
         self._trigger = Trigger()
         self._models: list[nn.Module] = []
+        self._frozen: list[nn.Parameter] = []  # of models that train together: not averaged
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
@@ -246,6 +260,11 @@ class Accelerator:
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self.state.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """The forward pass computes in a mixed precision."""
+        return self.mixed_precision != "no"
 
     # -- what it was told ----------------------------------------------------------------------
 
@@ -432,6 +451,8 @@ class Accelerator:
             evaluation_mode=evaluation_mode,
         )
         self._models.append(prepared)
+        if self.use_distributed and not evaluation_mode:
+            self._frozen += [each for each in prepared.parameters() if not each.requires_grad]
         return prepared
 
     def prepare_optimizer(
@@ -532,6 +553,7 @@ class Accelerator:
         """
         for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             group.clear()
+        self._frozen.clear()
         self.step = 0
         self.sync_gradients = True  # a window that was given up holds no later update back
         self.precision.begin()
@@ -622,13 +644,29 @@ class Accelerator:
             loss: A scalar with a graph.
             **kwargs: Arguments of ``loss.backward``; `learning_rate` where a LOMO optimizer was
                 prepared.
+
+        Raises:
+            RuntimeError: Among several processes, parameters were unfrozen after `prepare`.
         """
+        if self.sync_gradients:
+            self._refuse_unfrozen()
         steps = self.gradient_state.num_steps
         scaled = loss if steps == 1 else loss / steps
         if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
             self.lomo_backward(scaled, **kwargs)
         else:
             self.precision.scale(scaled).backward(**kwargs)
+
+    def _refuse_unfrozen(self) -> None:
+        """DDP has left out what was frozen: each process would train that by itself."""
+        count = sum(parameter.requires_grad for parameter in self._frozen)
+        if count:
+            raise RuntimeError(
+                f"{count} parameter(s) that required no gradients when their model was prepared do "
+                f"now, and the {self.num_processes} processes would not average them. Unfreeze "
+                "them before prepare; or prepare a model that is not trained here with "
+                "prepare_model(model, evaluation_mode=True)."
+            )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Backward and update in one, with a LOMO optimizer; see `trainer.optim.lomo`."""
@@ -662,15 +700,30 @@ class Accelerator:
         Returns:
             The norm before clipping.
         """
-        self.unscale_gradients()
+        parameters = self._unscaled(parameters)
         norm = clip_(parameters, max_norm=max_norm, norm_type=norm_type)
         assert norm is not None
         return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each element of the gradients, unscaled first."""
-        self.unscale_gradients()
-        clip_(parameters, max_value=clip_value)
+        clip_(self._unscaled(parameters), max_value=clip_value)
+
+    def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+        """The parameters, the gradients of the optimizers that own one of them unscaled.
+
+        Those of the others may wait for a later backward that adds to them, scaled.
+        """
+        chosen = as_list(parameters)
+        if self.scaler is not None:
+            ids = set(map(id, chosen))
+            owners = [
+                optimizer
+                for optimizer in self._optimizers
+                if not ids.isdisjoint(map(id, parameters_of([optimizer])))
+            ]
+            self.unscale_gradients(owners)
+        return chosen
 
     # -- together ------------------------------------------------------------------------------
 
@@ -702,8 +755,7 @@ class Accelerator:
             f: The file; it is there whole or not at all.
             safe_serialization: Write safetensors, which holds no code.
         """
-        if self._writes:
-            save(obj, f, safe_serialization)
+        save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
         self,
@@ -777,6 +829,8 @@ class Accelerator:
             hooks=self._load_hooks.values(),
             **load_model_func_kwargs,
         )
+        # Inside the window that was saved: nothing drops its gradients before the next micro-batch.
+        self.sync_gradients = self.step % self.gradient_state.num_steps == 0
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too, in this order.
@@ -828,6 +882,7 @@ class Accelerator:
             custom_objects=self._custom_objects,
             scaler=None if self.scaler is None else self.precision,
             step=self.step,
+            window_open=not self.sync_gradients,
         )
 
     # -- tracking ------------------------------------------------------------------------------
@@ -918,9 +973,12 @@ def _chosen_window(
     return plugin
 
 
-def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+def _chosen_dynamo(
+    backend: str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin | None:
+    """What was said; None if nothing was."""
     if plugin is None:
-        return TorchDynamoPlugin(backend=backend)
+        return None if backend is None else TorchDynamoPlugin(backend=backend)
     if backend is not None:
         raise ValueError(
             "Pass dynamo_backend or dynamo_plugin, not both; the plugin says "
@@ -930,6 +988,8 @@ def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> Tor
 
 
 def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
+    if not isinstance(handlers, Iterable):
+        raise TypeError(f"kwargs_handlers is {handlers!r}; it must be a list: [{handlers!r}].")
     found: dict[type, Any] = {}
     for handler in handlers:
         if isinstance(handler, FP8RecipeKwargs):

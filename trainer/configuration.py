@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, EnumMeta
@@ -48,6 +49,22 @@ class Choice(str, Enum, metaclass=_Choices):
         return str(value)
 
 
+class _Renamed:
+    """A member of the documented API under its earlier name."""
+
+    def __init__(self, earlier: str, now: str) -> None:
+        self.earlier, self.now = earlier, now
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        warnings.warn(
+            f"{owner.__name__}.{self.earlier} is the earlier name of {owner.__name__}.{self.now}; "
+            "use that.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return getattr(owner, self.now)
+
+
 class DistributedType(Choice):
     """What kind of processes work together.
 
@@ -65,6 +82,10 @@ class DistributedType(Choice):
     FSDP = "FSDP"
     XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
+    TPU = _Renamed("TPU", "XLA")
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"  # as the documented API prints this one
 
 
 class PrecisionType(Choice):

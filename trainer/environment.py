@@ -126,6 +126,19 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextmanager
+def defaulting(name: str, value: str) -> Iterator[None]:
+    """Inside, a variable that is not set has this value."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+
+
 def detect_launch() -> Launch:
     """Find out who started this process: torchrun's names first, then SLURM, MPI, nobody.
 

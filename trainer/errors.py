@@ -25,7 +25,15 @@ class MetricError(RuntimeError):
 
 
 class DistributedOperationException(RuntimeError):
-    """Ranks called different collectives, or the same one with tensors that do not fit."""
+    """Ranks called different collectives, or the same one with tensors that do not fit.
+
+    Attributes:
+        plans: What each rank was about to do.
+    """
+
+    def __init__(self, message: str = "", plans: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.plans = tuple(plans)
 
 
 class Preempted(SystemExit):
@@ -51,3 +59,16 @@ def choose(what: str, value: object, choices: Iterable[str]) -> str:
     near = get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"
+
+
+def refuse_launcher(name: str) -> None:
+    """Say what to do in place of the launchers of the documented API.
+
+    Raises:
+        ImportError: The name is one of theirs.
+    """
+    if name in ("notebook_launcher", "debug_launcher"):
+        raise ImportError(
+            f"{name} is not part of Cadence yet. Put the training into a script and start it with "
+            "torchrun --nproc-per-node=2 script.py; one process needs no launcher."
+        )

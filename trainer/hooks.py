@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from callbacks import Callback
+from trainer.ported import refuse_signature, with_loader_number
 
 Hook = Callable[..., None]
 logger = logging.getLogger(__name__)
@@ -122,15 +123,21 @@ class HookTable:
         callbacks: Sequence[Callback],
         module_base: type,
     ) -> None:
+        def of(owner: object, name: str, base: type) -> list[Hook]:
+            if not is_overridden(owner, name, base):
+                return []
+            hook: Hook = getattr(owner, name)
+            refuse_signature(hook := with_loader_number(hook), name, getattr(base, name))
+            if name == "on_train_batch_start":
+                hook = _ends_no_epoch(hook, owner)
+            return [hook]
+
         def of_module(name: str) -> list[Hook]:
-            return [getattr(module, name)] if is_overridden(module, name, module_base) else []
+            return of(module, name, module_base)
 
         def of_callbacks(name: str) -> list[Hook]:
-            return [
-                _bound(getattr(callback, name), trainer, module)
-                for callback in callbacks
-                if is_overridden(callback, name, Callback)
-            ]
+            found = [hook for callback in callbacks for hook in of(callback, name, Callback)]
+            return [_bound(hook, trainer, module) for hook in found]
 
         table: dict[str, Hook] = {}
         for name in _CALLBACKS_FIRST:
@@ -148,6 +155,21 @@ class HookTable:
 
     def __getattr__(self, name: str) -> Hook:
         raise AttributeError(f"There is no hook {name!r}; hooks are {', '.join(self._table)}.")
+
+
+def _ends_no_epoch(hook: Callable[..., Any], owner: object) -> Hook:
+    """The hook, unless it asks for what Lightning does: end the epoch by returning -1."""
+
+    def call(*args: Any) -> None:
+        answer = hook(*args)
+        if isinstance(answer, int) and answer == -1:
+            raise ValueError(
+                f"{type(owner).__name__}.on_train_batch_start returned -1, which does not end the "
+                "epoch here: processes that disagree would wait for each other. Shorten epochs "
+                "with Trainer(limit_train_batches=...); end the run with trainer.should_stop."
+            )
+
+    return call
 
 
 def _bound(method: Hook, trainer: object, module: object) -> Hook:

@@ -79,11 +79,11 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
             try:
                 return function(batch_size, *args, **kwargs)
             except RuntimeError as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 reason = f" The last error: {error}"
             # The error is gone by now, and with it the frames that held the tensors.
-            _free_caches()
+            free_caches()
             logger.info("A batch size of %d does not fit into memory.", batch_size)
             batch_size //= 2
         raise RuntimeError(f"No executable batch size found, reached zero.{reason}")
@@ -107,8 +107,11 @@ def _check_arguments(
         ) from error
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was too little memory, on whatever device."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    )
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -126,11 +129,12 @@ def release_memory(*objects: Any) -> list[None]:
     """
     count = len(objects)
     del objects
-    _free_caches()
+    free_caches()
     return [None] * count
 
 
-def _free_caches() -> None:
+def free_caches() -> None:
+    """Collect garbage and give unused memory of every device that was started back."""
     gc.collect()
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized():

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import checkpoint as disk
-from trainer.errors import CheckpointError
+from trainer.distributed.collectives import gather
+from trainer.errors import CheckpointError, choose
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
-from trainer.tree import find_batch_size, to_device
+from trainer.optim.optimizer import parameters_of
+from trainer.ported import NO_LOGGER, Refused, log_arguments
+from trainer.tree import find_batch_size, map_tree, to_device
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -165,16 +168,66 @@ class TrainModule(nn.Module):
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.current_epoch
 
+    @property
+    def global_rank(self) -> int:
+        """This process among all; 0 outside a run."""
+        trainer = self.__dict__.get("_trainer")
+        return 0 if trainer is None else trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine; 0 outside a run."""
+        trainer = self.__dict__.get("_trainer")
+        return 0 if trainer is None else trainer.local_rank
+
+    logger = Refused(NO_LOGGER)
+    loggers = Refused(NO_LOGGER)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print``, once a machine."""
+        trainer = self.__dict__.get("_trainer")
+        (print if trainer is None else trainer.accelerator.print)(*args, **kwargs)
+
+    def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
+        """The tensors of all processes, stacked; every process calls it.
+
+        Args:
+            data: Tensors and numbers in nested containers; of the same shapes on every process.
+            group: All processes take part; None is the only choice.
+            sync_grads: The result has no graph; False is the only choice.
+
+        Returns:
+            The same containers with a first dimension of ``num_processes``; the input itself with
+            one process.
+
+        Raises:
+            ValueError: `group` or `sync_grads` is given.
+        """
+        if group is not None or sync_grads:
+            raise ValueError(
+                f"all_gather was called with group={group!r}, sync_grads={sync_grads!r}; it "
+                "gathers over all processes and without a graph. torch.distributed.nn.functional."
+                "all_gather does the rest."
+            )
+        if self.trainer.world_size == 1:
+            return data
+        return gather(
+            map_tree(lambda leaf: torch.as_tensor(leaf, device=self.device).unsqueeze(0), data)
+        )
+
     def log(
         self,
         name: str,
         value: Any,
+        prog_bar: bool = False,
         *,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
-        prog_bar: bool = False,
         reduce: Kind = "mean",
         batch_size: float | None = None,
+        logger: bool | None = None,
+        add_dataloader_idx: bool = True,
+        **ported: Any,
     ) -> None:
         """Record a value: a number, a tensor of one element, or a metric object.
 
@@ -186,19 +239,41 @@ class TrainModule(nn.Module):
             name: The metric's name, such as ``"train/loss"``. With both `on_step` and `on_epoch`
                 there are two, ``name_step`` and ``name_epoch``.
             value: Detached here.
+            prog_bar: Show it in the progress bar.
             on_step: Record the value of this update, if it is due; the default in `training_step`.
             on_epoch: Accumulate until the epoch ends; the default elsewhere.
-            prog_bar: Show it in the progress bar.
             reduce: How values become one: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
             batch_size: The weight in a mean; the batch's `count_items` unless given.
+            logger: False keeps it from the trackers; ``metrics.jsonl`` and callbacks have it.
+            add_dataloader_idx: Of several loaders, each one's values have its number in their name.
+                With False the name is as given; no two loaders may then use the same one.
+            **ported: Further arguments of a LightningModule's ``log``. ``sync_dist`` says what is
+                always done, ``reduce_fx`` is `reduce`, ``metric_attribute`` is not needed;
+                ``rank_zero_only=True`` and ``enable_graph=True`` are refused.
 
         Raises:
             RuntimeError: No run is at hand, or the place has nothing to record to (`MetricError`).
             ValueError: The value has several elements, the reduction is unknown or differs from an
-                earlier call's.
-            TypeError: The value is not a number.
+                earlier call's, or an argument asks for what is not done.
+            TypeError: The value is not a number, or there is no such argument.
         """
-        self.trainer.metrics.log(
+        if ported:
+            reduce = log_arguments(name, ported).get("reduce", reduce)
+        metrics = self.trainer.metrics
+        if logger is False or not add_dataloader_idx:
+            told = logger is not False
+            with metrics.renamed(name, logger=told, add_dataloader_idx=add_dataloader_idx):
+                self.log(
+                    name,
+                    value,
+                    prog_bar,
+                    on_step=on_step,
+                    on_epoch=on_epoch,
+                    reduce=reduce,
+                    batch_size=batch_size,
+                )
+            return
+        metrics.log(
             name,
             value,
             on_step=on_step,
@@ -208,10 +283,12 @@ class TrainModule(nn.Module):
             batch_size=batch_size,
         )
 
-    def log_dict(self, values: Mapping[str, Any], **kwargs: Any) -> None:
+    def log_dict(
+        self, dictionary: Mapping[str, Any], prog_bar: bool = False, **kwargs: Any
+    ) -> None:
         """`log` each of them, with the same further arguments."""
-        for name, value in values.items():
-            self.log(name, value, **kwargs)
+        for name, value in dictionary.items():
+            self.log(name, value, prog_bar, **kwargs)
 
     # -- to define -----------------------------------------------------------------------------
 
@@ -231,7 +308,12 @@ class TrainModule(nn.Module):
         """Evaluate one batch; with several loaders a third argument is ``dataloader_idx``."""
         raise NotImplementedError
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:  # noqa: ARG002 - an interface
+    def predict_step(
+        self,
+        batch: Any,
+        batch_idx: int,  # noqa: ARG002 - an interface
+        dataloader_idx: int = 0,  # noqa: ARG002 - an interface
+    ) -> Any:
         """The prediction for one batch; the module called on it unless overridden."""
         return self(batch)
 
@@ -268,6 +350,26 @@ class TrainModule(nn.Module):
         """Copy a batch to the device; override it for types that have no ``.to``."""
         return to_device(batch, device, non_blocking=True)
 
+    def on_before_batch_transfer(
+        self,
+        batch: Any,
+        dataloader_idx: int,  # noqa: ARG002 - an interface
+    ) -> Any:
+        """Change a batch before it goes to the device, one batch ahead of its use; return it.
+
+        What is drawn here and in `on_after_batch_transfer` depends on the seed, the epoch and the
+        batch's number alone, not on where a run was resumed.
+        """
+        return batch
+
+    def on_after_batch_transfer(
+        self,
+        batch: Any,
+        dataloader_idx: int,  # noqa: ARG002 - an interface
+    ) -> Any:
+        """Change a batch on the device, to augment it there, say; return it."""
+        return batch
+
     def prepare_data(self) -> None:
         """Download and prepare; the first process of each machine runs it before the others."""
 
@@ -297,8 +399,21 @@ class TrainModule(nn.Module):
 
     # -- manual optimisation -------------------------------------------------------------------
 
-    def optimizers(self) -> Any:
-        """The prepared optimizers: one, or a list of several."""
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The prepared optimizers: one, or a list of several.
+
+        Args:
+            use_pl_optimizer: The prepared ones; True is the only choice.
+
+        Raises:
+            ValueError: It is False: updates of the bare optimizers would be neither counted nor
+                averaged over the processes.
+        """
+        if not use_pl_optimizer:
+            raise ValueError(
+                "optimizers(use_pl_optimizer=False) asks for the bare optimizers, whose updates "
+                "would be neither counted nor averaged over the processes; leave it out."
+            )
         prepared = self.trainer.optimizers
         return prepared[0] if len(prepared) == 1 else list(prepared)
 
@@ -309,22 +424,86 @@ class TrainModule(nn.Module):
             return schedulers
         return schedulers[0] if schedulers else None
 
-    def manual_backward(self, loss: Tensor) -> None:
-        """Backward, with the run's precision; in place of ``loss.backward()``."""
-        self.trainer.manual_backward(loss)
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward, with the run's precision; in place of ``loss.backward()``.
+
+        Args:
+            loss: With a graph.
+            *args: For ``loss.backward``.
+            **kwargs: For ``loss.backward``, such as ``retain_graph=True``.
+        """
+        self.trainer.manual_backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Until `untoggle_optimizer`, let only this optimizer's parameters require gradients.
+
+        So a backward pass leaves the parameters of the other optimizers alone.
+
+        Raises:
+            RuntimeError: Another optimizer is toggled.
+        """
+        if "_toggled" in self.__dict__:
+            raise RuntimeError(
+                "toggle_optimizer was called twice without untoggle_optimizer between, which "
+                "would forget what required gradients before."
+            )
+        own = set(parameters_of([optimizer]))
+        others = [p for p in parameters_of(self.trainer.optimizers) if p not in own]
+        self.__dict__["_toggled"] = [p for p in others if p.requires_grad]
+        for parameter in others:
+            parameter.requires_grad_(False)
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - as in Lightning
+        """Let require gradients what did before `toggle_optimizer`."""
+        for parameter in self.__dict__.pop("_toggled", ()):
+            parameter.requires_grad_(True)
+
+    def freeze(self) -> None:
+        """Let no parameter require gradients, in evaluation mode."""
+        self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> None:
+        """Let every parameter require gradients, in training mode."""
+        self.requires_grad_(True).train()
 
     def clip_gradients(
         self,
         optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
         *,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
     ) -> Tensor | None:
         """Clip one optimizer's gradients before it steps, over all processes alike.
 
+        Args:
+            optimizer: A prepared one.
+            gradient_clip_val: Lightning's name for either limit.
+            gradient_clip_algorithm: Which one it is, ``"norm"`` (also if None) or ``"value"``.
+            max_grad_norm: Clip the norm of its gradients.
+            max_grad_value: Clip each element of them.
+
         Returns:
-            The norm before clipping; None without `max_grad_norm`.
+            The norm before clipping; None without a limit of the norm.
+
+        Raises:
+            ValueError: The algorithm is unknown, or a limit is given twice or out of range.
         """
+        if gradient_clip_algorithm not in (None, "norm", "value"):
+            raise ValueError(
+                choose("gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value"))
+            )
+        if gradient_clip_val is not None:
+            if max_grad_norm is not None or max_grad_value is not None:
+                raise ValueError(
+                    f"clip_gradients was given gradient_clip_val={gradient_clip_val!r} beside "
+                    "max_grad_norm or max_grad_value, which mean the same; give one of them."
+                )
+            if gradient_clip_algorithm == "value":
+                max_grad_value = gradient_clip_val
+            else:
+                max_grad_norm = gradient_clip_val
         return self.trainer.clip_gradients(
             optimizer, max_grad_norm=max_grad_norm, max_grad_value=max_grad_value
         )

@@ -8,6 +8,7 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,7 @@ class Precision:
         self._autocast = autocast or AutocastKwargs()
         self._unscaled: set[int] = set()  # optimizers whose gradients are, since the last update
         self._stepped: set[int] = set()  # optimizers that stepped under the scale at hand
+        self._known: WeakSet[Optimizer] = WeakSet()  # those whose gradients may hang on the scale
         self.scaler: torch.amp.GradScaler | None = None
         if mode == "fp16":
             self.scaler = torch.amp.GradScaler(
@@ -78,6 +80,13 @@ class Precision:
                     "mixed_precision='fp16' on the CPU: autocast to float16 with a gradient "
                     "scaler, as on an accelerator but slow; 'bf16' needs no scaler and is faster."
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has optimizers of its own, which it hears of from their copies.
+        return {name: value for name, value in vars(self).items() if name != "_known"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _known=WeakSet())
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """The context that the forward pass runs in.
@@ -95,6 +104,11 @@ class Precision:
         kwargs = (handler or self._autocast).to_kwargs()
         return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
 
+    @property
+    def scales(self) -> bool:
+        """Losses are scaled, and updates whose gradients overflowed are left out."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current scale."""
         if self.scaler is None:
@@ -109,9 +123,38 @@ class Precision:
         scale. The next backward, or a second step of the same optimizer, says that all are through.
         """
         if self.scaler is not None and self._stepped:
+            before = self._scale().clone()
             self.scaler.update()
+            self._carry_over(before)
             self._stepped.clear()
             self._unscaled.clear()
+
+    def _scale(self) -> Tensor:
+        """The scale, of shape (), without waiting for the device."""
+        scale = None if self.scaler is None else self.scaler._get_scale_async()
+        assert scale is not None  # there is one once something has been scaled
+        return scale
+
+    def _carry_over(self, before: Tensor) -> None:
+        """Put gradients that wait for a later step on the new scale, as those to be added will be.
+
+        They are of optimizers that step less often than others.
+        """
+        after = self._scale()
+        seen: set[int] = set()
+        for optimizer in self._known:
+            if id(optimizer) in self._stepped:
+                continue
+            factor = after if id(optimizer) in self._unscaled else after / before
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if parameter.grad is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    parameter.grad.mul_(factor.to(parameter.grad.device))
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Keep gradients right that wait for this optimizer's step while others make theirs."""
+        if self.scaler is not None:
+            self._known.add(optimizer)
 
     def begin(self) -> None:
         """A run begins: nothing of one that was interrupted hangs on the scale."""
@@ -119,11 +162,12 @@ class Precision:
         self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, once an update however often called."""
-        if self.scaler is None:
+        """Divide the optimizer's gradients by the scale, once an update however often called.
+
+        Those of an optimizer that has stepped since the last backward are used up and stay.
+        """
+        if self.scaler is None or id(optimizer) in self._stepped:
             return
-        if id(optimizer) in self._stepped:
-            self._adapt()
         if id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
@@ -44,12 +46,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Raises:
         ValueError: The seed is outside the range.
+        TypeError: It is no integer.
     """
+    if not isinstance(seed, Integral):
+        raise TypeError(f"seed is {seed!r}; it must be an integer between 0 and 2**32 - 1.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}; it must lie between 0 and 2**32 - 1.")
     if device_specific:
         seed = (seed + PartialState().process_index) % 2**32
     seed_generators(seed)
+    PartialState._shared_state.pop("_seeds_taken", None)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -63,15 +69,45 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def next_seed(*place: int) -> int:
+    """A seed for something with draws of its own: torch's own at first, then others made from it.
+
+    They are counted anew after `set_seed`, with another seed, and for a new `Accelerator`: a script
+    that begins again gets the same ones.
+
+    Args:
+        *place: What is counted for itself.
+    """
+    seed = torch.initial_seed()
+    taken: dict[int, Counter[Any]] = PartialState().__dict__.setdefault("_seeds_taken", {})
+    if seed not in taken:
+        taken.clear()
+        taken[seed] = Counter()
+    number = taken[seed][place]
+    taken[seed][place] += 1
+    return mix(seed, number) if number else seed
+
+
 def rng_state() -> dict[str, Any]:
-    """The state of every global generator of this process, to be given to `load_rng_state`."""
+    """The state of every global generator of this process, to be given to `load_rng_state`.
+
+    Of devices that have not been started there is none to be asked for: that would take memory.
+    """
+    state = _local_state()
+    for name, device in _started().items():
+        states = [device.get_rng_state(number) for number in range(device.device_count())]
+        state[name] = {"current": device.current_device(), "states": states}
+    return state
+
+
+def _local_state() -> dict[str, Any]:
+    """As `rng_state`, but of the current device alone, which code draws from by default."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
-    for name, device in _devices().items():
-        if device.is_initialized():
-            state[name] = device.get_rng_state()
+    for name, device in _started().items():
+        state[name] = device.get_rng_state()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
@@ -88,14 +124,28 @@ def load_rng_state(state: dict[str, Any]) -> None:
         numpy.random.set_state(tuple(state["numpy"]))
     for name, device in _devices().items():
         if name in state and device.is_available():
-            device.set_rng_state(state[name])
+            _load_device_state(device, state[name])
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def _load_device_state(device: Any, saved: Any) -> None:
+    if isinstance(saved, torch.Tensor):  # of the current one alone
+        device.set_rng_state(saved)
+        return
+    for number, state in enumerate(saved["states"][: device.device_count()]):
+        device.set_rng_state(state, number)
+    # Last, since this process may be given a device of another number than then.
+    device.set_rng_state(saved["states"][saved["current"]])
 
 
 def _devices() -> dict[str, Any]:
     """The modules of devices that have a generator each."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}
+
+
+def _started() -> dict[str, Any]:
+    return {name: device for name, device in _devices().items() if device.is_initialized()}
 
 
 def synchronize_rng_states(
@@ -142,13 +192,38 @@ def _from_main(state: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Whatever is drawn inside, the generators go on outside as if nothing had been."""
-    state = rng_state()
+def isolated_rng(seed: int | None = None) -> Iterator[None]:
+    """Whatever is drawn inside, the generators go on outside as if nothing had been.
+
+    Of torch's, those are the CPU's and that of the current device, if it has been started. A device
+    that is started inside goes on outside as if it were started there.
+
+    Args:
+        seed: Inside, they begin with it; None leaves them where they are. `seed_generators` would
+            seed devices that are not put back.
+    """
+    state = _local_state()
     try:
+        if seed is not None:
+            _seed_local(seed)
         yield
     finally:
         load_rng_state(state)
+        for name, device in _started().items():
+            if name not in state:
+                device.manual_seed_all(torch.initial_seed())
+
+
+def _seed_local(seed: int) -> None:
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    for device in _started().values():
+        device.manual_seed(seed)
+    if torch.backends.mps.is_available():
+        torch.mps.manual_seed(seed)
 
 
 def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:
@@ -160,15 +235,13 @@ def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:
     iterator = None
     inside: dict[str, Any] | None = None
     while True:
-        with isolated_rng():
-            if inside is None:
-                seed_generators(seed)
-            else:
+        with isolated_rng(seed if inside is None else None):
+            if inside is not None:
                 load_rng_state(inside)
             iterator = iter(iterable) if iterator is None else iterator
             try:
                 value = next(iterator)
             except StopIteration:
                 return
-            inside = rng_state()
+            inside = _local_state()
         yield value

@@ -147,7 +147,8 @@ class RunTrackers:
             unwrap: Give the SDK's own object. This waits until the tracker has started.
 
         Returns:
-            The tracker or the object; on processes without it one that does nothing.
+            The tracker or the object; on processes without it, and where there is no `log_with`,
+            one that does nothing.
 
         Raises:
             ValueError: There is no such tracker.
@@ -155,12 +156,9 @@ class RunTrackers:
             Exception: Unwrapping, what the tracker's start raised.
         """
         names = [tracker.name for tracker in self.log_with]
-        if name not in names:
-            raise ValueError(
-                f"There is no tracker {name!r}; "
-                + (f"there are {names}." if names else "log_with names none.")
-            )
-        if self._end is None and not self._begun("get_tracker"):
+        if names and name not in names:
+            raise ValueError(f"There is no tracker {name!r}; there are {names}.")
+        if not names or (self._end is None and not self._begun("get_tracker")):
             return NullTracker(name).tracker if unwrap else NullTracker(name)
         tracker = self._trackers[names.index(name)]
         return tracker.tracker if unwrap else tracker

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from callbacks import Callback, Interval, ModelCheckpoint, Progress, ProgressBar
+from callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    Interval,
+    ModelCheckpoint,
+    PredictionWriter,
+    Progress,
+    ProgressBar,
+)
 from trackers.base import Status
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
@@ -24,12 +35,15 @@ from trainer.configuration import (
 )
 from trainer.data.loader import Feed
 from trainer.errors import Preempted
-from trainer.hooks import HookTable
+from trainer.hooks import HookTable, is_overridden
 from trainer.loops import assemble
+from trainer.loops.batch_norm import require_readable, update_batch_norm
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
-from trainer.loops.fit import fit
-from trainer.loops.loaders import check_module
+from trainer.loops.fit import finished, fit
+from trainer.loops.loaders import check_hooks, check_module, take_datamodule
+from trainer.loops.modes import detecting_anomalies, deterministic
 from trainer.loops.predict import predict
+from trainer.loops.predictions import PredictionFiles
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.requeue import requeue
@@ -42,8 +56,11 @@ from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
 from trainer.optim.configure import SchedulerEntry
+from trainer.optim.finite import Policy
+from trainer.optim.groups import add_group, scale_group
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin
+from trainer.ported import refuse_trainer_arguments, trainer_attribute_hint
 from trainer.rng import set_seed
 
 logger = logging.getLogger(__name__)
@@ -77,6 +94,14 @@ class Trainer:
             that of the whole batch, whatever the split.
         max_grad_norm: Clip the norm of all gradients.
         max_grad_value: Clip each element of the gradients.
+        non_finite: What becomes of an update whose gradients hold NaN or infinity: ``"stop"`` ends
+            the run with a ``FloatingPointError`` that names the parameters, ``"skip"`` leaves the
+            update out and counts it, ``"ignore"`` does not look. Alike on all processes. Overflows
+            that the scaler of fp16 handles are counted as skipped. Not in manual optimisation.
+        max_skipped_in_row: So many skipped updates in a row end the run.
+        deterministic: Refuse operations that have no deterministic form, while the Trainer works;
+            ``"warn"`` only tells them.
+        detect_anomaly: Let autograd name the forward operation whose gradient is NaN; slow.
         seed: Seeds Python, numpy and torch now and again when `fit` begins, and fixes the order of
             the data. Without it the order follows torch's seed.
         log_with: Trackers: a name, class or instance, or a list of them, or ``"all"``.
@@ -133,6 +158,10 @@ class Trainer:
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
+        non_finite: Policy = "stop",
+        max_skipped_in_row: int = 50,
+        deterministic: bool | Literal["warn"] = False,
+        detect_anomaly: bool = False,
         seed: int | None = None,
         log_with: Any = None,
         log_every: Interval | str | int = "50 steps",
@@ -153,7 +182,10 @@ class Trainer:
         dynamo_backend: str | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         project_config: ProjectConfiguration | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
         if not isinstance(accelerator, (Accelerator, type(None))):
             raise TypeError(
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is found "
@@ -179,6 +211,10 @@ class Trainer:
             gradient_accumulation_steps=gradient_accumulation_steps,
             max_grad_norm=max_grad_norm,
             max_grad_value=max_grad_value,
+            non_finite=non_finite,
+            max_skipped_in_row=max_skipped_in_row,
+            deterministic=deterministic,
+            detect_anomaly=detect_anomaly,
             seed=seed,
             log_every=log_every,
         )
@@ -224,6 +260,35 @@ class Trainer:
         self._feed: Feed | None = None
         self._recorder: Recorder | None = None
         self._stop_requested = False
+        self._datamodule: Any = None
+
+    if not TYPE_CHECKING:  # a checker of types names what is missing by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(trainer_attribute_hint(name))
+
+    def _trial(self, accelerator: Any, callbacks: list[Callback], **settings: Any) -> Trainer:
+        """A Trainer like this one that writes nothing, for `trainer.tuning`.
+
+        Args:
+            accelerator: In place of this one's.
+            callbacks: In place of this one's.
+            **settings: Of the loops, in place of this one's.
+        """
+        trial = copy.copy(self)
+        trial.accelerator, trial.callbacks = accelerator, callbacks
+        trial._parts = replace(
+            self._parts,
+            settings=replace(self._parts.settings, **settings),
+            accelerator=accelerator,
+            project=self._parts.project.unwritten(),
+            callbacks=callbacks,
+            trainer=trial,
+        )
+        trial._slurm_requeue = False
+        trial._counters = Counters()
+        trial._run = trial._fit = trial._feed = trial._recorder = trial._datamodule = None
+        return trial
 
     # -- entry points --------------------------------------------------------------------------
 
@@ -239,10 +304,10 @@ class Trainer:
 
         Args:
             module: Defines `training_step` and `configure_optimizers`.
-            train_dataloaders: The training loader, as for one process: it is shared out here.
+            train_dataloaders: The training loader, as for one process: it is shared out here. A
+                `DataModule` may come in its place.
             val_dataloaders: The validation loader or a list of them; none is fine.
-            datamodule: In place of both, an object with ``train_dataloader`` and
-                ``val_dataloader``, and optionally ``prepare_data``, ``setup`` and ``teardown``.
+            datamodule: In place of both, a `DataModule` or any object with some of its methods.
             ckpt_path: Where to go on from: None for a new run, the path of a checkpoint, ``"last"``
                 or ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one.
 
@@ -260,7 +325,11 @@ class Trainer:
                 "to the Trainer, or max_time."
             )
         self._parts.project.check_ckpt_path(ckpt_path)
+        train_dataloaders, datamodule = take_datamodule(
+            "train_dataloaders", train_dataloaders, datamodule
+        )
         with watch_signals() as watch, self._stage("fit", module, datamodule) as hooks:
+            chosen = assemble.choose_start(self._parts, ckpt_path, datamodule)
             self._feed, val_feeds = assemble.fit_feeds(
                 self._parts, module, train_dataloaders, val_dataloaders, datamodule
             )
@@ -269,6 +338,8 @@ class Trainer:
                 module,
                 hooks,
                 ckpt_path,
+                chosen=chosen,
+                datamodule=datamodule,
                 feed=self._feed,
                 val_feeds=val_feeds,
                 stop_requested=lambda: self._stop_requested,
@@ -323,6 +394,7 @@ class Trainer:
         dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
+        return_predictions: bool | None = None,
     ) -> list[Any] | None:
         """What `predict_step` returns for each batch, in the order of the loader.
 
@@ -331,14 +403,19 @@ class Trainer:
             dataloaders: A loader or a list of them.
             datamodule: In place of them, see `fit`.
             ckpt_path: Load these weights first; see `fit`.
+            return_predictions: Keep and gather what is returned. False leaves it to the hooks, so
+                that memory stays that of a batch. None is False if a `PredictionWriter` is among
+                the callbacks, and True otherwise.
 
         Returns:
             A list with one entry a batch, tensors on the host; for several loaders a list of such
-            lists. On rank 0; None on the others.
+            lists. On rank 0; None on the others, and without `return_predictions`.
         """
+        if return_predictions is None:
+            return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
         with self._evaluation("predict", module, dataloaders, datamodule, ckpt_path) as at_hand:
             run, feeds = at_hand
-            outputs = predict(run, feeds)
+            outputs = predict(run, feeds, keep=return_predictions)
         return outputs[0] if outputs is not None and len(feeds) == 1 else outputs
 
     def save_checkpoint(
@@ -426,6 +503,55 @@ class Trainer:
         run = self._fit_run("save_own_weights")
         return save_weights_alone(run, Path(path), self._parts.settings.describe())
 
+    def open_predictions(self, folder: Path, *, merge: bool, overwrite: bool) -> PredictionFiles:
+        """Files that predictions are streamed to; every process calls it, inside `predict`.
+
+        Args:
+            folder: Where they go.
+            merge: One file for all batches in the end, in the order of the loader; else one each.
+            overwrite: Remove the predictions that are there.
+
+        Raises:
+            ValueError: There are some, and they may not be overwritten; on rank 0. The others get a
+                ``RuntimeError`` that tells it.
+        """
+        return PredictionFiles(
+            folder,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            merge=merge,
+            overwrite=overwrite,
+        )
+
+    # -- for callbacks -------------------------------------------------------------------------
+
+    def broadcast_buffers(self) -> None:
+        """Make rank 0's buffers everybody's; every process calls it."""
+        self._fit_run("broadcast_buffers").engine.broadcast_buffers()
+
+    def pause_schedulers(self) -> None:
+        """Let no schedule tick in the rest of the fit; the caller sets the learning rates."""
+        self._fit_run("pause_schedulers").schedulers_paused = True
+
+    def update_batch_norm(self) -> None:
+        """Compute the statistics of batch normalisation anew over an epoch of the training data.
+
+        For weights that did not come out of the training themselves, such as averages; every
+        process calls it at a boundary. See `trainer.loops.batch_norm`.
+
+        Raises:
+            ValueError: See `check_batch_norm`.
+        """
+        update_batch_norm(self._fit_run("update_batch_norm"))
+
+    def check_batch_norm(self) -> None:
+        """See that `update_batch_norm` will work.
+
+        Raises:
+            ValueError: There is batch normalisation, and the training data is a stream.
+        """
+        require_readable(self._fit_run("check_batch_norm"))
+
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint; every process may call it, one a disk does it.
 
@@ -446,6 +572,37 @@ class Trainer:
     def max_steps(self) -> int | None:
         """As given."""
         return self._parts.settings.max_steps
+
+    @property
+    def is_global_zero(self) -> bool:
+        """This process is the first of all."""
+        return self.accelerator.is_main_process
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.accelerator.process_index
+
+    @property
+    def local_rank(self) -> int:
+        """This process among those of its machine."""
+        return self.accelerator.local_process_index
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def training(self) -> bool:
+        """A fit is at hand, and not one of its validations."""
+        run = self._run
+        return isinstance(run, FitRun) and run.module.training
+
+    @property
+    def datamodule(self) -> Any:
+        """The datamodule of the latest call; None without."""
+        return self._datamodule
 
     @property
     def fast_dev_run(self) -> bool:
@@ -483,6 +640,12 @@ class Trainer:
         return 0.0 if self._fit is None else self._fit.agreement.items_seen
 
     @property
+    def skipped_updates(self) -> int:
+        """Updates of the fit that were left out since their gradients were not finite."""
+        guard = None if self._fit is None else self._fit.guard
+        return 0 if guard is None else guard.skipped
+
+    @property
     def validations(self) -> int:
         """Validations of this fit, the sanity check excluded."""
         return self._counters.validations
@@ -496,6 +659,16 @@ class Trainer:
     def callback_metrics(self) -> dict[str, float]:
         """The latest reduced value of every name."""
         return {} if self._recorder is None else self._recorder.latest
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """The same as `callback_metrics`: Lightning's name for what trackers are told."""
+        return self.callback_metrics
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The same as `progress_values`, under Lightning's name."""
+        return self.progress_values()
 
     @property
     def metric_updates(self) -> dict[str, int]:
@@ -529,6 +702,15 @@ class Trainer:
             run.stop_now = stop
 
     @property
+    def ending(self) -> bool:
+        """This boundary is the last of the fit, as far as it is decided; alike on all processes.
+
+        A limit on the time may still be reached between this question and the end of the boundary.
+        """
+        run = self._run
+        return isinstance(run, FitRun) and run.in_boundary and finished(run)
+
+    @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
         """The prepared optimizers of the latest fit."""
         return [] if self._fit is None else self._fit.optimizers
@@ -537,6 +719,37 @@ class Trainer:
     def schedulers(self) -> list[SchedulerEntry]:
         """The schedulers of the latest fit and when they tick."""
         return [] if self._fit is None else self._fit.schedulers
+
+    def add_param_group(
+        self, optimizer: Any, parameters: Mapping[str, nn.Parameter], *, ratio: float = 1.0
+    ) -> None:
+        """Let an optimizer of the fit at hand train further parameters, in a group of their own.
+
+        The group has the first one's options and follows its schedule, at `ratio` times its
+        learning rate. Checkpoints know its parameters by name, so that a resumed run has it too.
+
+        Args:
+            optimizer: One of `optimizers`.
+            parameters: By their names in the module.
+            ratio: Of the learning rates.
+
+        Raises:
+            RuntimeError: No fit is at hand.
+            ValueError: The optimizer has one of them already.
+        """
+        run = self._fit_run("add_param_group")
+        schedulers = [entry.scheduler for entry in run.schedulers]
+        add_group(optimizer, parameters, ratio=ratio, schedulers=schedulers)
+
+    def scale_learning_rate(self, optimizer: Any, group: int, factor: float) -> None:
+        """Multiply the learning rate of one parameter group, now and in its schedule.
+
+        Raises:
+            RuntimeError: No fit is at hand.
+        """
+        run = self._fit_run("scale_learning_rate")
+        schedulers = [entry.scheduler for entry in run.schedulers]
+        scale_group(optimizer, group, factor, schedulers=schedulers)
 
     @property
     def module(self) -> TrainModule | None:
@@ -561,10 +774,46 @@ class Trainer:
         rounds = None if self._feed is None else self._feed.num_rounds
         by_epochs = None
         if rounds is not None and self.max_epochs is not None:
-            windows = -(-rounds // self._parts.settings.gradient_accumulation_steps)
-            by_epochs = windows * self.max_epochs
+            by_epochs = sum(
+                -(-rounds // self._accumulation_in(epoch)) for epoch in range(self.max_epochs)
+            )
         known = [number for number in (by_epochs, self.max_steps) if number is not None]
         return min(known) if known else None
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of each process for one update.
+
+        A callback may change it while `fit` runs, on all processes alike; it then holds from the
+        next window on and until this `fit` ends.
+
+        Raises:
+            RuntimeError: It is set while no fit runs, or in manual optimisation.
+            ValueError: It is set to less than 1.
+            TypeError: It is set to something else than an int.
+        """
+        run = self._run
+        if isinstance(run, FitRun):
+            return run.accumulation
+        return self._parts.settings.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        run = self._fit_run("setting gradient_accumulation_steps")
+        if not run.module.automatic_optimization:
+            raise RuntimeError(
+                "gradient_accumulation_steps cannot be set in manual optimisation, where "
+                "training_step decides when to step."
+            )
+        replace(self._parts.settings, gradient_accumulation_steps=steps)  # checks it
+        run.accumulation = steps
+
+    def _accumulation_in(self, epoch: int) -> int:
+        steps = self._parts.settings.gradient_accumulation_steps
+        for callback in self.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                steps = callback.steps_in(epoch, steps)
+        return steps
 
     @property
     def num_eval_batches(self) -> list[int | None]:
@@ -607,7 +856,7 @@ class Trainer:
 
     # -- manual optimisation -------------------------------------------------------------------
 
-    def manual_backward(self, loss: Tensor) -> None:
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """See `TrainModule.manual_backward`."""
         run = self._fit_run("manual_backward")
         if run.module.automatic_optimization:
@@ -616,10 +865,10 @@ class Trainer:
                 "return the loss, or set automatic_optimization = False."
             )
         if run.weightless:
-            run.engine.backward(run.precision.scale(loss) * 0.0)
+            run.engine.backward(run.precision.scale(loss) * 0.0, *args, **kwargs)
             return
         run.hooks.on_before_backward(loss)
-        run.engine.backward(run.precision.scale(loss))
+        run.engine.backward(run.precision.scale(loss), *args, **kwargs)
         run.hooks.on_after_backward()
 
     def clip_gradients(
@@ -643,12 +892,19 @@ class Trainer:
             raise RuntimeError(f"{what} is there only while fit runs.")
         return self._run
 
-    def _stage(
-        self, name: str, module: TrainModule, datamodule: Any
-    ) -> AbstractContextManager[HookTable]:
+    @contextmanager
+    def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
+        check_hooks(module, self.callbacks, datamodule)
         self._stop_requested = False
-        return stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish)
+        self._datamodule = datamodule
+        settings = self._parts.settings
+        with (
+            deterministic(settings.deterministic),
+            detecting_anomalies(settings.detect_anomaly and name == "fit"),
+            stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish) as hooks,
+        ):
+            yield hooks
 
     def _finish(self, status: Status) -> None:
         run, self._run, self._feed = self._run, None, None
@@ -683,6 +939,7 @@ class Trainer:
     ) -> Iterator[tuple[Run, list[Feed]]]:
         """Inside, the run of validate, test or predict is at hand."""
         self._parts.project.check_ckpt_path(ckpt_path)
+        dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
         with self._stage(stage, module, datamodule) as hooks:
             self._run, feeds = assemble.prepare_evaluation(
                 self._parts,
@@ -759,7 +1016,7 @@ def _complete(
                 f"callbacks holds {callback!r} of type {type(callback).__name__}; every one must "
                 "be an instance of callbacks.Callback."
             )
-    keys = [callback.state_key for callback in given]
+    keys = [one.state_key for one in given if is_overridden(one, "state_dict", Callback)]
     for key in keys:
         if keys.count(key) > 1:
             raise ValueError(

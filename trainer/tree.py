@@ -154,13 +154,23 @@ def convert_to_fp32(tensor: Any) -> Any:
     )
 
 
-def slice_tensors(data: Any, tensor_slice: Any) -> Any:
+def slice_tensors(
+    data: Any,
+    tensor_slice: Any,
+    process_index: int | None = None,
+    num_processes: int | None = None,
+) -> Any:
     """Index every tensor of a tree along its first dimension.
+
+    It can be the ``slice_fn_for_dispatch`` of a prepared loader.
 
     Args:
         data: The tree. Tensors without dimensions, and leaves that are no tensors, stay whole.
         tensor_slice: A slice, or whatever else a tensor can be indexed with.
+        process_index: What such a function is told too; it makes no difference.
+        num_processes: Likewise.
     """
+    del process_index, num_processes
     return map_tree(
         lambda leaf: leaf[tensor_slice] if isinstance(leaf, Tensor) and leaf.ndim else leaf, data
     )
@@ -193,8 +203,33 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     return rebuild(data[0], [concatenate([table[key] for table in tables], dim) for key in first])
 
 
+def required_batch_size(data: Any) -> int:
+    """The length of the first dimension of the first tensor that has one.
+
+    Args:
+        data: Tensors in nested containers.
+
+    Raises:
+        ValueError: The containers are empty, or their tensors have no dimensions.
+        TypeError: They hold no tensor.
+    """
+    size = find_batch_size(data)
+    if size is not None:
+        return size
+    found = list(leaves(data))
+    if not found:
+        raise ValueError(f"Cannot find the batch size from an empty {type(data).__name__}.")
+    if not any(isinstance(leaf, Tensor) for leaf in found):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in found}))
+        raise TypeError(f"The batch size is that of a tensor, and find_batch_size met {kinds}.")
+    raise ValueError(
+        "Cannot find the batch size: no tensor has a dimension. Give tensors whose first dimension "
+        "counts the samples."
+    )
+
+
 def find_batch_size(tree: Any) -> int | None:
-    """The length of the first dimension of the first tensor that has one; None without any."""
+    """As `required_batch_size`, but None where there is none."""
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])  # every sequence has a first step

@@ -253,3 +253,35 @@ def test_buffers_and_weights_start_as_those_of_the_first(ranks2):
         return own.weight.item(), own.running_mean.item()
 
     assert ranks2(start) == [(1.0, 5.0)] * 2
+
+
+def test_what_is_unfrozen_after_prepare_is_refused_since_nobody_would_average_it(ranks2):
+    def body():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        frozen, half = nn.Linear(1, 1), nn.Linear(1, 1)
+        frozen.requires_grad_(False)
+        half.bias.requires_grad_(False)
+        frozen, half = accelerator.prepare(frozen, half)
+        judged = accelerator.prepare_model(nn.Linear(1, 1).requires_grad_(False), None, True)
+        judged.requires_grad_(True)  # evaluated only, so it may
+        accelerator.backward(half(torch.ones(1, 1)).sum())
+        messages = []
+        for parameters in (frozen.parameters(), [half.module.bias]):
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            with accelerator.accumulate(frozen, half):
+                accelerator.backward(frozen(torch.ones(1, 1)).sum() + half(torch.ones(1, 1)).sum())
+            try:
+                with accelerator.accumulate(frozen, half):
+                    loss = frozen(torch.ones(1, 1)).sum() + half(torch.ones(1, 1)).sum()
+                    accelerator.backward(loss)
+            except RuntimeError as error:
+                messages.append(str(error).partition(" that ")[0])
+            for parameter in (*frozen.parameters(), half.module.bias):
+                parameter.requires_grad_(False)
+        accelerator.free_memory()
+        frozen.requires_grad_(True)
+        accelerator.backward(frozen(torch.ones(1, 1)).sum())
+        return messages
+
+    assert ranks2(body) == [["2 parameter(s)", "1 parameter(s)"]] * 2

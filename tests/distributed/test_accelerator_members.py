@@ -544,7 +544,7 @@ def test_checkpoints_are_numbered_limited_and_found(ranks, world):
             value(model, number)
             names.append(accelerator.save_state("ignored").name)
         accelerator.project_configuration.iteration = 3
-        with pytest.raises(ValueError, match="checkpoint_3 exists already"):
+        with pytest.raises(ValueError, match="checkpoint_3 of another run exist"):
             accelerator.save_state()
         again, model = make()
         again.load_state()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
 from tests.helpers.ranks import RankError
-from trainer.distributed import collectives, debug, transport
+from trainer.distributed import collectives, debug, meeting, transport
 from trainer.state import PartialState
 
 
@@ -177,6 +177,9 @@ def of_rank(rank: int, kind: torch.dtype) -> torch.Tensor:
     return torch.tensor([[rank, 1, 2 * rank], [3, rank % 2, 0]], dtype=torch.float32).to(kind)
 
 
+SMALL = (torch.uint8, torch.int8, torch.int16)
+
+
 def shown(tensor: torch.Tensor) -> tuple[str, Any]:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return str(tensor.dtype), tensor.to(wide).tolist()
@@ -199,8 +202,8 @@ def test_every_type_of_tensor_travels(ranks3, kind):
         padded = exact[rank].clone()
         if rank:
             padded[1:] = 1
-        # Booleans are counted, as torch.sum does.
-        total = sum(exact).to(torch.int64 if kind == torch.bool else kind)
+        # Booleans are counted, and small integers added up without wrapping, as torch.sum does.
+        total = sum(exact).to(torch.int64 if kind in (torch.bool, torch.uint16, *SMALL) else kind)
         results = (torch.cat(exact).to(kind), total, every[2], padded.to(kind), every[rank])
         assert found == [shown(each) for each in results]
 
@@ -248,8 +251,18 @@ def test_scaled_integers_become_floats_as_in_torch(ranks2):
         results.append(collectives.reduce(small, "none", scale=2))
         return [shown(each) for each in results]
 
-    expected = [("torch.int16", [8, 12]), ("torch.float32", [2, 3]), ("torch.int16", [4, 6])]
+    expected = [("torch.int64", [8, 12]), ("torch.float32", [2, 3]), ("torch.int16", [4, 6])]
     assert ranks2(reduce) == [expected] * 2
+
+
+def test_sums_of_small_integers_do_not_wrap(ranks2):
+    def reduce() -> list[Any]:
+        largest = {t: torch.tensor([torch.iinfo(t).max], dtype=t) for t in SMALL}
+        return [shown(each) for each in collectives.reduce(largest).values()]
+
+    expected = [("torch.int64", [2 * torch.iinfo(t).max]) for t in SMALL]
+    assert ranks2(reduce) == [expected] * 2
+    assert [kind for kind, _ in reduce()] == ["torch.int64"] * len(SMALL)  # one process as well
 
 
 def test_none_exchanges_nothing(ranks2):
@@ -401,7 +414,7 @@ def test_an_error_of_one_rank_is_told_to_the_others(ranks3):
 
 
 def test_devices_are_checked_in_debug_mode_alone(monkeypatch):
-    monkeypatch.setattr(transport, "side_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(meeting, "side_device", lambda: torch.device("cuda"))
     assert not debug.is_checked()
     PartialState._reset_state()
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "true")

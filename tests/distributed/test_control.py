@@ -163,7 +163,7 @@ def test_alone_a_process_is_rank_0():
     on_main(lambda: calls.append(1))
     assert calls == [1]
     with pytest.raises(LookupError, match="full"):
-        exchange(LookupError("full"))
+        exchange(LookupError("full"), "test")
 
 
 def test_a_function_that_is_not_due_gives_nothing_and_keeps_its_name():

@@ -16,7 +16,8 @@ from trainer.data.prepare import prepare_data_loader
 from trainer.data.skip import skip_first_batches
 from trainer.distributed.collectives import gather
 from trainer.rng import set_seed
-from trainer.state import GradientState
+from trainer.state import GradientState, PartialState
+from trainer.utils import slice_tensors
 
 
 class Numbers(Dataset):
@@ -234,6 +235,14 @@ def test_a_function_of_ones_own_cuts_the_batches(ranks2):
     assert ranks2(read) == [[[4, 6]], [[5, 7]]]
 
 
+def test_the_helper_that_slices_is_such_a_function(ranks2):
+    def read() -> list[list[int]]:
+        loader = dispatched(DataLoader(Numbers(7), 2), slice_fn_for_dispatch=slice_tensors)
+        return [batch.tolist() for batch in loader]
+
+    assert ranks2(read) == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+
+
 def test_a_skipped_dispatcher_goes_on_with_the_same_batches(ranks2):
     def read() -> tuple[bool, list[int]]:
         reads: list[int] = []
@@ -343,6 +352,32 @@ def test_all_processes_share_an_order_that_does_not_depend_on_their_number(ranks
     assert alone[0] != alone[1]
     assert ranks2(read) == [alone] * 2
     assert ranks4(read) == [alone] * 4
+
+
+def test_further_loaders_have_an_order_that_all_processes_share(ranks2):
+    def read() -> list[list[int]]:
+        set_seed(3, device_specific=True)
+        source = DataLoader(Numbers(16), 2, shuffle=True)
+        if PartialState().process_index == 1:
+            prepare_data_loader(source, num_processes=1, process_index=0)
+        loaders = [prepare_data_loader(source, put_on_device=True) for _ in range(3)]
+        return [torch.cat([gather(batch) for batch in loader]).tolist() for loader in loaders]
+
+    set_seed(3)
+    source = DataLoader(Numbers(16), 2, shuffle=True)
+    alone = [torch.cat(list(prepare_data_loader(source))).tolist() for _ in range(3)]
+    assert len({tuple(order) for order in alone}) == 3
+    assert ranks2(read) == [alone] * 2
+
+
+def test_one_process_may_prepare_a_loader_for_itself(ranks2):
+    def read() -> list[list[int]]:
+        if dist.get_rank() == 1:
+            return []
+        own = prepare_data_loader(DataLoader(Numbers(5), 2), num_processes=1, process_index=0)
+        return [batch.tolist() for batch in own]
+
+    assert ranks2(read) == [[[0, 1], [2, 3], [4]], []]
 
 
 def test_generators_are_synchronised_when_a_pass_begins(ranks2):

@@ -299,7 +299,61 @@ def test_one_process_gets_its_own_back():
     assert gather_for_metrics(tensors) is tensors
     assert gather_for_metrics(["a", "b"]) == ["a", "b"]
     assert gather_for_metrics({"a": ("x", "y"), "b": 3}) == {"a": ["x", "y"], "b": [3]}
-    tokens = []
-    for batch in loader(range(5), 2):  # two values of each sample: no count of samples cuts them
-        tokens += gather_for_metrics(torch.stack([batch, batch], 1).flatten()).tolist()
-    assert tokens == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_value_repeated_for_each_sample_of_a_batch_counts_each_sample_once(ranks, size):
+    def evaluate() -> list[int]:
+        counts = [0, 0]
+        for batch in loader(range(45), 8):
+            counts[0] += len(gather_for_metrics(batch.float().mean().repeat(8)))
+            counts[1] += len(gather_for_metrics(["a loss"] * 8))
+        return counts
+
+    assert ranks(size)(evaluate) == [[45, 45]] * size
+
+
+# -- behind the loop
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("mode", [{}, {"dispatch_batches": True}])
+def test_a_batch_taken_out_of_its_loop_is_cut_until_another_loader_is_read(ranks, size, mode):
+    def evaluate(mode: dict[str, bool]) -> list[Any]:
+        nine, many = loader(range(9), 9, **mode), loader(range(99), 3, **mode)
+        found = []
+        for _ in range(2):
+            batch = next(iter(nine))
+            found.append(gather_for_metrics(batch).tolist())
+            found.append(gather_for_metrics([str(each) for each in batch.tolist()]))
+        assert not GradientState().in_dataloader
+        for _ in many:
+            found.append(len(gather_for_metrics(torch.zeros(9))))
+            break
+        found.append(len(gather_for_metrics(torch.zeros(9))))  # what was left was not the end
+        return found
+
+    expected = [list(range(9)), list("012345678")] * 2 + [9 * size] * 2
+    assert ranks(size)(evaluate, mode) == [expected] * size
+
+
+def test_what_was_collected_before_a_loop_was_left_is_not_cut(ranks2):
+    def evaluate() -> list[int]:
+        found, collected = [], []
+        numbers = loader(range(9), 2)
+        for number, batch in enumerate(numbers, 1):
+            collected.append(batch)
+            if number == len(numbers):
+                break
+        found.append(len(gather_for_metrics(torch.cat(collected))))
+        found.append(len(gather_for_metrics([0] * 6)))
+        found.append(len(gather_for_metrics(list(numbers)[-1])))  # the loop has ended
+        sizeless = prepare_data_loader(DataLoader(range(4), batch_sampler=[[0], [1], [2]]))
+        next(iter(sizeless))
+        for _ in sizeless:
+            if sizeless.end_of_dataloader:
+                break
+        found.append(len(gather_for_metrics(torch.zeros(2))))  # nothing tells one batch from two
+        return found
+
+    assert ranks2(evaluate) == [[12, 12, 4, 4]] * 2

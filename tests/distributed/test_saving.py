@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainer import Accelerator
 from trainer.checkpoint import project as project_module
 from trainer.checkpoint import verify
 from trainer.checkpoint.project import load_state as load_project
@@ -191,7 +192,7 @@ def test_names_limit_and_numbers_are_the_same_on_all(ranks2):
     paths, left, refused, step, resumed, iteration = seen[0]
     assert paths == [f"p/checkpoints/checkpoint_{n}" for n in range(3)]
     assert left == ["checkpoint_1", "checkpoint_2"]
-    assert refused.startswith("ValueError: p/checkpoints/checkpoint_1 exists already")
+    assert refused.startswith("ValueError: p/checkpoints/checkpoint_1 is the next checkpoint, but")
     assert (step, resumed, iteration) == (2, 3, 3)
 
 
@@ -249,3 +250,43 @@ def test_a_delete_that_fails_fails_on_all_and_the_save_stands(ranks2):
     )
     assert seen[0][1] == 2
     verify(Path("p/checkpoints/checkpoint_1"))
+
+
+def _windows(folder: str, *, save_at: int | None = None, load: bool = False) -> list[float]:
+    """A run of 6 micro-batches in windows of 3, alike on any number of processes that divides 4."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = nn.Linear(2, 1)
+    model, sgd = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = torch.arange(48.0).reshape(6, 4, 2) / 48
+    share = 4 // accelerator.num_processes
+    first = accelerator.process_index * share
+    if load:
+        accelerator.load_state(folder)
+    for number in range(save_at if load else 0, 6):
+        if number == save_at and not load:
+            accelerator.save_state(folder)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows[number, first : first + share]).square().mean())
+            sgd.step()
+            sgd.zero_grad()
+    return [value for p in model.parameters() for value in p.flatten().tolist()]
+
+
+def test_each_process_goes_on_with_its_own_gradients_inside_a_window(ranks2):
+    def body():
+        whole = _windows("out", save_at=4)
+        resumed = _windows("out", save_at=4, load=True)
+        return whole, resumed
+
+    for whole, resumed in ranks2(body):
+        assert resumed == whole
+
+
+def test_other_numbers_of_processes_go_on_inside_a_window(ranks2, ranks4):
+    wholes = ranks2(lambda: _windows("out", save_at=4))
+    for resumed in (
+        *ranks4(lambda: _windows("out", save_at=4, load=True)),
+        _windows("out", save_at=4, load=True),
+    ):
+        torch.testing.assert_close(resumed, wholes[0], rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ from trainer.state import AcceleratorState, PartialState
 def describe() -> dict[str, object]:
     state = AcceleratorState("bf16", cpu=True, _from_accelerator=True)
     return {
-        "type": str(state.distributed_type),
+        "type": state.distributed_type.value,
         "backend": state.backend,
         "device": str(state.device),
         "ranks": (state.process_index, state.local_process_index, state.num_processes),
@@ -35,13 +35,13 @@ def test_each_process_knows_its_place(ranks3):
         assert state["main"] == (rank == 0, rank == 0, rank == 2)
         assert state["distributed"]
         assert state["text"].startswith(
-            "Distributed environment: MULTI_CPU  Backend: gloo\nNum processes: 3\n"
+            "Distributed environment: DistributedType.MULTI_CPU  Backend: gloo\nNum processes: 3\n"
             f"Process index: {rank}\n"
         )
 
 
 def test_cpu_processes_form_without_a_flag(ranks2):
-    assert ranks2(lambda: str(PartialState().distributed_type)) == ["MULTI_CPU", "MULTI_CPU"]
+    assert ranks2(lambda: PartialState().distributed_type.value) == ["MULTI_CPU", "MULTI_CPU"]
 
 
 def test_a_group_without_a_launchers_names_says_who_we_are(ranks2):

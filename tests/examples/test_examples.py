@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy
 import pytest
+import torch
+from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 
 from trackers import read_metrics
@@ -102,6 +104,35 @@ def test_digits_is_the_same_run_on_two_processes(tmp_path):
     assert len(series(two, "val/accuracy")) == 4
 
 
+# -- transfer learning -----------------------------------------------------------------------------
+
+
+def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(tmp_path):
+    output = run("transfer_learning.py", "--project-dir", "runs/transfer")
+    accuracies = {name: float(printed(output, name)) for name in ("first", "transfer", "scratch")}
+    assert accuracies["first"] > 0.98
+    assert accuracies["transfer"] > 0.85
+
+    folder = tmp_path / "runs/transfer/transfer"
+    rates = series(folder, "lr-AdamW/pg2")
+    assert len(rates) == len(series(folder, "lr-AdamW/pg1")) > 0
+    assert (rates[0], rates[-1]) == (pytest.approx(2e-4), pytest.approx(2e-3))
+    assert not series(tmp_path / "runs/transfer/scratch", "lr-AdamW/pg2")
+
+    again = run("transfer_learning.py", "--project-dir", "runs/transfer")
+    assert [line for line in again.splitlines() if " from " not in line] == output.splitlines()
+
+
+def test_transfer_learning_has_the_same_schedule_on_two_processes():
+    arguments = ("transfer_learning.py", "--max-epochs", 3)
+    for processes in (1, 2):
+        name = f"runs{processes}"
+        run(*arguments, "--project-dir", name, "--batch-size", 16 // processes, processes=processes)
+    # Not the same accuracy: batch normalisation sees half the batch.
+    one, two = (series(Path(f"runs{n}/transfer"), "lr-AdamW/pg2") for n in (1, 2))
+    assert one == two != []
+
+
 # -- own loop --------------------------------------------------------------------------------------
 
 
@@ -130,6 +161,41 @@ def test_every_member_of_the_accelerator_is_used_at_work(tmp_path, processes, ba
     numbered = sorted(path.name for path in (project / "checkpoints").iterdir())
     assert numbered == ["checkpoint_2", "checkpoint_3"]  # of four, as many as are kept
     assert list((project / "digits").glob("events.out.tfevents.*"))
+
+
+def test_every_member_may_run_again_in_the_same_folder(tmp_path):
+    options = ("--max-epochs", 3, "--batch-size", 64)
+    run("every_member.py", *options, processes=1)
+    output = run("every_member.py", *options, processes=1)
+    assert printed(output, "earlier run") == "numbers go on from 3"
+    numbered = (tmp_path / "runs/every-member/checkpoints").iterdir()
+    assert sorted(path.name for path in numbered) == ["checkpoint_4", "checkpoint_5"]
+
+
+def test_predictions_in_files_are_in_the_order_of_the_dataset_on_any_number_of_processes(tmp_path):
+    found = []
+    for processes, batch_size in ((1, 32), (2, 16)):
+        project = f"runs/{processes}"
+        options = ("--project-dir", project, "--batch-size", batch_size)
+        output = run("predict_to_files.py", *options, processes=processes)
+        folder = tmp_path / project / "predictions"
+        assert printed(output, "files") == str(folder.relative_to(tmp_path))
+        lines = (folder / "predictions.jsonl").read_text().splitlines()
+        words = [json.loads(line)["word"] for line in lines]
+        assert printed(output, "first") == ", ".join(words[:5])
+        found.append((load_file(folder / "predictions.safetensors"), words))
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "predictions.jsonl",
+            "predictions.safetensors",
+        ]
+        digits = torch.tensor(load_digits(return_X_y=True)[1])
+        accuracy = (found[-1][0]["digit"] == digits).float().mean().item()
+        assert accuracy > 0.95
+        assert printed(output, "accuracy") == f"{accuracy:.4f}"
+    # the same updates, so the same model but for the order of sums
+    (one, words), (two, others) = found
+    torch.testing.assert_close(one["probabilities"], two["probabilities"], rtol=0, atol=0.02)
+    assert sum(a != b for a, b in zip(words, others, strict=True)) < 10
 
 
 def test_every_member_leaves_no_method_out():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
@@ -19,6 +17,3 @@ def skip_reason(item: pytest.Item) -> str | None:
 
 requires_cuda = pytest.mark.gpu
 """Marks a test that needs a CUDA device: `@requires_cuda`. It is skipped only where none is."""
-
-requires_torchdata = pytest.mark.skipif(find_spec("torchdata") is None, reason="needs torchdata")
-"""Marks a test that reads with torchdata's loader."""

@@ -169,7 +169,11 @@ def test_all_is_every_installed_one(registry, tmp_path):
 def test_unknown_name_gives_choices_and_nearest():
     with pytest.raises(ValueError, match=r"'tensorbord'.*'all', 'tensorboard'.*mean 'tensorboard'"):
         resolve("tensorbord")
-    with pytest.raises(ValueError, match="'wandb' is not a known tracker"):
+    with pytest.raises(ValueError, match="'signboard' is not a known tracker"):
+        resolve("signboard")
+    with pytest.raises(
+        ValueError, match=r"'wandb': none of aim, .*part of Cadence.*'tensorboard'.*md"
+    ):
         resolve("wandb")
 
 

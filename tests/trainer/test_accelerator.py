@@ -64,7 +64,7 @@ def test_one_process_is_told_as_it_is():
     assert accelerator.mixed_precision == "no"
     assert accelerator.gradient_accumulation_steps == 1
     assert accelerator.sync_gradients
-    assert repr(accelerator).startswith("Accelerator(\nDistributed environment: NO")
+    assert repr(accelerator).startswith("Accelerator(\nDistributed environment: DistributedType.NO")
     assert not torch.distributed.is_initialized()
 
 
@@ -449,6 +449,56 @@ def test_gradients_are_unscaled_for_one_for_some_and_for_all():
     assert [w.grad.item() for w in weights] == [1, 1, 16]
     accelerator.unscale_gradients()
     assert [w.grad.item() for w in weights] == [1, 1, 1]
+
+
+def pair(**scaler) -> tuple[Accelerator, list[nn.Module], list[torch.optim.Optimizer]]:
+    """Two models of one weight 0 each, whose gradients are 1, and their optimizers; fp16."""
+    handlers = [GradScalerKwargs(init_scale=1024.0, **scaler)]
+    accelerator = accelerate(mixed_precision="fp16", kwargs_handlers=handlers)
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    return accelerator, list(accelerator.prepare(*models)), list(accelerator.prepare(*optimizers))
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_clipping_one_model_leaves_the_others_gradients_alone(by_value):
+    accelerator, models, optimizers = pair()
+    for model in models:
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    for model, optimizer in zip(models, optimizers, strict=True):
+        if by_value:
+            accelerator.clip_grad_value_(model.parameters(), 10.0)
+        else:
+            assert accelerator.clip_grad_norm_(model.parameters(), 10.0) == 1
+        if model is models[0]:
+            assert models[1].weight.grad.item() == 1024  # as scaled as what may be added to it
+        optimizer.step()
+        assert model.weight.item() == -1
+    accelerator.unscale_gradients()  # all have stepped: nothing hangs on the scale
+    assert [model.weight.grad.item() for model in models] == [1, 1]
+
+
+def test_an_optimizer_that_steps_less_often_uses_gradients_of_one_scale():
+    accelerator, models, optimizers = pair(growth_interval=1)
+    for _ in range(2):
+        accelerator.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+        accelerator.clip_grad_norm_(models[0].parameters(), 10.0)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    optimizers[1].step()
+    assert [model.weight.item() for model in models] == [-2, -2]
+
+
+def test_clipping_takes_parameters_and_not_a_model():
+    accelerator = accelerate()
+    for model in (nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))):
+        for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            with pytest.raises(TypeError, match=r"parameters is a .*model.parameters\(\)"):
+                clip(model, 1.0)
+    with pytest.raises(TypeError, match=r"parameters holds str"):
+        accelerator.clip_grad_norm_(["weight"], 1.0)
 
 
 def test_an_update_that_overflowed_is_skipped_with_its_tick():

@@ -20,10 +20,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trackers import GeneralTracker
 from trainer import Accelerator
+from trainer.checkpoint import load_checkpoint_in_model
 from trainer.configuration import (
+    AutocastKwargs,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     FP8RecipeKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
     ProjectConfiguration,
 )
 from trainer.data.dispatch import DataLoaderDispatcher
@@ -194,9 +199,62 @@ def test_models_are_compiled_by_the_backend_or_the_plugin(monkeypatch):
         accelerate(dynamo_backend="eager", dynamo_plugin=plugin)
     with pytest.raises(ValueError, match="backend is 'EAGRE'"):
         accelerate(dynamo_backend="eagre")
+    again = accelerate()  # says nothing, and shares what the first was told
+    assert again.prepare(network())._compiled_call_impl is not None
+    with pytest.raises(ValueError, match="already been initialised with dynamo_plugin"):
+        accelerate(dynamo_backend="no")
+    AcceleratorState._reset_state()
     assert accelerate().prepare(network())._compiled_call_impl is None
+    accelerate(dynamo_backend="no")
+    AcceleratorState._reset_state()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     assert accelerate().prepare(network())._compiled_call_impl is not None
+    assert AcceleratorState().dynamo_plugin.backend == "EAGER"
+
+
+def test_an_accelerator_that_failed_leaves_the_process_to_the_next(monkeypatch):
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("no bfloat16 here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "autocast", refuse)  # a device that cannot
+        for precision in ("bf16", "fp16"):
+            with pytest.raises(ValueError, match=f"'{precision}' cannot be used on cpu"):
+                accelerate(mixed_precision=precision)
+    first = accelerate()
+    with pytest.raises(ValueError, match="already been initialised with mixed_precision"):
+        accelerate(mixed_precision="bf16")
+    assert first.mixed_precision == AcceleratorState().mixed_precision == "no"
+
+
+def test_handlers_are_kept_by_their_names():
+    handlers = [
+        AutocastKwargs(),
+        DistributedDataParallelKwargs(),
+        GradScalerKwargs(),
+        InitProcessGroupKwargs(backend="nccl"),
+    ]
+    accelerator = accelerate(kwargs_handlers=handlers)
+    assert [
+        accelerator.autocast_handler,
+        accelerator.ddp_handler,
+        accelerator.scaler_handler,
+        accelerator.init_handler,
+    ] == handlers
+    assert accelerator.ddp_kwargs is accelerator.ddp_handler
+    assert accelerate().init_handler is None
+    with pytest.raises(TypeError, match=r"must be a list: \[AutocastKwargs"):
+        accelerate(kwargs_handlers=AutocastKwargs())
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_names_that_scripts_ask_the_precision_by(precision):
+    accelerator = accelerate(mixed_precision=precision)
+    optimizer = accelerator.prepare(torch.optim.SGD(network().parameters()))
+    assert accelerator.native_amp == (precision != "no")
+    assert optimizer.scaler is accelerator.scaler
+    with pytest.warns(FutureWarning, match="is_overflow is the earlier name"):
+        assert optimizer.is_overflow is False
 
 
 # -- who runs what -----------------------------------------------------------------------------
@@ -524,32 +582,116 @@ def epoch(accelerator: Accelerator, prepared: tuple[Any, ...], skip: int = 0) ->
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_loaded_state_goes_on_as_the_one_that_was_saved(safe):
+def test_a_loaded_state_goes_on_as_the_one_that_was_saved(safe, caplog):
     accelerator, prepared, counter = trained()
     epoch(accelerator, prepared)
     counter.count = 7
+    caplog.set_level("INFO")
     assert accelerator.save_state("saved", safe_serialization=safe) == Path("saved")
+    assert "The state was saved to saved." in caplog.text
     name = "model.safetensors" if safe else "pytorch_model.bin"
     assert Path("saved", name).exists()
     expected = [epoch(accelerator, prepared) for _ in range(2)]
 
     accelerator, prepared, counter = trained(seed=1)
     accelerator.load_state("saved", map_location="cpu", strict=True)
+    assert "/saved was loaded." in caplog.text
     assert [epoch(accelerator, prepared) for _ in range(2)] == expected
     assert counter.count == 7
 
 
-def test_a_state_may_be_saved_inside_a_window():
-    accelerator, prepared, _ = trained()
-    model, _, _, data = prepared
-    for _ in data:
+def micro_batches(
+    accelerator: Accelerator, prepared: tuple[Any, ...], first: int, last: int
+) -> list[Any]:
+    """What the weights and the rate are behind each micro-batch of a stretch, in windows of 3."""
+    model, optimizer, scheduler = prepared
+    seen = []
+    for number in range(first, last):
+        # As many scripts have it, outside of the window's block: inside a window it does nothing.
+        optimizer.zero_grad()
         with accelerator.accumulate(model):
-            pass
-        break
+            loss = (model(torch.tensor([[float(number)]])) - 1).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            if accelerator.sync_gradients:
+                optimizer.zero_grad()
+        seen.append((model.weight.item(), model.bias.item(), scheduler.get_last_lr()[0]))
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_state_may_be_saved_inside_a_window(at, precision):
+    def make() -> tuple[Accelerator, tuple[Any, ...]]:
+        accelerator = accelerate(gradient_accumulation_steps=3, mixed_precision=precision)
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        return accelerator, accelerator.prepare(model, sgd, StepLR(sgd, 1, gamma=0.5))
+
+    accelerator, prepared = make()
+    micro_batches(accelerator, prepared, 0, at)
     accelerator.save_state("saved")
-    again, _, _ = trained()
+    gathered = "gradients" in Path("saved/random_states_0.safetensors").read_bytes().decode("latin")
+    assert gathered == (at % 3 != 0)  # they cost nothing at the end of a window
+    expected = micro_batches(accelerator, prepared, at, 9)
+
+    again, prepared = make()
+    micro_batches(again, prepared, 0, 7)  # another window, whose gradients do not count
     again.load_state("saved")
-    assert again.step == accelerator.step == 1
+    assert (again.step, again.sync_gradients) == (at, at % 3 == 0)
+    assert (prepared[0].weight.grad is None) == (at % 3 == 0)
+    assert micro_batches(again, prepared, at, 9) == expected
+
+
+def test_gradients_of_a_window_belong_to_parameters_of_models_and_of_optimizers():
+    def make() -> tuple[Accelerator, nn.Parameter, nn.Module, torch.optim.Optimizer]:
+        accelerator = accelerate(gradient_accumulation_steps=2)
+        model, loose = network(), nn.Parameter(torch.ones(2))
+        sgd = torch.optim.SGD([*model.parameters(), loose], lr=1.0)
+        return accelerator, loose, *accelerator.prepare(model, sgd)
+
+    accelerator, loose, model, _ = make()
+    with accelerator.accumulate(model):
+        accelerator.backward(2 * loose.sum() + model.weight.sum())
+    accelerator.save_state("saved")
+    again, loose, model, _ = make()
+    again.load_state("saved")
+    assert loose.grad.tolist() == [1, 1]
+    assert model.weight.grad.tolist() == [[0.5]]
+    assert model.bias.grad is None
+    other = accelerate(gradient_accumulation_steps=2)
+    bigger, short = network(), nn.Parameter(torch.ones(1))
+    other.prepare(bigger, torch.optim.SGD([*bigger.parameters(), short], lr=1.0))
+    with pytest.raises(CheckpointError, match=r"gradient of optimizer.0 has the shape \(2,\)"):
+        other.load_state("saved")
+
+
+def test_gradients_outside_of_a_window_are_no_part_of_a_state():
+    accelerator = accelerate()
+    model = accelerator.prepare(network())
+    accelerator.backward(model.weight.sum())
+    accelerator.save_state("saved")
+    accelerator.load_state("saved")
+    assert model.weight.grad.item() == 1  # they are as they were
+    model.weight.grad = None
+    accelerator.load_state("saved")
+    assert model.weight.grad is None
+
+
+def test_gradients_of_a_window_need_the_precision_they_were_saved_in():
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    model, _ = accelerator.prepare(model := network(), torch.optim.SGD(model.parameters()))
+    with accelerator.accumulate(model):
+        accelerator.backward(model.weight.sum())
+    accelerator.save_state("saved")
+    AcceleratorState._reset_state()
+    again = accelerate(gradient_accumulation_steps=2, mixed_precision="fp16")
+    again.prepare(model := network(), torch.optim.SGD(model.parameters()))
+    with pytest.raises(CheckpointError, match="gradients are not scaled as those of fp16"):
+        again.load_state("saved", strict=False)
 
 
 def test_states_are_numbered_where_the_project_says_so():
@@ -571,6 +713,76 @@ def test_states_are_numbered_where_the_project_says_so():
     project.iteration = 1
     with pytest.raises(ValueError, match="checkpoint_1"):
         accelerator.save_state()
+
+
+def test_another_runs_numbers_are_refused_and_nothing_is_deleted():
+    def make(**kwargs: Any) -> Accelerator:
+        project = {"project_dir": "run", "automatic_checkpoint_naming": True, "total_limit": 2}
+        return accelerate(project_config=ProjectConfiguration(**project, **kwargs))
+
+    def names() -> list[str]:
+        return sorted(path.name for path in Path("run/checkpoints").iterdir())
+
+    first = make()
+    for _ in range(3):
+        first.save_state()
+    second = make()
+    with pytest.raises(ValueError, match=r"checkpoint_1, checkpoint_2 of another run exist.* 3 "):
+        second.save_state()
+    assert names() == ["checkpoint_1", "checkpoint_2"]
+    second.load_state()
+    second.save_state()
+    assert names() == ["checkpoint_2", "checkpoint_3"]
+    make(iteration=4).save_state()
+    assert names() == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_a_checkpoint_with_other_files_in_it_is_not_deleted(caplog):
+    project = ProjectConfiguration(
+        project_dir="run", automatic_checkpoint_naming=True, total_limit=1
+    )
+    accelerator = accelerate(project_config=project)
+    note = accelerator.save_state() / "note.txt"
+    note.write_text("mine")
+    for _ in range(2):
+        accelerator.save_state()
+    assert note.read_text() == "mine"
+    assert "checkpoint_0 is not deleted: it holds files that are not" in caplog.text
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == [
+        "checkpoint_0",
+        "checkpoint_2",
+    ]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("compiled_then", [True, False])
+def test_compiled_submodules_leave_no_trace_in_names(compiled_then, safe):
+    def make(compiled: bool) -> nn.Module:
+        inner = network(2.0 if compiled == compiled_then else 1.0)
+        return nn.Sequential(torch.compile(inner, backend="eager") if compiled else inner)
+
+    accelerator = accelerate()
+    model = accelerator.prepare(make(compiled_then))
+    file = Path(accelerator.save_state("state", safe_serialization=safe)) / (
+        "model.safetensors" if safe else "pytorch_model.bin"
+    )
+    accelerator.save_model(model, "weights", safe_serialization=safe)
+    for each in (file, Path("weights", file.name)):
+        weights = load_file(each) if safe else torch.load(each, weights_only=True)
+        assert weights.keys() == {"0.weight", "0.bias"}
+    other = accelerate()
+    model = other.prepare(make(not compiled_then))
+    other.load_state("state")
+    assert [value.item() for value in model.state_dict().values()] == [2, 2]
+    for arguments in ({}, {"dtype": torch.float64}, {"device_map": {"": "cpu"}}):
+        fresh = make(not compiled_then)
+        load_checkpoint_in_model(fresh, "weights", strict=True, **arguments)
+        assert [value.item() for value in fresh.state_dict().values()] == [2, 2]
+
+
+def test_a_state_dict_is_that_of_a_model():
+    with pytest.raises(TypeError, match="get_state_dict takes a model; it got 3"):
+        accelerate().get_state_dict(3)
 
 
 def test_hooks_take_part_in_saving_and_loading_until_they_are_removed():

@@ -46,7 +46,9 @@ CONFIGURATIONS = [
 
 def test_choices_compare_and_print_as_their_values():
     assert PrecisionType.BF16 == "bf16"
-    assert f"{DistributedType.MULTI_CPU}" == "MULTI_CPU"
+    assert f"{PrecisionType.BF16}" == str(PrecisionType.BF16) == "bf16"
+    assert DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert f"{DistributedType.MULTI_CPU}" == "DistributedType.MULTI_CPU"
     assert PrecisionType.list() == ["no", "fp8", "fp16", "bf16"]
     assert {PrecisionType.NO: 1}["no"] == 1
 
@@ -124,12 +126,17 @@ def test_defaults_left_out_are_those_of_torch(kind, target):
 # -- choices -------------------------------------------------------------------------------------
 
 
+def repr_of(member):
+    return f"{type(member).__name__}.{member.name}"
+
+
 @pytest.mark.parametrize("kind", CHOICES)
 def test_a_value_or_a_member_can_be_looked_for(kind):
     for member in kind:
         assert member in kind
         assert member.value in kind
-        assert str(member) == member.value == kind(member.value)
+        assert member == member.value == kind(member.value)
+        assert str(member) == (repr_of(member) if kind is DistributedType else member.value)
     assert kind.list() == [member.value for member in kind]
     for other in ("half", None, 3, [], {}):
         assert other not in kind

@@ -1,13 +1,14 @@
 """Every hook, in the order of the loop: who is called, when, with what, and in which state."""
 
 import inspect
+import signal
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from callbacks import Callback, ModelCheckpoint
-from trainer import Trainer, TrainModule
+from trainer import Preempted, Trainer, TrainModule
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 SHARED = [name for name in HOOKS if hasattr(TrainModule, name)]
@@ -599,3 +600,282 @@ def test_a_hook_set_on_the_instance_counts_as_overridden():
     module.on_train_start = lambda: seen.append("train start")
     trainer_for([]).fit(module, loader(1))
     assert seen == ["train start"]
+
+
+def whole_fit(*calls, resumed=False, ended=True, data=False):
+    """The calls of a fit around those of its epochs."""
+    return [
+        *begin(data=data),
+        *([*c("load_state_dict"), *cm("on_load_checkpoint")] if resumed else []),
+        *cm("on_fit_start"),
+        *cm("on_train_start"),
+        *calls,
+        *([*mc("on_train_end"), *mc("on_fit_end")] if ended else []),
+        *end(data=data),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
+def test_several_loaders_are_evaluated_one_after_another_in_one_epoch(method, phase):
+    module, heard = listening()
+    getattr(trainer_for(heard), method)(module, [loader(2), loader(1)])
+    assert names(module) == [*begin(()), *evaluation(phase, 3), *end()]
+    numbers = [args[-2:] for name, args in module.calls if name == f"m on_{phase}_batch_start"]
+    assert numbers == [(0, 0), (1, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("method", "phase"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
+def test_an_error_in_an_evaluation_is_told_and_torn_down(method, phase):
+    module, heard = listening()
+
+    def step(batch, batch_idx):
+        raise ZeroDivisionError
+
+    setattr(module, "predict_step" if phase == "predict" else f"{phase}_step", step)
+    data = Data(module.calls)
+    data.test_dataloader = data.predict_dataloader = data.val_dataloader
+    with pytest.raises(ZeroDivisionError):
+        getattr(trainer_for(heard), method)(module, datamodule=data)
+    assert names(module) == [
+        *begin((), data=True),
+        *cm(f"on_{phase}_start"),
+        *cm(f"on_{phase}_epoch_start"),
+        *cm(f"on_{phase}_batch_start"),
+        *c("on_exception"),
+        *end(data=True),
+    ]
+    assert module.training
+
+
+def test_an_error_in_a_validation_of_a_fit_ends_it_without_a_boundary():
+    module, heard = listening()
+
+    def validation_step(batch, batch_idx):
+        raise ZeroDivisionError
+
+    module.validation_step = validation_step
+    with pytest.raises(ZeroDivisionError):
+        trainer_for(heard).fit(module, loader(1), loader(1))
+    assert names(module) == whole_fit(
+        *cm("on_train_epoch_start"),
+        *window(1),
+        *cm("on_validation_start"),
+        *cm("on_validation_epoch_start"),
+        *cm("on_validation_batch_start"),
+        *c("on_exception"),
+        ended=False,
+    )
+
+
+def test_validations_inside_an_epoch_under_accumulation():
+    module, heard = listening()
+    trainer = trainer_for(heard, val_every=2, gradient_accumulation_steps=2)
+    trainer.fit(module, loader(5), loader(1))
+    assert names(module) == whole_fit(
+        *cm("on_train_epoch_start"),
+        *window(2),
+        *c("on_boundary"),
+        *window(2),
+        *evaluation("validation", 1),
+        *c("on_boundary"),
+        *window(1),
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+    )
+
+
+def test_a_run_that_is_stopped_ends_after_the_boundary_and_not_with_an_epoch():
+    module, heard = listening()
+
+    class Stop(Callback):
+        def on_boundary(self, trainer, module):
+            trainer.should_stop = True
+
+    trainer_for([Stop(), *heard], max_epochs=2).fit(module, loader(3))
+    assert names(module) == whole_fit(*cm("on_train_epoch_start"), *window(1), *c("on_boundary"))
+
+
+def test_a_fit_resumed_inside_an_epoch_goes_on_with_the_next_window():
+    def start(**arguments):
+        module, heard = listening()
+        saving = ModelCheckpoint(every=1)
+        trainer = trainer_for(
+            [*heard, saving], gradient_accumulation_steps=2, num_sanity_val_steps=2, **arguments
+        )
+        trainer.fit(module, loader(5), loader(1), ckpt_path="auto")
+        return names(module)
+
+    start(max_steps=1)
+    boundary = [*c("on_boundary"), *cm("on_save_checkpoint")]
+    assert start() == whole_fit(
+        *cm("on_train_epoch_start"),  # of its rest
+        *window(2),
+        *boundary,
+        *window(1),
+        *evaluation("validation", 1),
+        *mc("on_train_epoch_end"),
+        *boundary,
+        resumed=True,
+    )
+
+
+def test_a_manual_fit_resumed_inside_an_epoch_goes_on_with_the_next_batch():
+    def start(**arguments):
+        module, heard = listening(Manual)
+        trainer_for([*heard, ModelCheckpoint(every=1)], **arguments).fit(
+            module, loader(2), ckpt_path="auto"
+        )
+        return names(module)
+
+    backward = [*cm("on_before_backward"), *mc("on_after_backward")]
+    batch = [
+        *cm("on_train_step_start"),
+        *cm("on_train_batch_start"),
+        "m training_step",
+        *backward * 2,
+        *mc("on_train_batch_end"),
+        *mc("on_train_step_end"),
+    ]
+    boundary = [*c("on_boundary"), *cm("on_save_checkpoint")]
+    first = start(max_steps=1)
+    assert first == whole_fit(*cm("on_train_epoch_start"), *batch, *boundary)
+    assert start() == whole_fit(
+        *cm("on_train_epoch_start"),
+        *batch,
+        *mc("on_train_epoch_end"),
+        *boundary,
+        resumed=True,
+    )
+
+
+class Signal(Callback):
+    """Sends a signal to its own process in one hook, once."""
+
+    def __init__(self, hook):
+        self.sent = False
+        setattr(self, hook, self.send)
+
+    def send(self, *args):
+        if not self.sent:
+            self.sent = True
+            signal.raise_signal(signal.SIGTERM)
+
+
+def preempted_and_resumed(hook, data):
+    """The calls of a fit that a signal ended, and of the one that goes on."""
+    module, heard = listening()
+    with pytest.raises(Preempted):
+        trainer_for([Signal(hook), *heard, ModelCheckpoint()]).fit(module, *data, ckpt_path="auto")
+    resumed, heard = listening()
+    trainer_for([*heard, ModelCheckpoint()]).fit(resumed, *data, ckpt_path="auto")
+    return names(module), names(resumed)
+
+
+def test_a_signal_ends_the_fit_after_its_update_and_the_rest_of_it_is_done_by_the_next_start():
+    first, second = preempted_and_resumed("on_train_batch_start", (loader(1), loader(1)))
+    assert first == whole_fit(
+        *cm("on_train_epoch_start"),
+        *window(1),
+        *c("on_preemption"),
+        *cm("on_save_checkpoint"),
+        ended=False,
+    )
+    assert second == whole_fit(
+        *cm("on_train_epoch_start"),
+        *evaluation("validation", 1),
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+        *cm("on_save_checkpoint"),
+        resumed=True,
+    )
+
+
+def test_a_validation_that_a_signal_interrupts_is_repeated_whole():
+    first, second = preempted_and_resumed("on_validation_batch_start", (loader(1), loader(2)))
+    one = [*cm("on_validation_batch_start"), "m validation_step", *mc("on_validation_batch_end")]
+    assert first == whole_fit(
+        *cm("on_train_epoch_start"),
+        *window(1),
+        *cm("on_validation_start"),
+        *cm("on_validation_epoch_start"),
+        *one,
+        *c("on_preemption"),
+        *cm("on_save_checkpoint"),
+        ended=False,
+    )
+    assert second == whole_fit(
+        *cm("on_train_epoch_start"),
+        *evaluation("validation", 2),
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+        *cm("on_save_checkpoint"),
+        resumed=True,
+    )
+
+
+def test_batches_are_moved_one_ahead_of_their_use():
+    module, heard = listening()
+
+    def traced(name):
+        def hook(batch, *args):
+            module.calls.append((f"m {name}", args))
+            return batch
+
+        return hook
+
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    for name in hooks:
+        setattr(module, name, traced(name))
+    moved = [f"m {name}" for name in hooks]
+    trainer = trainer_for(heard)
+    trainer.fit(module, loader(2))
+    assert names(module) == whole_fit(
+        *cm("on_train_epoch_start"),
+        *moved * 2,
+        *window(1),
+        *c("on_boundary"),
+        *window(1),
+        *mc("on_train_epoch_end"),
+        *c("on_boundary"),
+    )
+    module.calls.clear()
+    trainer.predict(module, [loader(1), loader(1)])
+    told = [args for name, args in module.calls if name in moved]
+    device = torch.device("cpu")
+    assert told == [(0,), (device, 0), (0,), (1,), (device, 1), (1,)]
+
+
+def test_the_state_of_a_datamodule_is_restored_after_setup_and_before_its_loaders():
+    def start():
+        module, heard = listening()
+        data = Data(module.calls, train=1)
+        data.state_dict = lambda: {"words": 3}
+        data.load_state_dict = recorder("load_state_dict", "d", module.calls)
+        made = data.train_dataloader
+
+        def train_dataloader():
+            module.calls.append(("d train_dataloader", ()))
+            return made()
+
+        data.train_dataloader = train_dataloader
+        data.val_dataloader = lambda: None
+        trainer_for([*heard, ModelCheckpoint()], max_epochs=len(epochs)).fit(
+            module, datamodule=data, ckpt_path="auto"
+        )
+        return names(module)
+
+    epochs = [1]
+    start()
+    epochs.append(2)
+    calls = start()
+    at = calls.index("m configure_optimizers")
+    assert calls[: at + 1] == [
+        *begin((), data=True),
+        "d load_state_dict",
+        "d train_dataloader",
+        "m configure_optimizers",
+    ]

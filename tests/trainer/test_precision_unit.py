@@ -142,6 +142,31 @@ def test_two_optimizers_that_take_turns_are_unscaled_together():
     assert (weight(first).item(), weight(second).item()) == (0, 0)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_gradients_that_wait_follow_the_scale(unscaled):
+    # The second steps once for two updates of the first, between which the scale changes.
+    precision = fp16(init_scale=4.0, growth_factor=4.0, growth_interval=1)
+    first, second = sgd(), sgd()
+    precision.watch(first)
+    precision.watch(second)
+    for turn in range(2):
+        first.zero_grad()
+        precision.scale(weight(first).sum() + weight(second).sum()).backward()
+        if unscaled and turn == 0:
+            precision.unscale(second)
+        assert precision.step(first)
+    assert precision.step(second)
+    assert (weight(first).item(), weight(second).item()) == (0, 1 - 0.5 * 2)
+
+
+def test_gradients_that_were_used_are_left_alone():
+    precision, optimizer = fp16(init_scale=4.0), sgd()
+    precision.scale(weight(optimizer).sum() * 3).backward()
+    precision.step(optimizer)
+    precision.unscale(optimizer)
+    assert weight(optimizer).grad.item() == 3
+
+
 def test_a_closure_needs_another_precision():
     with pytest.raises(ValueError, match=r"closure .*mixed_precision='fp16'; use 'bf16'"):
         fp16().step(sgd(), lambda: None)

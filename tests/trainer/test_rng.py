@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.configuration import RNGType
 from trainer.rng import (
     isolated_rng,
     load_rng_state,
     mix,
+    next_seed,
     rng_state,
     seed_generators,
     seeded_iteration,
@@ -164,10 +166,11 @@ def test_states_of_older_checkpoints_are_taken():
 class Device:
     """What torch.cuda, torch.xpu and torch.mps do with a generator, without a device."""
 
-    def __init__(self, number: int, *, initialized: bool = True) -> None:
-        self.state = torch.tensor([number], dtype=torch.uint8)
+    def __init__(self, *numbers: int, initialized: bool = True) -> None:
+        self.states = [torch.tensor([number]) for number in numbers]
         self.initialized = initialized
         self.available = True
+        self.current = 0
 
     def is_initialized(self) -> bool:
         return self.initialized
@@ -175,34 +178,139 @@ class Device:
     def is_available(self) -> bool:
         return self.available
 
-    def get_rng_state(self) -> torch.Tensor:
-        return self.state.clone()
+    def _is_in_bad_fork(self) -> bool:
+        return False
 
-    def set_rng_state(self, state: torch.Tensor) -> None:
-        self.state = state
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def current_device(self) -> int:
+        return self.current
+
+    def get_rng_state(self, number: int | None = None) -> torch.Tensor:
+        assert self.initialized
+        return self.states[self.current if number is None else number].clone()
+
+    def set_rng_state(self, state: torch.Tensor, number: int | None = None) -> None:
+        self.states[self.current if number is None else number] = state
+
+    def manual_seed(self, seed: int) -> None:
+        assert self.initialized
+        self.states[self.current] = torch.tensor([seed])
+
+    def manual_seed_all(self, seed: int) -> None:
+        if self.initialized:
+            self.states = [torch.tensor([seed]) for _ in self.states]
+
+    def draw(self) -> None:
+        self.initialized = True
+        self.states[self.current] = self.states[self.current] + 100
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int(state) for state in self.states]
 
 
-def test_generators_of_devices_are_kept(monkeypatch):
-    cuda, xpu, mps = Device(1), Device(2), Device(3)
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch, "xpu", xpu)
-    monkeypatch.setattr(torch, "mps", mps)
+@pytest.fixture
+def devices(monkeypatch) -> list[Device]:
+    found = [Device(1, 2, 3), Device(4), Device(5)]
+    for name, device in zip(("cuda", "xpu", "mps"), found, strict=True):
+        monkeypatch.setattr(torch, name, device)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    return found
+
+
+def test_generators_of_devices_are_kept(devices, tmp_path):
+    cuda, xpu, _ = devices
+    cuda.current = 1
     state = rng_state()
-    assert {key: state[key].tolist() for key in ("cuda", "xpu", "mps")} == {
-        "cuda": [1],
-        "xpu": [2],
-        "mps": [3],
-    }
-    for device in (cuda, xpu, mps):
-        device.state = torch.tensor([9])
+    for device in devices:
+        device.states = [state + 100 for state in device.states]
+    save_tree(state, tmp_path, "generators")
+    load_rng_state(load_tree(tmp_path, "generators"))
+    assert [device.numbers for device in devices] == [[1, 2, 3], [4], [5]]
+    cuda.states, cuda.current = cuda.states[:1], 0  # the launcher shows it the second one alone
     load_rng_state(state)
-    assert [device.state.tolist() for device in (cuda, xpu, mps)] == [[1], [2], [3]]
+    assert cuda.numbers == [2]
+    load_rng_state(state | {"cuda": torch.tensor([8])})  # of a folder that knows the current alone
+    assert cuda.numbers == [8]
     xpu.available = False  # the checkpoint is of another machine
-    load_rng_state(state | {"xpu": torch.tensor([7])})
-    assert xpu.state.tolist() == [2]
+    xpu.draw()
+    load_rng_state(state)
+    assert xpu.numbers == [104]
     cuda.initialized = False  # asking would take memory on it
     assert "cuda" not in rng_state()
+
+
+def test_isolation_seeds_and_restores_the_current_devices_alone(devices):
+    cuda, xpu, mps = devices
+    cuda.current = 2
+    set_seed(3)
+    before = draw()
+    set_seed(3)
+    cuda.states = [torch.tensor([number]) for number in (1, 2, 3)]
+    with isolated_rng(8):
+        assert cuda.numbers == [1, 2, 8]
+        assert (xpu.numbers, mps.numbers) == ([8], [8])
+        inside = draw()
+        cuda.states[2] = torch.tensor([0])
+    assert cuda.numbers == [1, 2, 3]
+    assert draw() == before
+    set_seed(8)
+    assert draw() == inside
+    with isolated_rng():
+        assert cuda.numbers == [8, 8, 8]
+
+
+def test_a_device_that_starts_inside_is_isolated_too(devices):
+    cuda = devices[0]
+    torch.manual_seed(3)
+    cuda.initialized = False
+    cuda.states = [torch.tensor([3])] * 3
+    with isolated_rng(8):
+        assert cuda.numbers == [3, 3, 3]
+        cuda.draw()
+    assert cuda.numbers == [3, 3, 3]
+    cuda.draw()
+    with isolated_rng(8):
+        cuda.draw()
+    assert cuda.numbers == [103, 3, 3]
+
+
+def test_what_is_fetched_leaves_the_seed_of_devices_that_have_not_started():
+    told = []
+
+    class Hearing(Device):
+        def manual_seed_all(self, seed: int) -> None:
+            told.append(seed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", Hearing(1, initialized=False))
+        with isolated_rng(8):
+            draw()
+        assert list(seeded_iteration(numbers(2), 3))
+    assert told == []
+
+
+def test_further_seeds_are_others_and_the_same_again():
+    set_seed(5)
+    first = [next_seed(), next_seed(), next_seed(1), next_seed()]
+    assert first[0] == first[2] == 5
+    assert len(set(first)) == 3
+    set_seed(5)
+    assert [next_seed() for _ in range(2)] == first[:2]
+    set_seed(6)
+    assert next_seed() == 6
+    torch.manual_seed(5)
+    assert next_seed() == 5
+    torch.manual_seed(6)
+    assert next_seed() == 6
+
+
+@pytest.mark.parametrize("seed", [None, 1.0, "1"])
+def test_a_seed_is_an_integer(seed):
+    with pytest.raises(TypeError, match=r"it must be an integer between 0"):
+        set_seed(seed)
 
 
 def test_every_process_gets_a_seed_of_its_own_where_asked(ranks3):
@@ -257,3 +365,17 @@ def test_the_state_of_cuda_is_put_back():
     first = torch.rand(2, device="cuda").tolist()
     load_rng_state(state)
     assert torch.rand(2, device="cuda").tolist() == first
+
+
+@pytest.mark.gpu
+def test_what_is_drawn_inside_on_cuda_follows_the_seed_and_is_forgotten():
+    set_seed(3)
+    expected = torch.rand(4, device="cuda").tolist()
+    torch.cuda.manual_seed(8)
+    drawn = torch.rand(2, device="cuda").tolist()
+    set_seed(3)
+    found = torch.rand(2, device="cuda").tolist()
+    with isolated_rng(8):
+        assert torch.rand(2, device="cuda").tolist() == drawn
+    found += torch.rand(2, device="cuda").tolist()
+    assert found == expected

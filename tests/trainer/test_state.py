@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer import Accelerator
 from trainer.configuration import DistributedType, GradientAccumulationPlugin
 from trainer.environment import Launch
+from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.state import group as joining
 
@@ -199,7 +201,7 @@ def test_precision_cannot_change():
 def test_states_describe_themselves():
     text = repr(make("bf16"))
     assert text == (
-        "Distributed environment: NO\nNum processes: 1\nProcess index: 0\n"
+        "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\n"
         "Local process index: 0\nDevice: cpu\nMixed precision type: bf16\n"
     )
     assert "Sync gradients: True" in repr(GradientState())
@@ -340,9 +342,9 @@ def test_eight_bits_are_refused_with_what_there_is(monkeypatch):
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_plugins_are_kept_and_cannot_change(name):
-    assert [getattr(make(**{name: "first"}), each) for each in PLUGINS if each != name] == [
-        None
-    ] * 3
+    others = {each: getattr(make(**{name: "first"}), each) for each in PLUGINS if each != name}
+    assert others.pop("dynamo_plugin", TorchDynamoPlugin()) == TorchDynamoPlugin(backend="no")
+    assert set(others.values()) == {None}
     assert getattr(AcceleratorState(), name) == "first"
     make(**{name: "first"})
     with pytest.raises(
@@ -461,7 +463,7 @@ def test_a_named_device_that_cannot_serve_is_refused(monkeypatch, named, world_s
 
 def test_kinds_of_processes_follow_the_device():
     kinds = {
-        name: str(joining.distributed_type(torch.device(name), 2))
+        name: joining.distributed_type(torch.device(name), 2).value
         for name in ("cpu", "cuda", "xpu")
     }
     assert kinds == {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "xpu": "MULTI_XPU"}
@@ -697,3 +699,40 @@ def test_a_reading_that_was_given_up_does_not_last_for_ever():
     assert not state.in_dataloader
     state._add_dataloader(kept)
     assert len(state._loaders) == 1  # the dead one takes no room
+
+
+@pytest.mark.parametrize(("release", "told"), [("5.4.0-77-generic", True), ("4.15", True)])
+@pytest.mark.parametrize("system", ["Linux", "Darwin"])
+def test_an_old_kernel_is_told(monkeypatch, caplog, release, told, system):
+    monkeypatch.setattr(joining.platform, "system", lambda: system)
+    monkeypatch.setattr(joining.platform, "release", lambda: release)
+    Accelerator(cpu=True)
+    assert (f"kernel of this machine is {release}, below 5.5" in caplog.text) == (
+        told and system == "Linux"
+    )
+    caplog.clear()
+    PartialState().__dict__["process_index"] = 1
+    Accelerator(cpu=True)
+    assert "kernel" not in caplog.text
+
+
+@pytest.mark.parametrize("release", ["5.5.0", "5.10.16-microsoft", "6.1", "unknown"])
+def test_a_newer_kernel_is_no_news(monkeypatch, caplog, release):
+    monkeypatch.setattr(joining.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(joining.platform, "release", lambda: release)
+    Accelerator(cpu=True)
+    assert "kernel" not in caplog.text
+
+
+def test_the_backend_of_cuda_is_not_asked_for_on_a_cpu(monkeypatch):
+    # Scripts for the documented API say "nccl", its default, wherever they run.
+    asked = []
+    monkeypatch.setattr(joining.dist, "init_process_group", lambda *a, **k: asked.append(a[0]))
+    launch = Launch(launcher="torchrun", world_size=2, master_addr="localhost", master_port=29500)
+    for backend in ("nccl", None, "gloo"):
+        joining.join_group(launch, torch.device("cpu"), {"backend": backend})
+    assert asked == ["gloo"] * 3
+
+
+def test_there_is_no_ipex():
+    assert make("no").use_ipex is False

@@ -126,7 +126,7 @@ ARGUMENTS = [
     (
         {"project_config": ProjectConfiguration(total_limit=2)},
         ValueError,
-        ["total_limit=2", "save_top_k"],
+        ["total_limit=2", "save_last"],
     ),
 ]
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from trainer import tree
+from trainer.utils import find_batch_size
 
 
 class Pair(NamedTuple):
@@ -118,6 +119,18 @@ def test_to_host_detaches():
 )
 def test_batch_size_is_the_length_of_the_first_tensor_that_has_one(batch, size):
     assert tree.find_batch_size(batch) == size
+
+
+def test_a_batch_size_that_is_not_there_is_an_error_of_the_helper():
+    assert find_batch_size(data=[{"x": torch.zeros(3, 2)}]) == 3
+    assert find_batch_size((torch.zeros(0, 2),)) == 0
+    for empty in ([], {}, ({}, [])):
+        with pytest.raises(ValueError, match=f"from an empty {type(empty).__name__}"):
+            find_batch_size(empty)
+    with pytest.raises(TypeError, match="that of a tensor, and find_batch_size met int, str"):
+        find_batch_size(["a", 3])
+    with pytest.raises(ValueError, match="no tensor has a dimension"):
+        find_batch_size(torch.tensor(1.0))
 
 
 def test_a_read_only_mapping_is_made_anew():

@@ -5,6 +5,7 @@ The format, version 1::
     checkpoints/step-00000100/
         manifest.json           format version, the caller's fields, every file's size and SHA-256
         model.safetensors       weights under the module's own names
+        trained.safetensors     where those are averages: the weights that the run goes on with
         optimizer.json          the tree of a state dict; its tensors are named in it …
         optimizer.safetensors   … and lie here
         trainer.json            where the run stands
@@ -19,39 +20,73 @@ weights, and ``save`` what the ranks do together. ``portions`` are what one rank
 training goes on while ``writer`` writes.
 
 The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``restore`` puts it
-back, ``folder`` commits it where other files lie, ``project`` names it, and ``accelerate_format``
-reads the folders of accelerate. Weights for other libraries are ``model`` and ``load`` (with
-``weightfiles`` and ``offload``), single objects ``objects``; below them are ``atomic`` and
-``torchfile``.
+back, with what ``gradients`` has kept of a window, ``folder`` commits it where other files lie,
+``project`` names it, and ``accelerate_format`` reads the folders of accelerate. Weights for other
+libraries are ``model`` and ``load`` (with ``weightfiles`` and ``offload``), single objects
+``objects``; below them are ``atomic`` and ``torchfile``.
 """
 
-from trainer.checkpoint.layout import (
-    FORMAT_VERSION,
-    checkpoint_name,
-    commit,
-    committed,
-    locate,
-    open_staging,
-    rank_stem,
-    read_manifest,
-    remove,
-    step_of,
-    sweep,
-    verify,
-)
-from trainer.checkpoint.load import load_checkpoint_in_model
-from trainer.checkpoint.model import save_model
-from trainer.checkpoint.save import (
-    holds_weights_only,
-    keeps,
-    newest_sound,
-    remove_or_tell,
-    require_space,
-    save,
-    together,
-)
-from trainer.checkpoint.tensors import load_tree, save_tree
-from trainer.checkpoint.weights import WEIGHTS_NAME, load_into, load_weights, save_weights
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.layout import (
+        FORMAT_VERSION,
+        checkpoint_name,
+        commit,
+        committed,
+        locate,
+        open_staging,
+        rank_stem,
+        read_manifest,
+        remove,
+        step_of,
+        sweep,
+        verify,
+    )
+    from trainer.checkpoint.load import load_checkpoint_in_model
+    from trainer.checkpoint.model import save_model
+    from trainer.checkpoint.save import (
+        holds_weights_only,
+        keeps,
+        newest_sound,
+        remove_or_tell,
+        require_space,
+        save_checkpoint,
+        together,
+    )
+    from trainer.checkpoint.tensors import load_tree, save_tree
+    from trainer.checkpoint.weights import WEIGHTS_NAME, load_into, load_weights, save_weights
+
+_HOME = {
+    "FORMAT_VERSION": "layout",
+    "WEIGHTS_NAME": "weights",
+    "checkpoint_name": "layout",
+    "commit": "layout",
+    "committed": "layout",
+    "holds_weights_only": "save",
+    "keeps": "save",
+    "load_checkpoint_in_model": "load",
+    "load_into": "weights",
+    "load_tree": "tensors",
+    "load_weights": "weights",
+    "locate": "layout",
+    "newest_sound": "save",
+    "open_staging": "layout",
+    "rank_stem": "layout",
+    "read_manifest": "layout",
+    "remove": "layout",
+    "remove_or_tell": "save",
+    "require_space": "save",
+    "save_checkpoint": "save",
+    "save_model": "model",
+    "save_tree": "tensors",
+    "save_weights": "weights",
+    "step_of": "layout",
+    "sweep": "layout",
+    "together": "save",
+    "verify": "layout",
+}
 
 __all__ = [
     "FORMAT_VERSION",
@@ -73,7 +108,7 @@ __all__ = [
     "remove",
     "remove_or_tell",
     "require_space",
-    "save",
+    "save_checkpoint",
     "save_model",
     "save_tree",
     "save_weights",
@@ -82,3 +117,10 @@ __all__ = [
     "together",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:  # when first used: what only reads manifests needs no torch
+    if name not in _HOME:
+        raise AttributeError(f"module 'trainer.checkpoint' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"trainer.checkpoint.{_HOME[name]}"), name)
+    return value

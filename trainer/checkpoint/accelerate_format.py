@@ -66,8 +66,8 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
         first_rng=_generators(first, local_rank),
         step=(first or {}).get("step", 0),
         lost=[
-            f"{file.name} holds the state of a sampler or loader, which cannot be taken over. "
-            "Delete it to go on without."
+            f"{file.name} holds the state of a sampler or loader, which cannot be taken over: the "
+            "loader prepared here begins anew. Use skip_first_batches to go on inside a pass."
             for file in sorted(path.iterdir())
             if _LOST.fullmatch(file.name)
         ],

@@ -21,8 +21,8 @@ def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
     Returns:
         The hidden file. If ``write`` fails nothing is left of it.
     """
-    # Named after its place: a second attempt writes over what a killed one left.
-    temporary = file.with_name(_TEMPORARY + file.name)
+    # Named after its process too: whoever writes the same file at the same time has another.
+    temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{file.name}")
     try:
         write(temporary)
         sync(temporary)

@@ -33,7 +33,7 @@ from trainer.checkpoint.layout import (
 )
 from trainer.errors import CheckpointError
 
-_STAGING = ".cadence-staging"
+STAGING = ".cadence-staging"
 
 
 def open_folder(target: Path) -> Path:
@@ -46,9 +46,9 @@ def open_folder(target: Path) -> Path:
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; a checkpoint needs a folder.")
     recover(target)
-    if not _is_shared(target):
+    if not is_shared(target):
         return open_staging(target)
-    staging = target / _STAGING
+    staging = target / STAGING
     if staging.exists():
         shutil.rmtree(staging)
     staging.mkdir()
@@ -83,14 +83,14 @@ def recover(target: Path) -> Path:
     Returns:
         ``target``, or where a killed save had set it aside.
     """
-    if _is_committed(target / _STAGING):
-        _move(target / _STAGING, target)
+    if _is_committed(target / STAGING):
+        _move(target / STAGING, target)
     return locate(target)
 
 
 def abandon(staging: Path) -> None:
     """Give up a save that failed, unless it is committed: then the next reader finishes it."""
-    if staging.name != _STAGING or not _is_committed(staging):
+    if staging.name != STAGING or not _is_committed(staging):
         discard(staging)
 
 
@@ -102,7 +102,7 @@ def _is_committed(staging: Path) -> bool:
     return True
 
 
-def _is_shared(target: Path) -> bool:
+def is_shared(target: Path) -> bool:
     """Whether a folder is the user's, wholly or in part; an empty one is: it may be a mount."""
     if not target.exists():
         return False

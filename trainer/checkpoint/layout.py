@@ -31,6 +31,8 @@ MANIFEST = "manifest.json"
 _STAGING = ".cadence-staging-"
 _REPLACED = ".cadence-replaced-"
 _TRASH = ".cadence-trash-"
+LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
+NUMBERED = re.compile(r"checkpoint_(\d+)")  # as the Accelerator's projects name theirs
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _OWN_FIELDS = ("format_version", "files", "sha256")
 

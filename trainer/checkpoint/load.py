@@ -19,6 +19,7 @@ from trainer.checkpoint.weightfiles import (
     read_shapes,
     renames,
 )
+from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class _Placement:
         seen: list[Any] = []
         for file in files:
             part: dict[str, torch.Tensor] = {}
-            for name, tensor in read_each(file):
+            for name, tensor in own_names(model, dict(read_each(file))).items():
                 if name not in self.here:
                     part[name] = tensor.clone()  # for modules that translate old names
                 elif id(self.here[name]) not in self.made:
@@ -157,7 +158,12 @@ class _Placement:
 
 
 def _fill(model: torch.nn.Module, files: Iterable[Path]) -> Misfits:
-    return _combined([model.load_state_dict(dict(read_each(file)), strict=False) for file in files])
+    return _combined(
+        [
+            model.load_state_dict(own_names(model, dict(read_each(file))), strict=False)
+            for file in files
+        ]
+    )
 
 
 def _combined(results: list[Any]) -> Misfits:
@@ -174,7 +180,7 @@ def _check(
         return Misfits()
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        shapes |= read_shapes(file)
+        shapes |= own_names(model, read_shapes(file))
     misfits = compare(model, shapes)
     for name, (saved, here) in misfits.misshaped.items():
         raise ValueError(

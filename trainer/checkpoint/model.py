@@ -26,7 +26,7 @@ import torch
 from trainer.checkpoint.atomic import write_aside
 from trainer.checkpoint.layout import sync
 from trainer.checkpoint.tensors import portable
-from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
+from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, separate_tied, write_weights
 
 BIN_NAME = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
@@ -43,11 +43,13 @@ def save_model(
     """Save weights so that :func:`load_checkpoint_in_model` and other libraries read them.
 
     Everything is written under hidden names and then renamed, the index last. Files of an earlier
-    save of the same kind go after that; other files in the folder are left alone. A save that is
-    killed leaves the earlier weights or, for a moment between the renames, shards without an index.
+    save go after that, those of the other kind too, which might else be loaded in place of the new
+    ones; other files in the folder are left alone. A save that is killed leaves the earlier weights
+    or, for a moment between the renames, shards without an index.
 
     Args:
-        model: The bare module; its ``state_dict()`` gives names and tensors.
+        model: The bare module; its ``state_dict()`` gives names, without what ``torch.compile``
+            puts into those of compiled submodules, and tensors.
         save_directory: A folder; it is made if need be.
         max_shard_size: Bytes, or a number with a unit: ``"5MB"`` (10^6), ``"5MiB"`` (2^20). A
             tensor that is bigger gets a file of its own.
@@ -63,7 +65,7 @@ def save_model(
     folder = Path(save_directory)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; save_directory must be a folder.")
-    state = model.state_dict()
+    state = bare_names(model.state_dict())
     _refuse_meta(state)
     tensors, tied = separate_tied(state)
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,14 +184,8 @@ def _write_index(file: Path, total: int, places: Mapping[str, str]) -> None:
 
 
 def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:
-    stem, suffix = name.split(".")
-    shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}")
-    index = folder / (name + INDEX_SUFFIX)
-    old = [
-        file
-        for file in folder.iterdir()
-        if file.name in (name, index.name) or shard.fullmatch(file.name)
-    ]
+    other = BIN_NAME if name == WEIGHTS_NAME else WEIGHTS_NAME
+    index, old = folder / (name + INDEX_SUFFIX), _files_of(folder, name)
     if index in old and any(file in aside for file in old if file != index):
         # Shards of both saves would go under the old index: rather none is found than a mixture.
         index.unlink()
@@ -198,8 +194,22 @@ def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:
     for file, temporary in aside.items():  # the index is the last of them
         os.replace(temporary, file)
     sync(folder)
-    for file in sorted(set(old) - set(aside), key=lambda file: file != index):  # the index first
-        file.unlink()
+    for file in (*old, *_files_of(folder, other)):
+        if file not in aside:
+            file.unlink()
+
+
+def _files_of(folder: Path, name: str) -> list[Path]:
+    """The files of weights of one kind that are in a folder, the index first."""
+    stem, suffix = name.split(".")
+    shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}")
+    index = name + INDEX_SUFFIX
+    found = [
+        file
+        for file in folder.iterdir()
+        if file.name in (name, index) or shard.fullmatch(file.name)
+    ]
+    return sorted(found, key=lambda file: (file.name != index, file.name))
 
 
 def _refuse_meta(state: Mapping[str, object]) -> None:

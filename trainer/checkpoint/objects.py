@@ -10,24 +10,36 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.checkpoint.atomic import write_whole
+from trainer.checkpoint.save import keeps
 from trainer.checkpoint.tensors import read_tensors
 from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import separate_tied, write_weights
 from trainer.errors import CheckpointError
+from trainer.state import PartialState
 
 
-def save(obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | BinaryIO,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
     """Write an object to a file, which is replaced at once when everything is on the disk.
+
+    Only the main process writes; the others return at once.
 
     Args:
         obj: What ``torch.save`` takes; with ``safe_serialization`` a dict of tensors by name.
             Tensors that are the same memory are then stored once.
         f: A path, or with ``safe_serialization=False`` an open binary file.
+        save_on_each_node: The main process of each machine writes.
         safe_serialization: Write safetensors in place of what ``torch.save`` writes.
 
     Raises:
         TypeError: If safetensors cannot hold the object.
     """
+    if not keeps(PartialState(), save_on_each_node):
+        return
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:
             raise TypeError(f"f is {f!r}; with safe_serialization=True it must be a path.")

@@ -41,8 +41,8 @@ class Portion:
         return self.text_size + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def weights_portion(state_dict: Mapping[str, object]) -> Portion:
-    """A module's weights, see `trainer.checkpoint.weights`.
+def weights_portion(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> Portion:
+    """A module's weights, see `trainer.checkpoint.weights`, for the file of this name.
 
     Raises:
         TypeError: A value cannot be saved.
@@ -50,7 +50,7 @@ def weights_portion(state_dict: Mapping[str, object]) -> Portion:
     tensors, tied = separate_tied(bare_names(state_dict))
     return Portion(
         {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
-        lambda values, folder: write_weights(values, tied, folder / WEIGHTS_NAME),
+        lambda values, folder: write_weights(values, tied, folder / name),
     )
 
 

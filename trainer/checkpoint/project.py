@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.checkpoint import state
+from trainer.checkpoint.folder import is_shared
 from trainer.checkpoint.layout import is_ours, remove
 from trainer.checkpoint.restore import Prepared, logger
 from trainer.checkpoint.save import Ranks, keeps, refuse_together, together
 from trainer.checkpoint.state import LoadHook, SaveHook, examine
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -31,7 +34,8 @@ def save_state(
     """Save to ``output_dir``, or with automatic naming to the next checkpoint; collective.
 
     After the save ``project.iteration`` is one more. With automatic naming and a ``total_limit``
-    the checkpoints of the lowest numbers are then deleted; folders that are not ours are not.
+    the checkpoints of the lowest numbers are then deleted; folders that are not ours, or hold other
+    files too, are not.
 
     Args:
         output_dir: Where to; ignored with automatic naming.
@@ -45,8 +49,8 @@ def save_state(
         The folder.
 
     Raises:
-        ValueError: If there is no ``output_dir`` and no automatic naming, or the next checkpoint
-            exists already. Nothing is changed then.
+        ValueError: If there is no ``output_dir`` and no automatic naming, or the next checkpoint or
+            one of a higher number exists already. Nothing is changed then.
         CheckpointError: On every rank alike, if any failed. If only the deleting did, the save
             stands.
     """
@@ -54,7 +58,12 @@ def save_state(
     main = keeps(processes, each)
     if naming:
         target = _root(project) / f"checkpoint_{project.iteration}"
-        refuse_together(lambda: _refuse_existing(target), processes, here=main)
+        refuse_together(
+            lambda: _refuse_taken(target),
+            processes,
+            here=main,
+            operation="save_state (arguments)",
+        )
     elif output_dir is None:
         raise ValueError(
             "output_dir is None and automatic checkpoint naming is off. Pass a folder, or "
@@ -74,7 +83,12 @@ def save_state(
     limit = project.total_limit
     if naming and limit is not None:
         what = f"{saved} is saved, but deleting older checkpoints"
-        together(what, lambda: _rotate(saved, limit) if main else None, processes)
+        together(
+            what,
+            lambda: _rotate(saved, limit) if main else None,
+            processes,
+            operation="save_state (delete)",
+        )
     return saved
 
 
@@ -146,12 +160,16 @@ def _numbered(root: Path) -> dict[int, Path]:
     return {number: path for path in folders if (number := _number(path)) is not None}
 
 
-def _refuse_existing(target: Path) -> None:
-    if target.exists():
+def _refuse_taken(target: Path) -> None:
+    """Refuse a number that does not follow all that are there: another run has written those."""
+    number, taken = _number(target), _numbered(target.parent)
+    later = [path for other, path in sorted(taken.items()) if number is None or other >= number]
+    if later:
         raise ValueError(
-            f"{target} exists already, and nothing was saved. Set "
-            "accelerator.project_configuration.iteration to a number that is free, or load the "
-            "state first, which sets it."
+            f"{target} is the next checkpoint, but {', '.join(path.name for path in later)} of "
+            "another run exist already; nothing was saved or deleted. Call load_state() first to "
+            "go on from them, set accelerator.project_configuration.iteration to "
+            f"{max(taken) + 1} to number behind them, or choose another project_dir."
         )
 
 
@@ -159,7 +177,10 @@ def _rotate(saved: Path, limit: int) -> None:
     ours = [path for _, path in sorted(_numbered(saved.parent).items()) if is_ours(path)]
     others = [path for path in ours if path.name != saved.name]
     for path in others[: max(len(ours) - limit, 0)]:
-        remove(path)
+        if is_shared(path):
+            logger.warning("%s is not deleted: it holds files that are not the checkpoint's.", path)
+        else:
+            remove(path)
 
 
 def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
@@ -167,11 +188,15 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
     root, each = _root(project), project.save_on_each_node
     main = keeps(processes, each)
     what = f"Choosing a checkpoint in {root}"
-    listed = together(what, lambda: set(_numbered(root)) if main else None, processes)
+
+    def step(work: Callable[[], T]) -> list[T]:
+        return together(what, work, processes, operation="load_state (choose)")
+
+    listed = step(lambda: set(_numbered(root)) if main else None)
     common = set.intersection(*(numbers for numbers in listed if numbers is not None))
     for number in sorted(common, reverse=True):
         path = root / f"checkpoint_{number}"
-        if all(together(what, lambda: not main or _is_sound(path), processes)):  # noqa: B023
+        if all(step(lambda: not main or _is_sound(path))):  # noqa: B023
             return path
     raise CheckpointError(
         f"{root} holds no sound checkpoint among {len(common)}. Begin without load_state(), or "

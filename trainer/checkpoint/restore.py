@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.checkpoint.weightfiles import compare, renames
+from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.rng import load_rng_state, mix, seed_generators
 
@@ -45,6 +46,7 @@ class Prepared:
         custom_objects: What the user registered.
         scaler: The gradient scaler, if there is one.
         step: Micro-batches since the last update of the accumulation's count.
+        window_open: Gradients have been gathered for an update that is still to come.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -54,6 +56,7 @@ class Prepared:
     custom_objects: Sequence[Stateful] = ()
     scaler: Stateful | None = None
     step: int = 0
+    window_open: bool = False
 
 
 @dataclass(kw_only=True)
@@ -72,6 +75,8 @@ class Stored:
             none of this rank.
         first_rng: The first rank's.
         step: See `Prepared`.
+        gradients: Those of an open window, see `trainer.checkpoint.gradients`; None if there was
+            none, or the folder's format does not say.
         lost: What the folder holds that cannot be put back, each in a sentence.
     """
 
@@ -85,6 +90,7 @@ class Stored:
     rng: dict[str, Any] | None
     first_rng: dict[str, Any] | None
     step: int
+    gradients: dict[str, torch.Tensor] | None = None
     lost: list[str] = field(default_factory=list)
 
 
@@ -114,8 +120,6 @@ def check(
         TypeError: If a model's ``load_state_dict`` does not take ``model_kwargs``.
     """
     notes = list(stored.lost)
-    if stored.lost and strict:
-        raise CheckpointError(f"{stored.path}: {' '.join(stored.lost)} Or pass strict=False.")
     pairs = (
         ("models", stored.weights, models, False),
         ("optimizers", stored.optimizers, prepared.optimizers, False),
@@ -136,6 +140,7 @@ def check(
             )
     notes += _check_rest(stored, prepared, strict=strict)
     for number, (model, weights) in enumerate(zip(models, stored.weights, strict=False)):
+        stored.weights[number] = weights = own_names(model, weights)
         _check_model(f"Model {number} of {stored.path}", model, weights, strict=strict)
         inspect.signature(model.load_state_dict).bind(weights, strict=strict, **model_kwargs)
     for number, (optimizer, state) in enumerate(

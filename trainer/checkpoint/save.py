@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import pickle
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,11 +27,14 @@ from trainer.checkpoint.layout import (
     step_of,
     verify,
 )
-from trainer.errors import CheckpointError
+from trainer.distributed.meeting import parted, share
+from trainer.errors import CheckpointError, DistributedOperationException
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CHECKPOINT = "checkpoint"  # what is said to be called where no public name is known
 
 
 class Ranks(Protocol):
@@ -61,12 +66,49 @@ def keeps(state: Ranks, on_each_node: bool) -> bool:
     return state.is_local_main_process if on_each_node else state.is_main_process
 
 
-def keeper_of(state: Ranks, on_each_node: bool) -> int:
-    """The rank that keeps the checkpoints of this rank's disk."""
-    return state.process_index - state.local_process_index if on_each_node else 0
+def keeper_of(
+    state: Ranks,
+    on_each_node: bool,
+    group: dist.ProcessGroup | None = None,
+    *,
+    operation: str = CHECKPOINT,
+) -> int:
+    """The rank that keeps the checkpoints of this rank's disk.
+
+    Where each machine has a disk of its own this is collective: launchers give out ranks in any
+    order, SLURM's ``--distribution=cyclic`` for example one to each machine in turn.
+
+    Args:
+        state: The ranks.
+        on_each_node: The machines share no disk.
+        group: The process group to agree over.
+        operation: See :func:`together`.
+
+    Raises:
+        CheckpointError: On every rank alike, if a machine has no rank that is its first one.
+    """
+    if not on_each_node or state.num_processes == 1:
+        return 0
+    homes = together(
+        "Finding the processes of each machine",
+        lambda: (socket.gethostname(), state.local_process_index),
+        state,
+        group,
+        operation=operation,
+    )
+    if lacking := {host for host, _ in homes} - {host for host, local in homes if local == 0}:
+        raise CheckpointError(
+            f"No process on {', '.join(sorted(lacking))} has the local rank 0, so none would save "
+            "there. Let the launcher set LOCAL_RANK, as torchrun does."
+        )
+    host, _ = homes[state.process_index]
+    firsts = [rank for rank, home in enumerate(homes) if home == (host, 0)]
+    # Machines may bear one name (containers do); then their ranks follow each other.
+    before = [rank for rank in firsts if rank <= state.process_index]
+    return before[-1] if before else firsts[0]
 
 
-def save(
+def save_checkpoint(
     target: Path,
     *,
     write_shared: Callable[[Path], object],
@@ -115,12 +157,12 @@ def save(
         write_rank(staging)
 
     what = f"Saving {target}"
-    opened = together(what, open_, state, group)
-    staging = opened[keeper_of(state, on_each_node)]
+    first = keeper_of(state, on_each_node, group)
+    staging = together(what, open_, state, group)[first]
     try:
         together(what, write, state, group)
         together(what, lambda: commit(staging, target, manifest) if keeper else None, state, group)
-    except CheckpointError:
+    except (CheckpointError, DistributedOperationException):
         if keeper:
             discard(staging)
         raise
@@ -185,10 +227,11 @@ def newest_sound(
         here = [path for path in committed(root) if not holds_weights_only(path)]
         return {step_of(path) or 0: path for path in here} if keeper else None
 
+    first = keeper_of(state, on_each_node, group)
     found = together(what, list_, state, group)
     listed = [set(each) for each in found if each is not None]
     everywhere, some = set.intersection(*listed), set.union(*listed)
-    own = found[keeper_of(state, on_each_node)] or {}
+    own = found[first] or {}
     for step in sorted(everywhere, reverse=True):
         path = own[step]
         if all(together(what, lambda: not keeper or _is_sound(path), state, group)):  # noqa: B023
@@ -210,13 +253,16 @@ def holds_weights_only(path: Path) -> bool:
         return False  # damaged: whoever wants to use it will be told
 
 
-def refuse_together(check: Callable[[], object], state: Ranks, *, here: bool) -> None:
+def refuse_together(
+    check: Callable[[], object], state: Ranks, *, here: bool, operation: str = CHECKPOINT
+) -> None:
     """Check the user's input where it can be checked; what is refused there is refused everywhere.
 
     Args:
         check: Raises a ``ValueError`` to refuse.
         state: The ranks.
         here: Whether this rank checks.
+        operation: See :func:`together`.
 
     Raises:
         ValueError: On every rank alike, if any refused.
@@ -230,8 +276,8 @@ def refuse_together(check: Callable[[], object], state: Ranks, *, here: bool) ->
             return str(error)
         return None
 
-    refused = [text for text in together("Checking the arguments", refusal, state) if text]
-    if refused:
+    refusals = together("Checking the arguments", refusal, state, operation=operation)
+    if refused := [text for text in refusals if text]:
         raise ValueError(refused[0])
 
 
@@ -245,7 +291,12 @@ def _is_sound(path: Path) -> bool:
 
 
 def together(
-    what: str, work: Callable[[], T], state: Ranks, group: dist.ProcessGroup | None = None
+    what: str,
+    work: Callable[[], T],
+    state: Ranks,
+    group: dist.ProcessGroup | None = None,
+    *,
+    operation: str = CHECKPOINT,
 ) -> list[T]:
     """Each rank's result of ``work``, once all are done; if one failed, its error on all.
 
@@ -254,21 +305,28 @@ def together(
         work: This rank's part. Its result must be picklable: it travels between the processes.
         state: The ranks.
         group: The process group to agree over.
+        operation: What users called, and in parentheses which step of it; the same on all ranks.
 
     Raises:
         CheckpointError: On every rank alike, naming each rank that failed and its error.
+        DistributedOperationException: On every rank alike, if another one called something else.
     """
     outcome: tuple[T | None, str | None]
-    cause = None
+    cause, payload = None, b""
     try:
         outcome = work(), None
-    except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait to hear of it
+        if state.num_processes > 1:
+            payload = pickle.dumps(outcome)
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        if parted(error, operation):
+            raise
         cause = error
         outcome = None, _told(error)
+        payload = pickle.dumps(outcome)
     outcomes: list[Any] = [outcome]
     if state.num_processes > 1:
-        outcomes = [None] * state.num_processes
-        dist.all_gather_object(outcomes, outcome, group=group)
+        payloads = share(operation, payload, group)
+        outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
     failures = [
         f"on rank {rank}: {text.rstrip('.')}"
         for rank, (_, text) in enumerate(outcomes)

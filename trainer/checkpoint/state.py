@@ -9,7 +9,7 @@ The documented names, with tensors and JSON in place of pickles::
     sampler.json                      the prepared loaders' epochs
     scaler.json                       the gradient scaler's state, where there is one
     custom_checkpoint_0.json          the registered objects' state dicts
-    random_states_0.json              for each rank
+    random_states_0.json              for each rank, with its gradients inside a window
 
 The folder may hold other files; see :mod:`trainer.checkpoint.folder`.
 """
@@ -18,26 +18,27 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from trainer.checkpoint import accelerate_format
+from trainer.checkpoint import accelerate_format, gradients
 from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
 from trainer.checkpoint.layout import MANIFEST, verify
 from trainer.checkpoint.model import write_weights_file
 from trainer.checkpoint.restore import Prepared, Stored, apply, check, loader_state, logger
 from trainer.checkpoint.save import Ranks, keeper_of, keeps, refuse_together, together
 from trainer.checkpoint.tensors import load_tree, save_tree
-from trainer.checkpoint.weights import separate_tied
-from trainer.errors import CheckpointError
+from trainer.checkpoint.weights import bare_names, separate_tied
+from trainer.errors import CheckpointError, DistributedOperationException
 from trainer.rng import rng_state
 
 SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
 LoadHook = Callable[[list[torch.nn.Module], str], object]
+T = TypeVar("T")
 
 _KIND = "accelerator"
 _MAP_LOCATIONS = (None, "cpu", "on_device")
@@ -77,27 +78,36 @@ def save_state(
     target = Path(folder).expanduser()
     what = f"Saving {target}"
     writes = keeps(processes, save_on_each_node)
+    hooks, models = list(hooks), list(prepared.models)
+    weights: list[dict[str, Any]] = []
+
+    def step(name: str, work: Callable[[], T]) -> list[T]:
+        return together(what, work, processes, operation=f"save_state ({name})")
+
+    def begin() -> int:
+        weights.extend(model.state_dict() for model in models)
+        return len(hooks)
 
     def open_() -> tuple[Path, Path, Path] | None:
         place = Path(os.path.abspath(target))
         return (open_folder(place), place, target) if writes else None
 
-    opened = together(what, open_, processes)[keeper_of(processes, save_on_each_node)]
+    most_hooks = max(step("begin", begin))
+    keeper = keeper_of(processes, save_on_each_node, operation="save_state (machines)")
+    opened = step("folder", open_)[keeper]
     assert opened is not None  # a writer answers
     staging, place, target = opened
 
     def write() -> int:
-        models = list(prepared.models)
-        weights = [model.state_dict() for model in models]
-        for hook in hooks:
-            hook(models, weights, str(staging))
         trees = _trees(prepared)
         if writes:
-            for number, state in enumerate(weights):
-                _write_weights(state, staging, number, safe=safe_serialization)
-            for stem, (owner, tree) in trees.items():
-                _write_tree(tree, staging, stem, owner)
-        own = {"step": prepared.step, "rng": rng_state()}
+            _write_all(weights, trees, staging, safe=safe_serialization)
+        # After the scaler's state: taking that may put the gradients on another scale.
+        own = {
+            "step": prepared.step,
+            "rng": rng_state(),
+            "gradients": gradients.take(prepared),
+        }
         save_tree(own, staging, _random_states(processes.process_index))
         return len(weights)
 
@@ -106,7 +116,12 @@ def save_state(
             commit_folder(staging, place, manifest)
 
     try:
-        count = together(what, write, processes)[keeper_of(processes, save_on_each_node)]
+        for number in range(most_hooks):  # one by one, since a hook may speak with its peers
+            step(
+                f"hook {number + 1}",
+                partial(_call_hook, hooks, number, models, weights, str(staging)),
+            )
+        count = step("write", write)[keeper]
         manifest = {
             "kind": _KIND,
             "world_size": processes.num_processes,
@@ -117,11 +132,13 @@ def save_state(
             "scaler": prepared.scaler is not None,
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
-        together(what, commit, processes)
-    except CheckpointError:
+        step("commit", commit)
+    except (CheckpointError, DistributedOperationException):
         if writes:
             abandon(staging)
         raise
+    if writes:
+        logger.info("The state was saved to %s.", target)
     return target
 
 
@@ -171,14 +188,20 @@ def load_state(
     target = Path(folder).expanduser()
     main = keeps(processes, save_on_each_node)
     what = f"Loading {target}"
-    refuse_together(lambda: _expect_folder(target), processes, here=main)
-    found = together(what, lambda: examine(target) if main else None, processes)
-    examined = found[keeper_of(processes, save_on_each_node)]
+    hooks, models = list(hooks), list(prepared.models)
+
+    def step(name: str, work: Callable[[], T], what: str = what) -> list[T]:
+        return together(what, work, processes, operation=f"load_state ({name})")
+
+    refuse_together(
+        lambda: _expect_folder(target), processes, here=main, operation="load_state (arguments)"
+    )
+    keeper = keeper_of(processes, save_on_each_node, operation="load_state (machines)")
+    examined = step("folder", lambda: examine(target) if main else None)[keeper]
     assert examined is not None  # a main process answers
     path, manifest = examined
-    models = list(prepared.models)
-    for hook in hooks:
-        together(what, partial(_call_hook, hook, models, str(path)), processes)
+    for number in range(max(step("hooks", lambda: len(hooks)))):
+        step(f"hook {number + 1}", partial(_call_hook, hooks, number, models, str(path)))
     stored = None
 
     def read() -> None:
@@ -187,8 +210,10 @@ def load_state(
         if manifest is None:
             stored = accelerate_format.read(path, rank, processes.local_process_index)
         else:
-            stored = _read(path, manifest, rank)
+            stored = _read(path, manifest, rank, processes.num_processes)
         notes = check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
+        if stored.gradients is not None:
+            notes += _check_gradients(stored, prepared)
         for note in notes if main else ():
             logger.warning("Loading %s: %s", path, note)
 
@@ -202,10 +227,14 @@ def load_state(
             strict=strict,
             model_kwargs=load_model_func_kwargs,
         )
+        if stored.gradients is not None or prepared.window_open:
+            gradients.put(prepared, stored.gradients or {})
 
-    together(what, read, processes)
-    together(f"{what}, of which a part is loaded,", load, processes)
+    step("read", read)
+    step("load", load, f"{what}, of which a part is loaded,")
     assert isinstance(stored, Stored)
+    if main:
+        logger.info("The state of %s was loaded.", path)
     return stored.step
 
 
@@ -239,8 +268,9 @@ def _expect_folder(target: Path) -> None:
         )
 
 
-def _call_hook(hook: LoadHook, models: list[torch.nn.Module], folder: str) -> None:
-    hook(models, folder)  # what it returns need not be picklable
+def _call_hook(hooks: Sequence[Callable[..., object]], number: int, *args: Any) -> None:
+    if number < len(hooks):  # it may have been registered on some processes only
+        hooks[number](*args)  # what it returns need not be picklable
 
 
 def _numbered(name: str, number: int) -> str:
@@ -265,6 +295,19 @@ def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
     return {**trees, "sampler": ("prepared loaders", loaders)}
 
 
+def _write_all(
+    weights: list[dict[str, Any]],
+    trees: dict[str, tuple[str, Any]],
+    staging: Path,
+    *,
+    safe: bool,
+) -> None:
+    for number, state in enumerate(weights):
+        _write_weights(state, staging, number, safe=safe)
+    for stem, (owner, tree) in trees.items():
+        _write_tree(tree, staging, stem, owner)
+
+
 def _write_tree(tree: Any, staging: Path, stem: str, owner: str) -> None:
     try:
         save_tree(tree, staging, stem)
@@ -273,7 +316,7 @@ def _write_tree(tree: Any, staging: Path, stem: str, owner: str) -> None:
 
 
 def _write_weights(state: dict[str, Any], staging: Path, number: int, *, safe: bool) -> None:
-    tensors, tied = separate_tied(state)
+    tensors, tied = separate_tied(bare_names(state))
     file = _weights_file(number, safe=safe)
     try:
         write_weights_file(tensors, tied, staging / file)
@@ -287,7 +330,34 @@ def _weights_file(number: int, *, safe: bool) -> str:
     return f"{_numbered('pytorch_model', number)}.bin"
 
 
-def _read(path: Path, manifest: dict[str, Any], rank: int) -> Stored:
+def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
+    if (stored.scaler is None) != (prepared.scaler is None):
+        raise CheckpointError(
+            f"{stored.path} was saved inside a window of micro-batches, whose gradients are "
+            f"{'not ' if stored.scaler is None else ''}scaled as those of fp16 are. Load it with "
+            "the precision it was saved with."
+        )
+    return gradients.check(prepared, stored.gradients or {})
+
+
+def _gradients(
+    path: Path, own: dict[str, Any] | None, first: dict[str, Any], saved_by: int, here: int
+) -> dict[str, torch.Tensor] | None:
+    """This rank's gradients, or what stands for those of another number of processes."""
+    kept: dict[str, torch.Tensor] | None = (own or first).get("gradients")
+    if kept is None or (own is not None and saved_by == here):
+        return kept
+    files = [path / f"{_random_states(rank)}.json" for rank in range(saved_by)]
+    if missing := [file.name for file in files if not file.exists()]:  # on another machine's disk
+        raise CheckpointError(
+            f"{path} was saved inside a window of micro-batches by {saved_by} processes, and "
+            f"{', '.join(missing)} with their gradients are not here. Load it with {saved_by} "
+            "processes."
+        )
+    return gradients.combine([load_tree(path, file.stem)["gradients"] for file in files])
+
+
+def _read(path: Path, manifest: dict[str, Any], rank: int, processes: int) -> Stored:
     def trees(name: str, key: str) -> list[Any]:
         return [load_tree(path, _numbered(name, number)) for number in range(manifest[key])]
 
@@ -309,4 +379,5 @@ def _read(path: Path, manifest: dict[str, Any], rank: int) -> Stored:
         rng=None if own is None else own["rng"],
         first_rng=first["rng"],
         step=first["step"],
+        gradients=_gradients(path, own, first, manifest["world_size"], processes),
     )

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,6 +27,8 @@ _COMPILED = "_orig_mod"  # the child under which torch.compile(module) holds the
 _SHOWN = 20  # names of a kind in an error
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str]) -> Path:
@@ -53,6 +55,15 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
 def bare_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A ``state_dict()`` under the names that it has without ``torch.compile``."""
     return {_bare(name): value for name, value in state_dict.items()}
+
+
+def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
+    """What has names of the module with or without those of ``torch.compile``, under its own.
+
+    Names that it does not have stay as they are.
+    """
+    own = {_bare(name): name for name in module.state_dict(keep_vars=True)}
+    return {own.get(_bare(name), name): value for name, value in named.items()}
 
 
 def separate_tied(
@@ -134,8 +145,7 @@ def load_into(
     """
     from trainer.checkpoint.weightfiles import compare
 
-    own = {_bare(name): name for name in module.state_dict()}
-    weights = {own.get(_bare(name), name): tensor for name, tensor in weights.items()}
+    weights = own_names(module, weights)
     misfits = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if _translates(module):
         misfits = _load_translated(module, weights, misfits, where)

@@ -25,14 +25,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.checkpoint import layout
+from trainer.checkpoint.folder import STAGING as INNER_STAGING
 from trainer.errors import CheckpointError
 
 State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
-# How `layout`, `folder` and `project` name things.
-_LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
-_INNER_STAGING = ".cadence-staging"
-_NUMBERED = re.compile(r"checkpoint_(\d+)")
 _RANKING = re.compile(r"\w+\((.+), (?:min|max), every .+\)")
 
 QUIET = 3600.0  # seconds without a write after which a leftover is not that of a running save
@@ -72,7 +69,7 @@ class Entry:
     @property
     def number(self) -> int | None:
         """The step or number in its name; None where the user named it."""
-        step, numbered = layout.step_of(self.name), _NUMBERED.fullmatch(self.name)
+        step, numbered = layout.step_of(self.name), layout.NUMBERED.fullmatch(self.name)
         return int(numbered[1]) if numbered else step
 
     @property
@@ -112,7 +109,7 @@ class Leftover:
     @property
     def name(self) -> str:
         """Its own name, behind the checkpoint's where it lies inside one."""
-        inside = self.path.name == _INNER_STAGING
+        inside = self.path.name == INNER_STAGING
         return f"{self.path.parent.name}/{self.path.name}" if inside else self.path.name
 
 
@@ -146,7 +143,7 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     """
     entries, leftovers = [], []
     for path in sorted(path for path in root.iterdir() if path.is_dir()):
-        name, leftover = _own_name(path), _LEFTOVER.fullmatch(path.name)
+        name, leftover = _own_name(path), layout.LEFTOVER.fullmatch(path.name)
         stands = name == path.name or not os.path.lexists(root / name)
         if stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
@@ -166,7 +163,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     try:
         if _is_unfinished(path):
             state, note = "unfinished", "a killed save has only to be moved; loading does that."
-            manifest = layout.read_manifest(path / _INNER_STAGING)
+            manifest = layout.read_manifest(path / INNER_STAGING)
         else:
             manifest = layout.read_manifest(path)
             _check_sizes(path, manifest)
@@ -199,7 +196,7 @@ def is_dead(leftover: Leftover) -> bool:
     One that was written to within the last hour may belong to one that runs.
     """
     _, touched = _measure(leftover.path)
-    match = _LEFTOVER.fullmatch(leftover.path.name)
+    match = layout.LEFTOVER.fullmatch(leftover.path.name)
     if match and match[1] == "replaced" and not layout.is_ours(leftover.path.with_name(match[2])):
         return False  # it may be all that there is of that checkpoint
     return time.time() - touched >= QUIET
@@ -230,16 +227,16 @@ def monitored(entries: list[Entry]) -> list[str]:
 
 
 def _own_name(path: Path) -> str:
-    match = _LEFTOVER.fullmatch(path.name)
+    match = layout.LEFTOVER.fullmatch(path.name)
     return match[2] if match and match[1] == "replaced" else path.name
 
 
 def _is_named(name: str) -> bool:
-    return layout.step_of(name) is not None or bool(_NUMBERED.fullmatch(name))
+    return layout.step_of(name) is not None or bool(layout.NUMBERED.fullmatch(name))
 
 
 def _is_candidate(path: Path, name: str) -> bool:
-    if _LEFTOVER.fullmatch(name):
+    if layout.LEFTOVER.fullmatch(name):
         return False
     return _is_named(name) or _is_unfinished(path) or _has_manifest(path)
 
@@ -257,7 +254,7 @@ def _has_manifest(path: Path) -> bool:
 
 def _is_unfinished(path: Path) -> bool:
     try:
-        layout.read_manifest(path / _INNER_STAGING)
+        layout.read_manifest(path / INNER_STAGING)
     except CheckpointError:
         return False
     return True
@@ -289,7 +286,7 @@ def _state_of(path: Path, error: CheckpointError) -> State:
 
 
 def _inner_leftovers(path: Path) -> list[Leftover]:
-    inner = path / _INNER_STAGING
+    inner = path / INNER_STAGING
     if not inner.is_dir() or _is_unfinished(path):
         return []
     return [_leftover(inner, "staging")]

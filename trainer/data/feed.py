@@ -109,6 +109,7 @@ class Feed:
                 f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
                 "or another iterable of batches."
             )
+        self._source, self._shuffle = source, shuffle
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
         self.start_round = 0  # skipped in rounds, as this number of processes has them, …
@@ -247,6 +248,25 @@ class Feed:
         """End workers that would wait for a further epoch."""
         if isinstance(self.loader, DataLoader):
             self.loader._iterator = None
+
+    def another(self) -> Feed:
+        """A second reader of the same data within the same limits, with a place of its own.
+
+        It is for data whose order does not follow from a state: not for streams.
+        """
+        twin = Feed(
+            self._source,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            shuffle=self._shuffle,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
+        twin.limit = self.limit
+        twin.set_epoch(self.epoch)
+        return twin
 
     def reseed(self, seed: int) -> None:
         """Take over the seed of the run that is resumed."""

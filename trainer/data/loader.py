@@ -81,7 +81,8 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self._unfinished = False
-        self._reading = False
+        self._reader: PreparedLoader | None = None  # who reads the pass now: this one or a rest
+        self._loaded = False  # its pass was loaded and has not begun
         self._rest_of: PreparedLoader | None = None  # whose pass this one goes on with
         self._take(source)
         what = loader_kwargs(source, self.feed.sampler, torch.Generator())
@@ -104,9 +105,8 @@ class PreparedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """The batches of this process."""
         self._synchronize()
-        self.iteration += self._unfinished
-        self._unfinished = self._reading = True
-        self._tell_whole()
+        self._tell(self.iteration + self._unfinished, unfinished=True)
+        self._read_by(self)
         self.feed.set_epoch(self.iteration)
         self.end_of_dataloader, self.remainder = False, -1
         state = self.gradient_state
@@ -117,19 +117,29 @@ class PreparedLoader(DataLoader[Any]):
                 if last and real is not None and not self._drops_last:
                     self.remainder = 0 if real == self.total_batch_size else real
                 yield batch
-            self.iteration += 1
-            self._unfinished = False
-            self._tell_whole()
-        finally:  # also when the caller's loop is left by break
-            self._reading = False
+            self._tell(self.iteration + 1, unfinished=False)
+        except GeneratorExit:  # the caller's loop was left by break
+            state._keep_end(self)
+            raise
+        finally:
+            self._read_by(None)
             state._remove_dataloader(self)
 
-    def _tell_whole(self) -> None:
-        """The rest of a pass counts as the pass of the loader that it was taken from."""
-        if self._rest_of is not None:
-            self._rest_of.iteration = self.iteration
-            self._rest_of._unfinished = self._unfinished
-            self._rest_of._tell_whole()
+    def _wholes(self) -> Iterator[PreparedLoader]:
+        """This loader and those that it is the rest of: its pass counts as theirs."""
+        loader: PreparedLoader | None = self
+        while loader is not None:
+            yield loader
+            loader = loader._rest_of
+
+    def _tell(self, iteration: int, *, unfinished: bool) -> None:
+        for loader in self._wholes():
+            loader.iteration, loader._unfinished, loader._loaded = iteration, unfinished, False
+
+    def _read_by(self, reader: PreparedLoader | None) -> None:
+        for loader in self._wholes():
+            if reader is not None or loader._reader is self:
+                loader._reader = reader
 
     def _synchronize(self) -> None:
         generator = self.synchronized
@@ -179,23 +189,25 @@ class PreparedLoader(DataLoader[Any]):
         The sampler, the batch sampler and the dataset hear of it if they have a ``set_epoch``.
         """
         self.iteration = epoch
-        self._unfinished = False
+        self._unfinished = self._loaded = False
         self.feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
         """The pass to be read after a restart, and the seed of the order.
 
-        Inside a pass it is that one, since `skip_first_batches` goes on in it; after a pass, also
-        one that was left by ``break``, the next.
+        Inside a pass it is that one, since `skip_first_batches` goes on in it; with its last batch
+        at hand and after it, also if it was left by ``break``, the next.
         """
-        left = self._unfinished and not self._reading
-        return {"iteration": self.iteration + left, "seed": self.settings["seed"]}
+        inside = self._reader is not None and not self._reader.end_of_dataloader
+        over = self._unfinished and not inside
+        return {"iteration": self.iteration + over, "seed": self.settings["seed"]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take the pass and the order of the loader that `state` is of."""
         self.settings["seed"] = state["seed"]
         self.feed.reseed(state["seed"])
         self.set_epoch(state["iteration"])
+        self._loaded = True
 
     def get_sampler(self) -> Any:
         """The user's sampler."""
@@ -236,8 +248,18 @@ class PreparedLoader(DataLoader[Any]):
         skip = self.skip_batches + num_batches
         skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
         skipped.iteration = self.iteration
-        skipped._rest_of = self
+        skipped._rest_of, skipped._loaded = self, self._loaded
+        if self._loaded and num_batches and self.iteration and skipped._is_empty():
+            # A state that was saved with the last batch at hand is of the next pass already, but a
+            # script may leave out all batches of the one before.
+            skipped.iteration, skipped._loaded = self.iteration - 1, False
         return skipped
+
+    def _is_empty(self) -> bool:
+        try:
+            return len(self) == 0
+        except TypeError:  # only reading can tell
+            return False
 
     def __len__(self) -> int:
         own = self.feed.num_own_batches

@@ -12,6 +12,7 @@ from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.feed import sampler_generator
 from trainer.data.loader import DataLoaderShard, PreparedLoader
 from trainer.distributed.collectives import broadcast_object
+from trainer.rng import next_seed
 from trainer.state import PartialState
 
 
@@ -32,9 +33,13 @@ def prepare_data_loader(
     """Give this process its part of a loader; called by every process alike.
 
     The order of a shuffling loader is a function of a seed and of the number of the pass, alike on
-    all processes and on any number of them. The user's loader, samplers and dataset are not
-    changed, except that they hear of the epoch (``set_epoch``), and that the generators of the
-    samplers are seeded anew for each pass.
+    all processes and on any number of them: rank 0 tells its seed, so that the call is collective
+    unless `num_processes` is another number than that of the processes that run. Loaders without a
+    generator of their own have a seed each, made from the one that ``set_seed`` set and from how
+    many were prepared since; the first has that seed itself.
+
+    The user's loader, samplers and dataset are not changed, except that they hear of the epoch
+    (``set_epoch``), and that the generators of the samplers are seeded anew for each pass.
 
     Args:
         dataloader: Preparing it a second time returns it as it is.
@@ -54,8 +59,9 @@ def prepare_data_loader(
             the beginning are repeated for that. Without, some end one batch earlier or with a
             shorter one. With one process there is nothing to even out.
         slice_fn_for_dispatch: See `DataLoaderDispatcher`; unused without dispatching.
-        use_seedable_sampler: The seed of the order is always the one that ``set_seed`` set. Else
-            the generator that was given to the loader or its sampler decides, where there is one.
+        use_seedable_sampler: The seed of the order always follows the one that ``set_seed`` set.
+            Else the generator that was given to the loader or its sampler decides, where there is
+            one.
         non_blocking: Copy to the device asynchronously; useful from pinned memory.
 
     Raises:
@@ -98,10 +104,13 @@ def prepare_data_loader(
         )
     if split_batches:
         _check_split(dataloader, world_size)
+    generator = None if use_seedable_sampler else sampler_generator(dataloader)
+    seed = next_seed(world_size, rank) if generator is None else generator.initial_seed()
     settings: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
-        "seed": broadcast_object(_seed(dataloader, use_seedable_sampler=use_seedable_sampler)),
+        # Some processes may prepare a loader for themselves alone.
+        "seed": broadcast_object(seed) if world_size == state.num_processes else seed,
         "even_batches": even_batches,
         "device": (state.device if device is None else device) if put_on_device else None,
         "non_blocking": non_blocking,
@@ -130,8 +139,3 @@ def _check_split(dataloader: DataLoader[Any], world_size: int) -> None:
             f"split_batches=True with batch size {size}, which must be a round multiple of the "
             f"number of processes ({world_size}): use {near}, or split_batches=False."
         )
-
-
-def _seed(dataloader: DataLoader[Any], *, use_seedable_sampler: bool) -> int:
-    generator = None if use_seedable_sampler else sampler_generator(dataloader)
-    return torch.initial_seed() if generator is None else generator.initial_seed()

@@ -68,6 +68,5 @@ class SeededDataset(Dataset[Any]):
         if get_worker_info() is not None:  # a worker's generators serve nothing else
             seed_generators(seed)
             return fetch()
-        with isolated_rng():
-            seed_generators(seed)
+        with isolated_rng(seed):
             return fetch()

@@ -101,7 +101,7 @@ class StreamReader(Dataset[Reply]):
         self.leave()
         if request.state is not None:
             self.dataset.load_state_dict(pickle.loads(request.state))  # type: ignore[attr-defined]  # noqa: S301 - made here
-        self._ended = request.ended
+        self._ended = False
         if not request.ended:
             self._iterator = iter(self.dataset)
 
@@ -266,14 +266,12 @@ class SourceReading:
 
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
         """See `Reading`."""
-        with isolated_rng():
-            seed_generators(seed)
+        with isolated_rng(seed):
             if load and place.states and place.states[0] is not None:
                 self._source.load_state_dict(pickle.loads(place.states[0]))  # noqa: S301 - made here
             batches = iter(self._source)
         for number in count(place.number):
-            with isolated_rng():
-                seed_generators(mix(seed, number))
+            with isolated_rng(mix(seed, number)):
                 try:
                     batch = next(batches)
                 except StopIteration:

@@ -2,7 +2,7 @@
 
 Each function is called by every process alike. Tensors must lie on the process's device; what was
 exchanged has no graph. A call that does not fit those of the others is an error on all of them
-where `trainer.distributed.debug` checks it: always on the CPU, elsewhere in debug mode.
+where it is checked (see `trainer.distributed.debug`): always on the CPU, elsewhere in debug mode.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.configuration import Choice
-from trainer.distributed import transport
-from trainer.distributed.debug import describe, is_checked, meet
+from trainer.distributed import meeting, transport
+from trainer.distributed.debug import describe, is_checked
+from trainer.distributed.meeting import meet
 from trainer.state import PartialState
 from trainer.tree import leaves, map_tree
 
 _ARRAYS = (Tensor, numpy.ndarray)
 _SEQUENCES = (list, tuple, range, deque, Set)
-# What the backends add up by themselves; other types are added up in a wider one.
+# What is added up in its own type. Others are added up in a wider one: the backends do not know
+# some, and sums of small integers would wrap.
 _SUMMED = {
     torch.float16,
     torch.bfloat16,
@@ -34,8 +36,6 @@ _SUMMED = {
     torch.float64,
     torch.complex64,
     torch.complex128,
-    torch.uint8,
-    torch.int8,
     torch.int32,
     torch.int64,
 }
@@ -79,7 +79,7 @@ def gather(tensor: Any) -> Any:
 
 
 def _gather_one(tensor: Tensor) -> Tensor:
-    parts = transport.stack(tensor)
+    parts = meeting.stack(tensor)
     return parts if tensor.ndim == 0 else parts.flatten(0, 1)
 
 
@@ -93,14 +93,14 @@ def gather_uneven(tensor: Any) -> Any:
         return tensor
     _agree("gather", tensor, free=0)
     own = [len(leaf) for leaf in leaves(tensor) if leaf.ndim]
-    rows = transport.share_numbers(own) if own else []
+    rows = meeting.share_numbers(own) if own else []
     columns = iter(zip(*rows, strict=True))
 
     def gather_one(leaf: Tensor) -> Tensor:
         sizes = next(columns) if leaf.ndim else (1,)
         if len(set(sizes)) == 1:
             return _gather_one(leaf)
-        parts = transport.stack(_padded(leaf, 0, max(sizes), 0, first=False))
+        parts = meeting.stack(_padded(leaf, 0, max(sizes), 0, first=False))
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     return map_tree(gather_one, tensor)
@@ -112,7 +112,8 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     Args:
         tensor: Tensors in nested containers, each of the same shape on every process; they are not
             changed.
-        reduction: ``"sum"`` (of booleans: how many are true), ``"mean"``, or ``"none"`` for copies
+        reduction: ``"sum"`` (of booleans: how many are true; of integers of 8 or 16 bits and of
+            booleans it is an int64), ``"mean"``, or ``"none"`` for copies
             of the values as they are, without any exchange.
         scale: Multiplied into the result.
 
@@ -136,7 +137,8 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
                 total /= PartialState().num_processes
         if scale != 1.0:
             total = total * scale
-        narrow = leaf.dtype != torch.bool and total.dtype == _wide(leaf.dtype)
+        same = leaf.is_floating_point() or leaf.dtype in (torch.uint32, torch.uint64)
+        narrow = same and total.dtype == _wide(leaf.dtype)
         return total.to(leaf.dtype) if narrow else total
 
     return map_tree(reduce_one, tensor)
@@ -179,7 +181,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     def broadcast_one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             # The backends read and write one stretch of memory, whatever view of it they get.
-            values = transport.packed(leaf)
+            values = meeting.packed(leaf)
             transport.send(values, from_process)
             if values.data_ptr() != leaf.data_ptr():
                 leaf.copy_(values)
@@ -216,7 +218,7 @@ def pad_across_processes(
         return None if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim]
 
     own = [size for leaf in leaves(tensor) if (size := size_of(leaf)) is not None]
-    rows = transport.share_numbers(own) if own and PartialState().num_processes > 1 else [own]
+    rows = meeting.share_numbers(own) if own and PartialState().num_processes > 1 else [own]
     largest = iter([max(column) for column in zip(*rows, strict=True)])
 
     def pad_one(leaf: Tensor) -> Tensor:
@@ -267,7 +269,7 @@ def _problem(
 ) -> Exception | None:
     """Why this tree cannot be sent, if so."""
     state = PartialState()
-    reachable = transport.device_types() if state.num_processes > 1 else None
+    reachable = meeting.device_types() if state.num_processes > 1 else None
     operation = operation.partition(" ")[0]
     for leaf in leaves(tree):
         if not isinstance(leaf, Tensor):
@@ -391,7 +393,7 @@ def broadcast_object(value: Any, from_process: int = 0) -> Any:
     own = torch.zeros(size, dtype=torch.uint8)
     if payload:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    own = own.to(transport.side_device())
+    own = own.to(meeting.side_device())
     transport.send(own, from_process)
     if error is not None:
         raise error
@@ -405,7 +407,7 @@ def _exchange(operation: str, value: Any) -> list[Any]:
         return [value]
     payload, error = transport.dump(value)
     sizes = meet(operation, len(payload))
-    payloads = transport.share_bytes(payload, sizes)
+    payloads = meeting.share_bytes(payload, sizes)
     if error is not None:
         raise error
     return [_received(transport.load(each), rank) for rank, each in enumerate(payloads)]

@@ -12,34 +12,43 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from trainer.distributed.meeting import parted, share
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def exchange(error: BaseException | None) -> None:
+def exchange(error: BaseException | None, operation: str) -> None:
     """Wait for all processes; go on only if each of them fared well.
 
     Every process calls it alike, with the error that it met or None.
 
+    Args:
+        error: This process's.
+        operation: What users called.
+
     Raises:
         BaseException: `error` itself, where there is one.
         RuntimeError: On the other processes; it names the rank and its error.
+        DistributedOperationException: On all processes, when one calls another operation.
     """
-    reports: list[str | None] = []
+    if error is not None and parted(error, operation):
+        raise error
+    reports: list[bytes] = []
     if dist.is_initialized() and dist.get_world_size() > 1:
-        reports = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            reports, None if error is None else f"{type(error).__name__}: {error}"
-        )
+        report = "" if error is None else f"{type(error).__name__}: {error}"
+        reports = share(operation, report.encode())
     if error is not None:
         raise error
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise RuntimeError(f"Rank {rank} failed while the others waited for it: {report}")
+    for rank, told in enumerate(reports):
+        if told:
+            raise RuntimeError(
+                f"Rank {rank} failed while the others waited for it: {told.decode()}"
+            )
 
 
 @contextmanager
-def going_first(first: bool) -> Iterator[None]:
+def going_first(first: bool, operation: str) -> Iterator[None]:
     """The block runs on the processes that go first, then on the others.
 
     An error in one that goes first is raised on every process: the others do not run the block. An
@@ -47,12 +56,14 @@ def going_first(first: bool) -> Iterator[None]:
 
     Args:
         first: This process goes first.
+        operation: What users called.
 
     Raises:
         RuntimeError: On the processes without an error, when one that went first failed.
+        DistributedOperationException: On all processes, when the others do not come here.
     """
     if not first:
-        exchange(None)
+        exchange(None, operation)
         yield
         return
     error: BaseException | None = None
@@ -60,7 +71,7 @@ def going_first(first: bool) -> Iterator[None]:
         yield
     except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
         error = caught
-    exchange(error)
+    exchange(error, operation)
 
 
 def on_main(function: Callable[[], object]) -> None:
@@ -75,7 +86,7 @@ def on_main(function: Callable[[], object]) -> None:
             function()
         except BaseException as caught:  # noqa: BLE001 - raised below, once the others know
             error = caught
-    exchange(error)
+    exchange(error, "on_main")
 
 
 def run_where(due: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:

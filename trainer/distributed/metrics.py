@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from trainer.distributed.collectives import gather_object, gather_uneven, is_sequence
-from trainer.distributed.debug import is_checked, meet
+from trainer.distributed.debug import is_checked
+from trainer.distributed.meeting import meet
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, leaves, map_tree, rebuild
 
@@ -21,8 +23,10 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
     """Gather predictions and targets of all processes, without the loader's repeated samples.
 
     Call it inside the loop over the prepared loader that the data come from: while its last batch
-    is at hand, what the processes hold together is cut to the samples that are real. Of nested
-    loops the innermost loader counts. Every process must call it equally often: where
+    is at hand, what the processes hold together is cut to the samples that are real; one process
+    does the same. Of nested loops the innermost loader counts. Behind ``next(iter(loader))``, and a
+    loop left by ``break``, the batch that was read last is still at hand until another loader is
+    read. Every process must call it equally often: where
     ``even_batches=False`` leaves a process without a last batch, leave the loop on all alike.
 
     Args:
@@ -40,7 +44,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
 
     Returns:
         The samples of all processes in the order of the loader. With one process tensors come back
-        as they are, objects as `gather_object` gives them.
+        as they are but for the cut, objects as `gather_object` gives them.
 
     Raises:
         Exception: See `gather` and `gather_object`.
@@ -55,16 +59,18 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
             meet(f"gather_for_metrics ({type(input_data).__name__} of {names})")
         return rebuild(input_data, [gather_for_metrics(v, use_gather_object) for _, v in entries])
     objects = gather_object(input_data)
-    return objects[: _real_samples()] if is_sequence(input_data) else objects
+    return _cut(objects) if is_sequence(input_data) else objects
 
 
 def _gather_tensors(tree: Any) -> Any:
     gathered = gather_uneven(tree)
-    real = _real_samples()
-    if real is None:
+    whole = list(leaves(gathered))
+    owns = leaves(tree)
+    cut = [_cut(all_) if own.ndim else all_ for own, all_ in zip(owns, whole, strict=True)]
+    if all(map(operator.is_, cut, whole)):
         return gathered
-    whole = iter(list(leaves(gathered)))
-    return map_tree(lambda own: next(whole)[:real] if own.ndim else next(whole), tree)
+    parts = iter(cut)
+    return map_tree(lambda _: next(parts), tree)
 
 
 def _is_record(thing: Any, use_gather_object: bool) -> bool:
@@ -75,14 +81,16 @@ def _is_record(thing: Any, use_gather_object: bool) -> bool:
     return record and children(thing) is not None
 
 
-def _real_samples() -> int | None:
-    """How many of the samples at hand count, over all processes; None for all of them."""
-    state = GradientState()
-    if PartialState().num_processes == 1 or not state.end_of_dataloader:
-        return None
-    if state.remainder < 0:
-        logger.info(
-            "The loader does not know how many of its last samples are repeated ones; "
-            "gather_for_metrics returns all of them."
-        )
-    return state.remainder if state.remainder > 0 else None
+def _cut(samples: Any) -> Any:
+    """Without the samples, of all processes, that the loader has repeated."""
+    real = GradientState()._real_samples(len(samples))
+    if real is None or real >= len(samples):
+        return samples
+    if real < 0:
+        if PartialState().num_processes > 1:
+            logger.info(
+                "The loader does not know how many of its last samples are repeated ones; "
+                "gather_for_metrics returns all of them."
+            )
+        return samples
+    return samples[:real]

@@ -1,8 +1,4 @@
-"""What the collectives are made of: tensors and bytes moved between processes as they are.
-
-Everything travels as bytes, so that a type of tensor that a backend cannot name (int16 and float8
-for gloo, for example) travels too.
-"""
+"""What the collectives are made of: tensors and objects as bytes, moved as they are."""
 
 from __future__ import annotations
 
@@ -15,58 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.meeting import as_bytes
 from trainer.state import PartialState
-
-
-def device_types() -> set[str]:
-    """The types of device that the process group can send from."""
-    return {part.partition(":")[0] for part in dist.get_backend_config().split(",")}
-
-
-def side_device() -> torch.device:
-    """Where sizes and objects travel: the host where the group can, so that no device waits."""
-    return torch.device("cpu") if "cpu" in device_types() else PartialState().device
-
-
-def packed(tensor: Tensor) -> Tensor:
-    """The values in one stretch of memory, without a graph; the tensor's own memory if it is so."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a packed tensor's memory; shape [bytes]."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def stack(tensor: Tensor) -> Tensor:
-    """The tensors of all processes, of one shape [...]; shape [num_processes, ...]."""
-    own = packed(tensor)
-    size = PartialState().num_processes
-    result = own.new_empty((size, *own.shape))
-    if own.numel():
-        dist.all_gather(list(as_bytes(result).view(size, -1)), as_bytes(own))
-    return result
 
 
 def send(tensor: Tensor, from_process: int) -> None:
     """Give a packed tensor of every process the values of one, in place."""
     if tensor.numel():
         dist.broadcast(as_bytes(tensor), src=from_process)
-
-
-def share_numbers(own: list[int]) -> list[list[int]]:
-    """As many numbers from each process, in the order of their ranks."""
-    numbers = torch.tensor(own, dtype=torch.int64, device=side_device())
-    rows: list[list[int]] = stack(numbers).tolist()
-    return rows
-
-
-def share_bytes(payload: bytes, sizes: list[int]) -> list[bytes]:
-    """The payloads of all processes, of which every process knows the sizes."""
-    own = torch.zeros(max(sizes), dtype=torch.uint8)
-    own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = stack(own.to(side_device())).cpu()
-    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 @dataclass(frozen=True)

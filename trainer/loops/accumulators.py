@@ -25,7 +25,7 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
     Metric objects are those of torchmetrics' kind that belong to the module; another one is told in
     a warning, since nothing says where it would be found again.
     """
-    paths = {id(metric): path for path, metric in _metric_objects(module)}
+    paths = {id(metric): path for path, metric in metric_objects(module)}
     epochs = {}
     for phase, cells in {**metrics.epochs, _UPDATE: metrics.step}.items():
         strangers = [name for name, metric in cells.objects.items() if id(metric) not in paths]
@@ -49,7 +49,7 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
         }
     states = {
         path: [metric.update_count, dict(metric.metric_state)]
-        for path, metric in _metric_objects(module)
+        for path, metric in metric_objects(module)
         if metric.update_count
     }
     return {"epochs": epochs, "states": states, "names": sorted(metrics.names)}
@@ -65,7 +65,7 @@ def restore_accumulators(
         module: As it was when they were saved.
         parts: What `accumulators_of` returned, in the order of the ranks.
     """
-    objects = dict(_metric_objects(module))
+    objects = dict(metric_objects(module))
     for part in parts:
         metrics.names.update(part["names"])
         for phase, saved in part["epochs"].items():
@@ -81,7 +81,8 @@ def restore_accumulators(
                 _merge(objects[path], count, to_device(state, metrics.device))
 
 
-def _metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The metric objects of torchmetrics' kind in a module, by their path."""
     for path, part in module.named_modules():
         if hasattr(part, "metric_state") and hasattr(part, "merge_state"):
             yield path, part

@@ -9,28 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from callbacks import Callback, Interval, ModelCheckpoint
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.writer import Writer
 from trainer.data.loader import Feed
+from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.lengths import Schedule
-from trainer.loops.loaders import feeds_for, loaders_for, validation_loaders
+from trainer.loops.loaders import check_step, feeds_for, loaders_for, validation_loaders
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Settings
-from trainer.loops.snapshot import load_run, load_weights
+from trainer.loops.snapshot import load_datamodule, load_run, load_weights
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.configure import SchedulerEntry, read_optimizers
-from trainer.optim.optimizer import AcceleratedOptimizer
+from trainer.optim.finite import FiniteGuard
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.weighting import LossWeighting
 from trainer.rng import mix, seed_generators, set_seed
 from trainer.strategies.choose import choose_engine
@@ -88,7 +91,26 @@ def fit_feeds(
         raise ValueError(f"fit was given {len(loaders)} training loaders; it takes one.")
     (feed,) = feeds_for("train", loaders, settings, accelerator, seed=seed)
     val_loaders = validation_loaders(val, module, datamodule, settings)
-    return feed, feeds_for("validate", val_loaders, settings, accelerator, seed=seed)
+    val_feeds = feeds_for("validate", val_loaders, settings, accelerator, seed=seed)
+    check_step("validate", module, val_feeds)
+    return feed, val_feeds
+
+
+def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
+    """The checkpoint that a fit goes on from; the datamodule is put back to it; collective.
+
+    Before the loaders are made, which may depend on the datamodule's state.
+
+    Raises:
+        ValueError: Another run's checkpoints are in the folder.
+        CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
+    """
+    if ckpt_path is None:
+        parts.project.check_fresh(parts.roots())
+    chosen = parts.choose(ckpt_path)
+    if chosen is not None:
+        load_datamodule(datamodule, chosen)
+    return chosen
 
 
 def prepare_fit(
@@ -97,6 +119,8 @@ def prepare_fit(
     hooks: HookTable,
     ckpt_path: Any,
     *,
+    chosen: Path | None,
+    datamodule: Any,
     feed: Feed,
     val_feeds: list[Feed],
     stop_requested: Callable[[], bool],
@@ -104,18 +128,14 @@ def prepare_fit(
     """The run of a fit: model, then optimizers, then the checkpoint; sharding replaces parameters.
 
     Raises:
-        ValueError: Another run's checkpoints are in the folder, or the module's answers cannot
-            make a run.
-        CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
+        ValueError: The module's answers cannot make a run.
+        CheckpointError: The checkpoint is damaged or does not fit.
     """
     settings, accelerator = parts.settings, parts.accelerator
     if not module.automatic_optimization:
         _check_manual(settings)
     accelerator.gradient_state.sync_gradients = True
     accelerator.precision.begin()
-    if ckpt_path is None:
-        parts.project.check_fresh(parts.roots())
-    chosen = parts.choose(ckpt_path)
     module.to(accelerator.device)
     if chosen is None:
         parts.project.begin_record()
@@ -128,6 +148,7 @@ def prepare_fit(
         recorder,
         accelerator,
         settings,
+        datamodule=datamodule,
         feed=feed,
         val_feeds=val_feeds,
         stop_requested=stop_requested,
@@ -146,7 +167,10 @@ def prepare_fit(
     elif run.rank > 0:
         # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
         seed_generators(mix(feed.seed, run.rank) % 2**32)
-    on_main(lambda: recorder.start(settings.describe() | logged(module), cut_at=offset))
+    told = logged(module)
+    if isinstance(datamodule, DataModule):
+        told = logged(datamodule) | told
+    on_main(lambda: recorder.start(settings.describe() | told, cut_at=offset))
     return run
 
 
@@ -196,9 +220,12 @@ def prepare_evaluation(
         ValueError: There is no data, or a loader is empty.
         CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
     """
+    chosen = parts.choose(ckpt_path)
+    if chosen is not None:
+        load_datamodule(datamodule, chosen)
     loaders = loaders_for(stage, dataloaders, module, datamodule)
     feeds = feeds_for(stage, loaders, parts.settings, parts.accelerator, seed=0)
-    chosen = parts.choose(ckpt_path)
+    check_step(stage, module, feeds)
     module.to(parts.accelerator.device)
     if chosen is not None:
         load_weights(module, chosen)
@@ -207,7 +234,8 @@ def prepare_evaluation(
     elif parts.accelerator.use_distributed:  # each process may have drawn other initial weights
         broadcast_([*module.parameters(), *module.buffers()])
     recorder = parts.project.make_recorder()
-    run = Run(**_common(module, hooks, recorder, parts.accelerator), counters=counters)
+    common = _common(module, hooks, recorder, parts.accelerator, datamodule)
+    run = Run(**common, counters=counters)
     on_main(lambda: recorder.start(parts.settings.describe()))
     return run, feeds
 
@@ -236,6 +264,8 @@ def prepare_optimizers(
                 f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
                 f"parameters of {type(module).__name__}; pass it self.parameters()."
             )
+    if module.automatic_optimization:
+        _check_apart(optimizers, module)
     prepared = [
         AcceleratedOptimizer(
             optimizer, precision=accelerator.precision, reduce=None if alone else average_gradients
@@ -245,6 +275,26 @@ def prepare_optimizers(
     return prepared, schedulers
 
 
+def _check_apart(optimizers: list[Optimizer], module: TrainModule) -> None:
+    """Refuse a parameter in two optimizers, which the one loss would update twice.
+
+    Raises:
+        ValueError: There is one.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of([optimizer]):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                name = next((n for n, p in module.named_parameters() if p is parameter), "?")
+                raise ValueError(
+                    f"The optimizers number {other} and {number} that configure_optimizers "
+                    f"returned both have the parameter {name!r}. In automatic optimisation there "
+                    "is one loss, and every optimizer steps at every update: give each its own "
+                    "parameters. To alternate between losses set automatic_optimization = False."
+                )
+
+
 def make_fit_run(
     module: TrainModule,
     hooks: HookTable,
@@ -252,6 +302,7 @@ def make_fit_run(
     accelerator: Accelerator,
     settings: Settings,
     *,
+    datamodule: Any,
     feed: Feed,
     val_feeds: list[Feed],
     stop_requested: Callable[[], bool],
@@ -275,7 +326,7 @@ def make_fit_run(
                 "steps, items, a time, or whole epochs."
             )
     run = FitRun(
-        **_common(module, hooks, recorder, accelerator),
+        **_common(module, hooks, recorder, accelerator, datamodule),
         engine=engine,
         agreement=agreement,
         weighting=LossWeighting(
@@ -295,19 +346,42 @@ def make_fit_run(
         sanity_steps=settings.num_sanity_val_steps,
         stop_requested=stop_requested,
         writer=Writer(accelerator.state),
+        guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
     )
     if feed.sampler is not None and feed.sampler.batch_size and not run.counts_items:
         run.weighting.reference = float(feed.sampler.batch_size)
     return run
 
 
+def _guard(
+    module: TrainModule, optimizers: list[Optimizer], accelerator: Accelerator, settings: Settings
+) -> FiniteGuard | None:
+    """What looks for gradients that are not finite; in manual optimisation the user does."""
+    if settings.non_finite == "ignore" or not module.automatic_optimization:
+        return None
+    return FiniteGuard(
+        settings.non_finite,
+        settings.max_skipped_in_row,
+        optimizers=optimizers,
+        named_parameters=module.named_parameters,
+        rank=accelerator.process_index,
+    )
+
+
 def _common(
-    module: TrainModule, hooks: HookTable, recorder: Recorder, accelerator: Accelerator
+    module: TrainModule,
+    hooks: HookTable,
+    recorder: Recorder,
+    accelerator: Accelerator,
+    datamodule: Any,
 ) -> dict[str, Any]:
+    metrics = MetricStore(accelerator.device, world_size=accelerator.num_processes)
+    recorder.private = metrics.private
     return {
         "module": module,
+        "datamodule": datamodule,
         "hooks": hooks,
-        "metrics": MetricStore(accelerator.device, world_size=accelerator.num_processes),
+        "metrics": metrics,
         "recorder": recorder,
         "precision": accelerator.precision,
         "device": accelerator.device,

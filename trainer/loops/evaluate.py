@@ -93,7 +93,7 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     suffix = f"/dataloader_idx_{index}" if several else ""
     feed.set_epoch(run.counters.epoch)
     batch_idx = -1
-    with closing(feed.rounds(lambda batch: run.transfer(batch, index))) as rounds:
+    with closing(feed.rounds(run.transfer(feed, index))) as rounds:
         for batch_idx, current in enumerate(rounds):
             if run.told_to_end(batch_idx):
                 raise EvaluationAbandoned

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from trainer.loops.evaluate import VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.run import FitRun, items_of
 from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
 from trainer.optim.clipping import clip_
+from trainer.optim.finite import find_non_finite
 from trainer.rng import isolated_rng, load_rng_state, rng_state
 from trainer.tree import detach, to_host
 
@@ -77,8 +79,10 @@ def train_epoch(run: FitRun) -> None:
         if counters.epoch_complete or finished(run):
             return
     step = train_window if run.module.automatic_optimization else manual_window
-    with closing(feed.rounds(run.transfer)) as rounds:  # workers end with the epoch, not later
-        for window in windows(rounds, run.accumulation):
+    with closing(
+        feed.rounds(run.transfer(feed))
+    ) as rounds:  # workers end with the epoch, not later
+        for window in windows(rounds, lambda: run.accumulation):
             if step(run, window):
                 finish_update(run)
                 if finished(run):
@@ -98,10 +102,10 @@ def restore_rng(run: FitRun) -> None:
         run.saved_rng = None
 
 
-def windows(rounds: Iterator[Round], size: int) -> Iterator[Iterator[Round]]:
-    """The rounds in groups of `size`, fewer at the end of the data."""
+def windows(rounds: Iterator[Round], size: Callable[[], int]) -> Iterator[Iterator[Round]]:
+    """The rounds in groups of as many as `size` then says, fewer at the end of the data."""
     for first in rounds:
-        yield chain([first], islice(rounds, size - 1))
+        yield chain([first], islice(rounds, size() - 1))
 
 
 def train_window(run: FitRun, window: Iterator[Round]) -> bool:
@@ -111,13 +115,14 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         True: there is an update to finish.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
     items_everywhere: float | None = 0.0  # where each process knows what the others have
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
-        sync = micro.last or number == run.accumulation
+        sync = micro.last or number == size
         engine.begin_micro_batch(sync=sync)
         batch, items = items_of(micro)
         if run.weighting.reference is None:
@@ -146,7 +151,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if loss is not None:
             hooks.on_after_backward()
         if sync:
-            update(run, total if items_everywhere is None else items_everywhere)
+            update(run, total if items_everywhere is None else items_everywhere, loss)
         if micro.present:
             hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
@@ -186,7 +191,8 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     engine.finish_window(None, run.own_tally(items))
     stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
     if stepped:
-        count_update(run)
+        see_if_log_is_due(run)
+        run.counters.global_step += 1
     if micro.present:
         hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
@@ -268,32 +274,65 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     return None if run.counts_items or known is None else known + samples
 
 
-def update(run: FitRun, total: float | Tensor) -> None:
-    """Unscale, let the hooks see the gradients, clip, step, tick.
+def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
+    """Unscale, let the hooks see the gradients, look whether they are finite, clip, step, tick.
 
     Args:
         run: The run; its gradients are reduced.
         total: Items of the window over all processes.
+        loss: The last one of this process, for an error.
+
+    Raises:
+        FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
     """
     for optimizer in run.optimizers:
         run.precision.unscale(optimizer.optimizer)
     run.weighting.rescale_([parameter.grad for parameter in run.parameters], total)
+    see_if_log_is_due(run)
     for optimizer in run.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
-    if run.max_grad_norm is not None or run.max_grad_value is not None:
-        clip_(run.parameters, max_norm=run.max_grad_norm, max_value=run.max_grad_value)
-    for optimizer in run.optimizers:
-        optimizer.step()
-    for entry in run.schedulers:
-        if entry.interval == "step" and (run.counters.global_step + 1) % entry.frequency == 0:
-            entry.tick(run.recorder.latest)
-    count_update(run)
-
-
-def count_update(run: FitRun) -> None:
-    """One update more; is it one whose values are recorded?"""
+    if admitted(run, loss):
+        if run.max_grad_norm is not None or run.max_grad_value is not None:
+            clip_(run.parameters, max_norm=run.max_grad_norm, max_value=run.max_grad_value)
+        for optimizer in run.optimizers:
+            optimizer.step()
+    if run.guard is not None and run.precision.scales:
+        skipped = [optimizer.skipped for optimizer in run.optimizers]
+        run.guard.count_scaled(skipped, run.counters.global_step + 1)
+    tick(run, "step", run.counters.global_step + 1)
     run.counters.global_step += 1
-    run.log_due = run.log_schedule.due(run.progress)
+
+
+def admitted(run: FitRun, loss: Tensor | None) -> bool:
+    """Whether to make the update; an overflow of scaled gradients is the scaler's to handle.
+
+    Raises:
+        FloatingPointError: See `FiniteGuard.admits`.
+    """
+    if run.guard is None or run.precision.scales:
+        return True
+    found = find_non_finite(parameter.grad for parameter in run.parameters)
+    seen = None if loss is None else loss.detach()
+    if run.guard.admits(found, run.counters.global_step + 1, seen):
+        return True
+    for optimizer in run.optimizers:
+        optimizer.leave_out()
+    return False
+
+
+def see_if_log_is_due(run: FitRun) -> None:
+    """Before an update is counted: is it one whose values are recorded?"""
+    before = run.progress
+    run.log_due = run.log_schedule.due(replace(before, steps=before.steps + 1))
+
+
+def tick(run: FitRun, interval: str, number: int) -> None:
+    """Advance the schedules that count steps or epochs, of which this is the n-th."""
+    if run.schedulers_paused:
+        return
+    for entry in run.schedulers:
+        if entry.interval == interval and number % entry.frequency == 0:
+            entry.tick(run.recorder.latest)
 
 
 def finish_update(run: FitRun) -> None:
@@ -359,10 +398,10 @@ def check_streams(run: FitRun) -> None:
 
 def record_update(run: FitRun) -> None:
     """Reduce what this update logged and send it on its way to the record."""
-    counters = run.counters
-    run.recorder.record_later(
-        run.metrics.reduce_step(), step=counters.global_step, epoch=counters.epoch
-    )
+    counters, values = run.counters, run.metrics.reduce_step()
+    if run.guard is not None and run.guard.skipped:
+        values = {**values, "skipped_updates": float(run.guard.skipped)}
+    run.recorder.record_later(values, step=counters.global_step, epoch=counters.epoch)
     run.last_logged = counters.global_step
 
 
@@ -372,6 +411,8 @@ def validate(run: FitRun) -> None:
     Raises:
         EvaluationAbandoned: A process was told to end; it is as if the validation had not begun.
     """
+    if run.guard is not None:
+        run.guard.settle()
     run.engine.broadcast_buffers()
     generators = rng_state()
     try:
@@ -394,10 +435,8 @@ def end_epoch(run: FitRun) -> None:
     )
     run.metrics.scope = None  # reduced: what is logged from here on would fall into the next epoch
     run.hooks.on_train_epoch_end_callbacks()
-    for entry in run.schedulers:
-        due = entry.interval == "epoch" and (counters.epoch + 1) % entry.frequency == 0
-        if due and run.module.automatic_optimization:
-            entry.tick(run.recorder.latest)
+    if run.module.automatic_optimization:
+        tick(run, "epoch", counters.epoch + 1)
 
 
 def sanity_check(run: FitRun) -> None:

@@ -7,54 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from callbacks import Interval, Progress
+from callbacks import Interval, Progress, duration
 from trainer.data.loader import Feed
-
-_TIMES = (
-    "'30 minutes', '00:12:00:00' (days, hours, minutes, seconds), a timedelta, or its arguments as "
-    "a dict such as {'hours': 12}"
-)
 
 
 def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
-    """A span of time in seconds.
-
-    Args:
-        time: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes, seconds), a ``timedelta``,
-            or its arguments as a dict; None stays None.
+    """`max_time` in seconds; None stays None.
 
     Raises:
         ValueError: It is not a span of time above zero.
-        TypeError: It is none of these types.
+        TypeError: It is no span of time.
     """
-    if time is None:
-        return None
-    seconds = _seconds(time)
-    if not seconds > 0:
-        raise ValueError(f"max_time is {time!r}; it must be above zero.")
-    return seconds
-
-
-def _seconds(time: str | timedelta | Mapping[str, float]) -> float:
-    if isinstance(time, timedelta):
-        return time.total_seconds()
-    if not isinstance(time, (str, Mapping)):
-        raise TypeError(f"max_time is {time!r} of type {type(time).__name__}; give {_TIMES}.")
-    try:
-        if isinstance(time, Mapping):
-            return timedelta(**time).total_seconds()
-        if time.count(":") == 3:
-            days, hours, minutes, seconds = map(int, time.split(":"))
-            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
-        interval = Interval.parse(time)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"max_time is {time!r}; give {_TIMES}.") from error
-    if interval.unit != "seconds":
-        raise ValueError(
-            f"max_time is {time!r}; give {_TIMES}. For other lengths there are max_epochs and "
-            "max_steps."
-        )
-    return float(interval.every)
+    return None if time is None else duration.seconds_of("max_time", time)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.data.loader import Feed
+from trainer.datamodule import DataModule
 from trainer.distributed.collectives import all_gather_object
 from trainer.hooks import is_overridden
 from trainer.loops.lengths import apply_limit
 from trainer.loops.settings import Settings
 from trainer.module import TrainModule
+from trainer.ported import refuse_step_signature, refuse_uncalled
 
 # what a phase needs of the module, and where its data may come from
 _STEPS = {
@@ -46,6 +49,32 @@ def check_module(module: Any, stage: str) -> None:
                 f"{type(module).__name__} does not define {name}, which {stage} needs: "
                 f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
             )
+
+
+def check_hooks(module: TrainModule, callbacks: Iterable[Callback], datamodule: Any) -> None:
+    """Refuse hooks that nobody would call.
+
+    Raises:
+        TypeError: There is one; the text says what to use.
+    """
+    refuse_uncalled(module, "module")
+    for callback in callbacks:
+        refuse_uncalled(callback, "callback")
+    if datamodule is not None:
+        refuse_uncalled(datamodule, "datamodule")
+
+
+def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:
+    """The loaders and the datamodule, which may have come in the place of loaders.
+
+    Raises:
+        ValueError: There are two.
+    """
+    if not isinstance(given, DataModule):
+        return given, datamodule
+    if datamodule is not None:
+        raise ValueError(f"{argument} and datamodule are both a datamodule; pass one of them.")
+    return None, given
 
 
 def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) -> list[Any]:
@@ -173,3 +202,13 @@ def validation_loaders(
     if not defines:
         return []
     return find_loaders("val_dataloader", given, module, datamodule, "val_dataloaders")
+
+
+def check_step(stage: str, module: TrainModule, feeds: Sequence[Feed]) -> None:
+    """Refuse the step of an evaluation that does not fit the number of loaders.
+
+    Raises:
+        TypeError: It lacks ``dataloader_idx``, or insists on it.
+    """
+    if feeds:
+        refuse_step_signature(module, _STEPS[stage][0], len(feeds))

@@ -12,12 +12,17 @@ from trainer.loops.run import Run
 from trainer.tree import to_host
 
 
-def predict(run: Run, feeds: list[Feed]) -> list[list[Any]] | None:
+def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]] | None:
     """Call `predict_step` on every batch of each feed.
+
+    Args:
+        run: The run.
+        feeds: Its data.
+        keep: Gather what is returned; else only the hooks see it, and memory stays that of a batch.
 
     Returns:
         On rank 0, for each feed, what was returned for each of its batches, with tensors on the
-        host; None on the others.
+        host; None on the others, and where nothing is kept.
     """
     hooks = run.hooks
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
@@ -25,24 +30,26 @@ def predict(run: Run, feeds: list[Feed]) -> list[list[Any]] | None:
         hooks.on_predict_start()
         hooks.on_predict_epoch_start()
         own = [
-            predict_feed(run, feed, index, several=len(feeds) > 1)
+            predict_feed(run, feed, index, several=len(feeds) > 1, keep=keep)
             for index, feed in enumerate(feeds)
         ]
         hooks.on_predict_epoch_end_module()
         hooks.on_predict_epoch_end_callbacks()
         hooks.on_predict_end()
+    if not keep:
+        return None
     gathered = all_gather_object(own)
     if run.rank != 0:
         return None
     return [in_loader_order([part[index] for part in gathered]) for index in range(len(feeds))]
 
 
-def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any]:
-    """What this process predicts for one feed."""
+def predict_feed(run: Run, feed: Feed, index: int, *, several: bool, keep: bool) -> list[Any]:
+    """What this process predicts for one feed; nothing unless it is to be kept."""
     outputs = []
     feed.set_epoch(0)
     batch_idx = -1
-    with closing(feed.rounds(lambda batch: run.move(batch, index))) as rounds:
+    with closing(feed.rounds(run.mover(feed, index))) as rounds:
         for batch_idx, current in enumerate(rounds):
             if not current.present:
                 continue
@@ -52,7 +59,8 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool) -> list[Any
             with run.precision.autocast():
                 output = to_host(run.module.predict_step(batch, *where))
             run.hooks.on_predict_batch_end(output, batch, *where)
-            outputs.append(output)
+            if keep:
+                outputs.append(output)
     refuse_empty(PREDICT, feed, index, batch_idx + 1)
     return outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -73,6 +74,12 @@ class Project:
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
         self._writes = writes
         self.on_each_node = on_each_node
+
+    def unwritten(self) -> Project:
+        """The same for a trial that leaves nothing behind."""
+        trial = copy.copy(self)
+        trial._writes = False
+        return trial
 
     @property
     def checkpoints(self) -> Path:

@@ -27,6 +27,7 @@ class Recorder:
 
     Attributes:
         latest: The last value of every name.
+        private: Names that the trackers are not told; the local record has them.
         updates: The update at which each became known.
     """
 
@@ -38,6 +39,7 @@ class Recorder:
         self._pending: tuple[list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
+        self.private: set[str] = set()
 
     def record(self, values: Mapping[str, Value], *, step: int, epoch: int) -> dict[str, float]:
         """Read the values back, in one transfer, and record them under their step.
@@ -88,8 +90,9 @@ class Recorder:
         self._remember(read, step if arrived is None else arrived)
         if read:
             self._local.log(read, step, epoch=epoch, time=time.time())
-            for tracker in self._trackers:
-                tracker.log(read, step)
+            told = {name: read[name] for name in read if name not in self.private}
+            for tracker in self._trackers if told else ():
+                tracker.log(told, step)
         return read
 
     def _remember(self, read: dict[str, float], step: int) -> None:

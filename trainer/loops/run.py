@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from callbacks import Progress
 from trainer.checkpoint.writer import Writer
 from trainer.data.loader import Feed, Round
+from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import reduce
 from trainer.hooks import HookTable, is_overridden
@@ -21,10 +24,15 @@ from trainer.loops.record import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.configure import SchedulerEntry
+from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
+from trainer.rng import isolated_rng, mix
 
+logger = logging.getLogger(__name__)
+
+_DRAWS_BY_HOOKS = 4  # tells their seeds from those of an epoch's order
 _ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for
 
 
@@ -40,7 +48,7 @@ class Engine(Protocol):
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Before the forward pass of a micro-batch."""
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """A micro-batch that does not end its window."""
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
@@ -99,6 +107,7 @@ class Run:
         counters: Where the fit stands; all zero outside one.
         eval_lengths: Batches of each loader in the evaluation at hand, over all processes.
         sanity_checking: The evaluation at hand is the trial before training.
+        datamodule: The user's, or None.
     """
 
     module: TrainModule
@@ -112,26 +121,67 @@ class Run:
     counters: Counters = field(default_factory=Counters)
     eval_lengths: list[int | None] = field(default_factory=list)
     sanity_checking: bool = False
+    datamodule: Any = None
 
     def __post_init__(self) -> None:
-        """Resolve once whether the user counts items and moves batches on their own."""
+        """Resolve once whether the user counts items, moves and changes batches on their own."""
         self._counts = is_overridden(self.module, "count_items", TrainModule)
-        self._moves = is_overridden(self.module, "transfer_batch_to_device", TrainModule)
+        moves = self._batch_hook("transfer_batch_to_device")
+        if moves is None and self.device.type != "cpu":
+            moves = self.module.transfer_batch_to_device
+        self._moves = moves
+        self._before = self._batch_hook("on_before_batch_transfer")
+        self._after = self._batch_hook("on_after_batch_transfer")
+
+    def _batch_hook(self, name: str) -> Callable[..., Any] | None:
+        """The datamodule's own method, else the module's own; None where neither has one."""
+        bases = ((self.datamodule, DataModule), (self.module, TrainModule))
+        owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
+        if len(owners) > 1:
+            logger.warning("%s of the datamodule is used, not that of the module.", name)
+        return getattr(owners[0], name) if owners else None
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Put a batch on the device."""
-        if self._moves or self.device.type != "cpu":
-            return self.module.transfer_batch_to_device(batch, self.device, dataloader_idx)
-        return batch
+        if self._moves is None:
+            return batch
+        return self._moves(batch, self.device, dataloader_idx)
 
-    def transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Put a batch on the device and ask how many items it has; one batch ahead of its use.
+    def mover(self, feed: Feed, dataloader_idx: int = 0) -> Callable[[Any], Any]:
+        """What puts the batches of one pass on the device, changed as the user's hooks do.
+
+        It is called one batch ahead of their use, in their order. What the hooks draw is a function
+        of the batch's number, as what the dataset draws is: the generators are the training's, and
+        a run that is resumed would draw for the batch ahead a second time.
+        """
+        if self._before is None and self._after is None:
+            if self._moves is None:
+                return _as_it_is
+            return lambda batch: self.move(batch, dataloader_idx)
+        numbers = count(feed.start_batch + self.rank, self.world_size)
+
+        def change(batch: Any) -> Any:
+            with isolated_rng(mix(feed.seed, feed.epoch, _DRAWS_BY_HOOKS, next(numbers))):
+                batch = _changed(self._before, batch, dataloader_idx)
+                return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
+
+        return change
+
+    def transfer(self, feed: Feed, dataloader_idx: int = 0) -> Callable[[Any], Any]:
+        """As `mover`; it also asks how many items each batch has.
 
         Returns:
-            The batch and a function that gives the number; None stands for its samples.
+            What gives the batch and a function that gives the number; None stands for its samples.
         """
-        batch = self.move(batch, dataloader_idx)
-        return batch, _start_reading(self.module.count_items(batch)) if self._counts else None
+        move = self.mover(feed, dataloader_idx)
+        if not self._counts:
+            return _uncounted if move is _as_it_is else lambda batch: (move(batch), None)
+
+        def transfer(batch: Any) -> Any:
+            batch = move(batch)
+            return batch, _start_reading(self.module.count_items(batch))
+
+        return transfer
 
     def told_to_end(self, round_idx: int) -> bool:
         """Whether to abandon the evaluation at hand before this round, alike on all processes."""
@@ -142,6 +192,25 @@ class Run:
     def counts_items(self) -> bool:
         """The user's `count_items` decides, not the number of samples."""
         return self._counts
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _uncounted(batch: Any) -> Any:
+    return batch, None
+
+
+def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
+    """What a batch hook returned."""
+    if hook is None:
+        return batch
+    changed = hook(batch, dataloader_idx)
+    if changed is None:
+        name = getattr(hook, "__name__", "A batch hook")
+        raise TypeError(f"{name} returned None; it must return the batch.")
+    return changed
 
 
 def items_of(current: Round) -> tuple[Any, float]:
@@ -196,7 +265,7 @@ class FitRun(Run):
         schedulers: And when they tick.
         parameters: All of the module's.
         length: When the run ends.
-        accumulation: Micro-batches of a window.
+        accumulation: Micro-batches of the next window.
         max_grad_norm: See `trainer.optim.clipping.clip_`.
         max_grad_value: Likewise.
         val_schedule: When validation is due.
@@ -206,6 +275,8 @@ class FitRun(Run):
         told: The code to exit with once this process was told to end, by a signal or the clock; the
             others hear of it likewise.
         writer: Saves, also in the background.
+        guard: Finds gradients that are not finite; None lets them be.
+        schedulers_paused: A callback sets the learning rates instead.
         unfinished: The run was ended by a signal before what is due after its last update was done.
         run_id: Which run this is, whatever process goes on with it.
         stop_now: Decided by all alike.
@@ -232,7 +303,9 @@ class FitRun(Run):
     sanity_steps: int
     stop_requested: Callable[[], bool]
     writer: Writer
+    guard: FiniteGuard | None = None
     told: Callable[[], int | None] = lambda: None
+    schedulers_paused: bool = False
     run_id: str = ""
     stop_now: bool = False
     unfinished: bool = False

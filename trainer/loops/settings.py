@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from callbacks import Interval
 from trainer.loops.lengths import Length, check_limit, seconds_of
 from trainer.optim.clipping import validate_limits
+from trainer.optim.finite import Policy, check_policy
 
 Limit = int | float | None
 LIMITS = {  # the argument that limits each kind of data
@@ -46,6 +47,10 @@ class Settings:
     max_grad_value: float | None = None
     seed: int | None = None
     log_every: Interval | str | int = "50 steps"
+    non_finite: Policy = "stop"
+    max_skipped_in_row: int = 50
+    deterministic: bool | Literal["warn"] = False
+    detect_anomaly: bool = False
     fast_dev_run: bool = False
 
     def __post_init__(self) -> None:
@@ -53,6 +58,11 @@ class Settings:
         for name in (*LIMITS.values(), "overfit_batches"):
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
+        check_policy(self.non_finite, self.max_skipped_in_row)
+        if self.deterministic not in (True, False, "warn"):
+            raise ValueError(
+                f"deterministic is {self.deterministic!r}; it must be True, False or 'warn'."
+            )
         _whole("num_sanity_val_steps", self.num_sanity_val_steps, -1, "0 for none, -1 for all")
         _whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1, "1 for none")
         if self.seed is not None:

@@ -29,12 +29,14 @@ from trainer.loops.accumulators import accumulators_of, restore_accumulators
 from trainer.loops.lengths import Schedule
 from trainer.loops.run import Counters, FitRun
 from trainer.module import TrainModule
+from trainer.optim.groups import names_of_groups, restore_groups
 from trainer.rng import rng_state
 from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER, TRAINER, RECORD = "optimizer", "trainer", "record"
+OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
+TRAINED_NAME = "trained.safetensors"  # what a run goes on with, where the weights are others
 
 
 def save_run(
@@ -72,6 +74,8 @@ def save_run(
             not be written, which for a save in the background is raised at the next update.
     """
     run.writer.wait()
+    if run.guard is not None:
+        run.guard.settle()  # gradients that were none have not made these weights
     run.engine.broadcast_buffers()
     run.agreement.settle()
     run.recorder.flush()
@@ -79,17 +83,22 @@ def save_run(
     keeper = disk.keeps(state, on_each_node)
     shared: list[Portion] = []
     own: list[Encoded] = []
+    extra = {} if weights_only else _extra_of(run, trainer, callbacks)
 
     def capture() -> Encoded | None:
+        others, trained = _weights_of(run, trainer, callbacks)
         if keeper:
-            shared.append(weights_portion(run.module.state_dict()))
+            shared.append(weights_portion(others))
         if weights_only:
             return None
-        extra = _extra_of(run, trainer, callbacks)
         if keeper:
             optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
             shared.append(tree_portion(optimizers, OPTIMIZER))
+            if trained is not None:
+                shared.append(weights_portion(trained, TRAINED_NAME))
             shared.append(tree_portion(_state_of(run, callbacks) | {"extra": extra}, TRAINER))
+            if data := _state_of_data(run.datamodule):
+                shared.append(tree_portion(data, DATA))
         mine = {
             "rng": rng_state(),
             "metrics": accumulators_of(run.metrics, run.module),
@@ -114,7 +123,7 @@ def save_run(
 
     run.writer.start(
         partial(
-            disk.save,
+            disk.save_checkpoint,
             target,
             write_shared=write_record,
             write_rank=write,
@@ -168,6 +177,24 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
     return disk.commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
 
 
+def _weights_of(
+    run: FitRun, trainer: Any, callbacks: Sequence[Callback]
+) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
+    """The weights for others, and those for going on where they differ.
+
+    Raises:
+        ValueError: Two callbacks have some to save.
+    """
+    asked = [(callback, callback.weights_to_save(trainer, run.module)) for callback in callbacks]
+    given = [(callback.state_key, weights) for callback, weights in asked if weights is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
+            "has room for those of one. Leave out the others."
+        )
+    return given[0][1] if given else (run.module.state_dict(), None)
+
+
 def _extra_of(run: FitRun, trainer: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
     """What the callbacks and the module add by their hooks."""
     extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
@@ -212,10 +239,43 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
             name: [str(schedule.interval), asdict(schedule.before)]
             for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule))
         },
+        "groups": [names_of_groups(optimizer, run.module) for optimizer in run.optimizers],
         "schedulers": [entry.scheduler.state_dict() for entry in run.schedulers],
         "scaler": run.precision.state_dict(),
+        "guard": None if run.guard is None else run.guard.state_dict(),
         "callbacks": {callback.state_key: callback.state_dict() for callback in callbacks},
     }
+
+
+def _state_of_data(datamodule: Any) -> dict[str, Any]:
+    """What a datamodule says of itself, under its class's name; nothing if it says nothing."""
+    state = datamodule.state_dict() if _has_state(datamodule) else None
+    return {type(datamodule).__qualname__: state} if state else {}
+
+
+def _has_state(datamodule: Any) -> bool:
+    return hasattr(datamodule, "state_dict") and hasattr(datamodule, "load_state_dict")
+
+
+def load_datamodule(datamodule: Any, path: Path) -> None:
+    """Put a datamodule back to a checkpoint, if that has a state for it; collective.
+
+    Raises:
+        CheckpointError: On all processes alike: it cannot be read, or the datamodule refused it.
+    """
+    path = disk.locate(path)
+
+    def load() -> None:
+        if f"{DATA}.json" not in disk.read_manifest(path)["files"]:
+            return
+        state = disk.load_tree(path, DATA)
+        if type(datamodule).__qualname__ in state:
+            datamodule.load_state_dict(state[type(datamodule).__qualname__])
+        else:
+            logger.warning("%s holds the state of a datamodule %s, not used.", path, *state)
+
+    if _has_state(datamodule):
+        disk.together(f"Restoring the datamodule from {path}", load, PartialState())
 
 
 def load_run(
@@ -246,6 +306,9 @@ def load_run(
     disk.load_into(run.module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
     _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
+    schedulers = [entry.scheduler for entry in run.schedulers]
+    for optimizer, groups in zip(run.optimizers, state.get("groups", ()), strict=False):
+        restore_groups(optimizer, groups, run.module, schedulers=schedulers)
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(saved)
     _same_number(path, "schedulers", run.schedulers, state["schedulers"])
@@ -256,6 +319,8 @@ def load_run(
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
+    if (trained := path / TRAINED_NAME).exists():
+        disk.load_into(run.module, disk.load_weights(trained), where=trained)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     run.module.on_load_checkpoint(state["extra"])
@@ -289,6 +354,8 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters.rounds = -(-counters.epoch_batches // run.world_size)
     run.counters.__dict__.update(vars(counters))
     run.agreement.items_seen = state["items_seen"]
+    if run.guard is not None and state["guard"] is not None:
+        run.guard.load_state_dict(state["guard"])
     run.weighting.reference = state["reference"]
     for feed in (run.feed, *run.val_feeds):
         feed.reseed(state["data_seed"])

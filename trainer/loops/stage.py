@@ -10,10 +10,12 @@ from typing import Any
 
 from callbacks import Callback
 from trackers.base import Status
+from trainer.datamodule import DataModule
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops.loaders import call_if_there
 from trainer.module import TrainModule
+from trainer.ported import without_batch_idx
 from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)
@@ -39,8 +41,11 @@ def stage_of(
         callbacks: In the order in which they are called.
         finish: Called last, whatever happened, with how it ended.
     """
-    module.__dict__["_trainer"] = trainer
     hooks = HookTable(trainer, module, callbacks, TrainModule)
+    steps = without_batch_idx(module)
+    module.__dict__.update(steps, _trainer=trainer)
+    if isinstance(datamodule, DataModule):
+        datamodule.trainer = trainer
     status: Status = "finished"
     try:
         with PartialState().local_main_process_first():
@@ -58,6 +63,8 @@ def stage_of(
     except BaseException as error:
         status = "failed"
         hooks.on_exception(error)
+        for failed in _errors_of([partial(call_if_there, datamodule, "on_exception", error)]):
+            logger.error("on_exception of the datamodule failed.", exc_info=failed)
         raise
     finally:
         tear_down: list[Callable[[], Any]] = [
@@ -68,6 +75,10 @@ def stage_of(
         errors = _errors_of(tear_down)
         errors += _errors_of([partial(finish, "failed" if errors else status)])
         module.__dict__["_trainer"] = None
+        for step in steps:
+            module.__dict__.pop(step, None)
+        if isinstance(datamodule, DataModule):
+            datamodule.trainer = None
         if errors and status == "finished":  # else something is on its way up already
             raise errors.pop(0)
         for other in errors:

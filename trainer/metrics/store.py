@@ -14,6 +14,7 @@ from trainer.metrics.cells import EMPTY, KINDS, Cell, Cells, Kind, Scope, Value,
 from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
+_UNTOLD = "\0"  # what follows in a name is known here alone: whose loader's value it is
 
 
 class MetricStore:
@@ -27,6 +28,7 @@ class MetricStore:
         device: As given.
         scope: Where in the run `log` is called from; None where it cannot work.
         names: Every name that was logged.
+        private: Those that trackers are not told.
     """
 
     def __init__(self, device: torch.device, *, world_size: int = 1) -> None:
@@ -39,6 +41,7 @@ class MetricStore:
         self.items = 1.0
         self.loader_suffix = ""
         self.names: set[str] = set()
+        self.private: set[str] = set()
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
         self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
@@ -121,6 +124,20 @@ class MetricStore:
             key = f"{name}_epoch{suffix}" if both else name + suffix
             self._keep(self.epoch(scope.phase), key, value, weight, reduce, prog_bar, is_object)
 
+    @contextmanager
+    def renamed(self, name: str, *, logger: bool, add_dataloader_idx: bool) -> Iterator[None]:
+        """Inside, `log` of this name keeps the value from the trackers, or its name as it is."""
+        suffix = self.loader_suffix
+        if not logger:
+            told = "" if not add_dataloader_idx else suffix
+            self.private.update(name + end + told for end in ("", "_step", "_epoch"))
+        if suffix and not add_dataloader_idx:
+            self.loader_suffix = _UNTOLD + suffix
+        try:
+            yield
+        finally:
+            self.loader_suffix = suffix
+
     def _keep(
         self,
         cells: Cells,
@@ -131,7 +148,7 @@ class MetricStore:
         prog_bar: bool,
         is_object: bool,
     ) -> None:
-        self.names.add(key)
+        self.names.add(_told(key))
         if is_object:
             if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
                 raise TypeError(
@@ -171,14 +188,26 @@ class MetricStore:
         cells = self.epoch(phase)
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
-        self._kept.update({name: values[name] for name in shown if name in values})
+        self._kept.update({_told(name): values[name] for name in shown if name in values})
         for name, kind in self._reduction.pairs(cells):
             if kind == "object":
                 cells.known[name].reset()
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()
-        return values
+        return self._renamed(values)
+
+    def _renamed(self, values: dict[str, Value]) -> dict[str, Value]:
+        """The values under the names that users know."""
+        renamed = {_told(key): value for key, value in values.items()}
+        if len(renamed) < len(values):
+            told = [_told(key) for key in values]
+            twice = next(name for name in told if told.count(name) > 1)
+            raise ValueError(
+                f"Several loaders logged {twice!r} with add_dataloader_idx=False; give each one's "
+                "a name of its own, or leave the argument out."
+            )
+        return renamed
 
     def forget(self, phase: str) -> None:
         """Drop what an epoch has taken in: it was abandoned."""
@@ -198,7 +227,7 @@ class MetricStore:
         On an accelerator they are those of the previous call, whose transfer has ended since.
         """
         cells = [self.step, *self.epochs.values()]
-        live = {n: c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
+        live = {_told(n): c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
         if self.device.type == "cpu":
             return {name: float(value) for name, value in latest.items()}
@@ -208,3 +237,8 @@ class MetricStore:
             for name, value in latest.items()
         }
         return shown
+
+
+def _told(key: str) -> str:
+    """The name that users know a value by."""
+    return key.partition(_UNTOLD)[0]

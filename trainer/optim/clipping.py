@@ -21,6 +21,28 @@ def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -
             raise ValueError(f"{name} is {limit}; it must be above 0, or None for no limit.")
 
 
+def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """The tensors, whether one or several are given.
+
+    Raises:
+        TypeError: They are something else, such as the model.
+    """
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, torch.nn.Module):
+        raise TypeError(
+            f"parameters is a {type(parameters).__name__}; it must be a tensor or several, such as "
+            "model.parameters()."
+        )
+    tensors = list(parameters)
+    if strangers := {type(each).__name__ for each in tensors if not isinstance(each, Tensor)}:
+        raise TypeError(
+            f"parameters holds {', '.join(sorted(strangers))}; it must hold tensors, such as "
+            "model.parameters() does."
+        )
+    return tensors
+
+
 def clip_(
     parameters: Tensor | Iterable[Tensor],
     *,
@@ -40,7 +62,7 @@ def clip_(
     Returns:
         The norm before clipping by it; None without `max_norm`.
     """
-    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    parameters = as_list(parameters)
     if max_value is not None:
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:

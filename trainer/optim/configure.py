@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainer.errors import choose
 
 _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name")
+_PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's; what they say is so anyway
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_SCHEDULER_KEYS)
 _SHAPES = (
     "Return an optimizer, a pair (optimizer, scheduler), a dict with 'optimizer' and optionally "
@@ -156,8 +157,16 @@ def _one(part: Any) -> tuple[Any, SchedulerEntry | None]:
 
 def _entry(scheduler: Any) -> SchedulerEntry:
     if isinstance(scheduler, Mapping):
-        _check_keys(scheduler, _SCHEDULER_KEYS)
-        return SchedulerEntry(**scheduler)
+        options = dict(scheduler)
+        if not options.get("strict", True):
+            raise ValueError(
+                "configure_optimizers returned 'strict': False for a scheduler, which would let it "
+                "go on without its metric; leave it out, and log the metric before it ticks."
+            )
+        for key in _PORTED_KEYS:
+            options.pop(key, None)
+        _check_keys(options, _SCHEDULER_KEYS)
+        return SchedulerEntry(**options)
     return SchedulerEntry(scheduler=scheduler)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class AcceleratedOptimizer(Optimizer):
         # Not Optimizer.__init__: there is one set of parameters, and it is the wrapped one's.
         self.optimizer = optimizer
         self._precision = precision
+        precision.watch(optimizer)
         self._reduce = reduce
         self._reduced = False
         self._gradient_state = GradientState()
@@ -69,6 +71,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _gradient_state=GradientState())
+        self._precision.watch(self.optimizer)
 
     @property
     def state(self) -> Any:
@@ -105,6 +108,21 @@ class AcceleratedOptimizer(Optimizer):
         """
         self._skipped = bool(self._skipped)
         return self._skipped
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of fp16; None in other precisions."""
+        return self._precision.scaler
+
+    @property
+    def is_overflow(self) -> bool:
+        """The earlier name of `step_was_skipped`."""
+        warnings.warn(
+            "is_overflow is the earlier name of step_was_skipped; use that.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.step_was_skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -176,6 +194,18 @@ class AcceleratedOptimizer(Optimizer):
         self._reduced = False
         self.steps += 1
 
+    @property
+    def skipped(self) -> bool | Tensor:
+        """What `step_was_skipped` reads, without waiting for the device."""
+        return self._skipped
+
+    def leave_out(self) -> None:
+        """An update is due and is not made: everything goes on as behind one."""
+        self._skipped = True
+        self._note_call()
+        self._reduced = False
+        self.steps += 1
+
     def _note_call(self) -> None:
         # Torch's schedulers warn if their optimizer was not stepped before them. It was, though the
         # update may have to wait or was left out.
@@ -219,7 +249,7 @@ def place_state(optimizer: Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())  # torch itself knows what goes where
 
 
-def parameters_of(optimizers: list[Optimizer]) -> list[torch.nn.Parameter]:
+def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
     """Every parameter of the optimizers, once, in order."""
     unique: dict[int, torch.nn.Parameter] = {}
     for optimizer in optimizers:

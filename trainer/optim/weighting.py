@@ -22,7 +22,7 @@ class LossWeighting:
     """The two factors for one run.
 
     Args:
-        micro_batches: Micro-batches of a full window, on each process.
+        micro_batches: Micro-batches of a full window, on each process; may change between windows.
         world_size: Processes whose gradients are averaged.
         reference: Nominal items of one micro-batch; None until the first one is seen.
     """
@@ -33,7 +33,11 @@ class LossWeighting:
         self.micro_batches = micro_batches
         self.world_size = world_size
         self.reference = reference
-        self._single = micro_batches * world_size == 1
+
+    @property
+    def _single(self) -> bool:
+        """A window is one micro-batch: its mean is that of the whole."""
+        return self.micro_batches * self.world_size == 1
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
         """``loss × items ÷ reference``, as a division that is exact for equal micro-batches.

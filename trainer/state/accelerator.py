@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from trainer import environment
 from trainer.configuration import PrecisionType, refuse_fp8
+from trainer.plugins import TorchDynamoPlugin
 from trainer.state.partial import PartialState
 
 _PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
@@ -18,7 +19,7 @@ class AcceleratorState(PartialState):
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         cpu: See `PartialState`.
-        dynamo_plugin: How models are compiled, as the `Accelerator` was told.
+        dynamo_plugin: How models are compiled; None takes what the environment says.
         deepspeed_plugin: The same of this engine.
         fsdp_plugin: The same of this engine.
         megatron_lm_plugin: The same of this engine.
@@ -57,6 +58,8 @@ class AcceleratorState(PartialState):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = AcceleratorState._shared_state
+        if _from_accelerator:  # its loaders get the seeds that a new process would give them
+            PartialState._shared_state.pop("_seeds_taken", None)
         given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         plugins = dict(zip(_PLUGINS, given, strict=True))
         if mixed_precision is not None:
@@ -74,6 +77,7 @@ class AcceleratorState(PartialState):
             named = environment.read("ACCELERATE_MIXED_PRECISION") or "no"
             mixed_precision = _supported(named, "ACCELERATE_MIXED_PRECISION")
         PartialState(cpu, **kwargs)
+        plugins["dynamo_plugin"] = dynamo_plugin or TorchDynamoPlugin()  # which hears the variables
         self.__dict__.update(plugins, _mixed_precision=mixed_precision)
 
     def _check_same(self, mixed_precision: str | None, plugins: dict[str, Any]) -> None:
@@ -97,6 +101,11 @@ class AcceleratorState(PartialState):
     def mixed_precision(self) -> str:
         """``"no"``, ``"bf16"`` or ``"fp16"``."""
         return self._mixed_precision
+
+    @property
+    def use_ipex(self) -> bool:
+        """Intel's extension of torch is in use: never here, torch has taken over what it did."""
+        return False
 
     def _picklable(self) -> dict[str, Any]:
         return {**PartialState._shared_state, **self.__dict__}

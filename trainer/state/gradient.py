@@ -36,6 +36,7 @@ class GradientState(Shared):
     sync_gradients: bool
     plugin: GradientAccumulationPlugin
     _loaders: list[weakref.ref[Any]]
+    _kept_end: tuple[int, int | None] | None
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -49,6 +50,7 @@ class GradientState(Shared):
         if not self.initialized:
             self.sync_gradients = True
             self._loaders = []
+            self._kept_end = None
             self.plugin = GradientAccumulationPlugin(num_steps=1)
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
@@ -113,6 +115,26 @@ class GradientState(Shared):
         # Weakly: a loader whose reading was given up without a word, and which nobody has any more,
         # is not being read.
         self._loaders = [*(ref for ref in self._loaders if ref() is not None), weakref.ref(loader)]
+        self._kept_end = None
+
+    def _keep_end(self, loader: Any) -> None:
+        """A loop is left that may have the last batch at hand, as ``next(iter(loader))`` does."""
+        innermost = self.active_dataloader is loader
+        if innermost and loader.end_of_dataloader:
+            self._kept_end = loader.remainder, loader.total_batch_size
+
+    def _real_samples(self, samples: int) -> int | None:
+        """How many of these gathered samples are no repeated ones; None for all, -1 if unknown.
+
+        Until another loader is read, that is known of the last batch of a loop that was left too,
+        but not of what was collected from several batches of it.
+        """
+        if self.in_dataloader:
+            real = self.remainder if self.end_of_dataloader else 0
+        else:
+            real, most = self._kept_end or (0, None)
+            real = real if most is not None and samples <= most else 0
+        return real or None
 
     def _remove_dataloader(self, loader: Any) -> None:
         """End the reading that began last; an earlier one of the same loader may end later."""
@@ -125,7 +147,8 @@ class GradientState(Shared):
 
     def _picklable(self) -> dict[str, Any]:
         # Nothing is being read where the pickle is opened.
-        return {**self.__dict__, "_loaders": []} if self.initialized else {}
+        nothing: dict[str, Any] = {"_loaders": [], "_kept_end": None}
+        return {**self.__dict__, **nothing} if self.initialized else {}
 
     @staticmethod
     def _reset_state() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import platform
+import re
 import time
 from typing import Any
 
@@ -107,7 +109,10 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         ValueError: This torch lacks the backend, or nothing says where the processes meet.
     """
     chosen = {name: value for name, value in kwargs.items() if value is not None}
-    backend = chosen.pop("backend", None) or _BACKENDS.get(device.type, "gloo")
+    backend = chosen.pop("backend", None)
+    if backend is None or (backend == "nccl" and device.type != "cuda"):
+        # Scripts for the documented API say "nccl", its default, wherever they run.
+        backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
         _check_backend(part.rpartition(":")[2], device)
     init_method = chosen.pop("init_method", None)
@@ -138,6 +143,19 @@ def _check_backend(backend: str, device: torch.device) -> None:
         raise ValueError(
             f"The backend {backend!r} is not available in this build of torch. Use "
             f"{_BACKENDS.get(device.type, 'gloo')!r}, or leave it out: it is chosen by the device."
+        )
+
+
+def warn_of_old_kernel() -> None:
+    """Say so where Linux is older than 5.5, on which processes that train together may hang."""
+    if platform.system() != "Linux":
+        return
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    if found is not None and tuple(map(int, found.groups())) < (5, 5):
+        logger.warning(
+            "The kernel of this machine is %s, below 5.5, on which the processes of a run may "
+            "hang. Use a newer one.",
+            platform.release(),
         )
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainer import environment
 from trainer.configuration import DistributedType
 from trainer.distributed.control import going_first, run_where
+from trainer.distributed.meeting import meet
 from trainer.distributed.split import split
 from trainer.state import group as joining
 from trainer.state.shared import Shared
@@ -138,10 +139,13 @@ class PartialState(Shared):
     # -- who runs what, and when ---------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here; nothing with one process."""
+        """Wait until every process has come here; nothing with one process.
+
+        Raises:
+            DistributedOperationException: On all processes, when one is in another operation.
+        """
         if self.num_processes > 1:
-            devices = [self.device.index or 0] if self.device.type == "cuda" else None
-            dist.barrier(device_ids=devices)
+            meet("wait_for_everyone")
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Inside ``with``, rank 0 runs the block, then the others do.
@@ -149,7 +153,7 @@ class PartialState(Shared):
         Raises:
             RuntimeError: On the other processes, when rank 0 failed in it; they do not run it.
         """
-        return going_first(self.is_main_process)
+        return going_first(self.is_main_process, "main_process_first")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Inside ``with``, the first process of each machine runs the block, then the others do.
@@ -157,7 +161,7 @@ class PartialState(Shared):
         Raises:
             RuntimeError: On all other processes, when a first one failed in it.
         """
-        return going_first(self.is_local_main_process)
+        return going_first(self.is_local_main_process, "local_main_process_first")
 
     def on_main_process(self, function: Callable[P, R] | None = None) -> Callable[P, R | None]:
         """Decorator: the function runs on rank 0 only; it returns None elsewhere.

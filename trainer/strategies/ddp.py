@@ -186,9 +186,9 @@ class DataParallel:
         """Say whether the coming backward ends its window, before the forward pass."""
         self._ddp.require_backward_grad_sync = sync
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of a micro-batch that does not end its window."""
-        loss.backward()
+        loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """See `SingleDevice.finish_window`; without a loss the others still get their sums."""
@@ -255,9 +255,9 @@ class Replicas:
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Nothing: the user decides when gradients are used."""
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add gradients on this process."""
-        loss.backward()
+        loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Sum the numbers of the window over the processes; gradients are left alone."""

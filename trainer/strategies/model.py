@@ -103,7 +103,13 @@ def unwrap_model(
 
 
 def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """The weights; under the user's own names with `unwrap`, else under those of the wrappers."""
+    """The weights; under the user's own names with `unwrap`, else under those of the wrappers.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"get_state_dict takes a model; it got {model!r}.")
     return (unwrap_model(model) if unwrap else model).state_dict()
 
 

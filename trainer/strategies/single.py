@@ -32,9 +32,9 @@ class SingleDevice:
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Say whether the coming backward ends its window, before the forward pass."""
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of a micro-batch that does not end its window."""
-        loss.backward()
+        loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Add the last gradients of a window and make them those of all processes.

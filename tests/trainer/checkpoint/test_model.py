@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
 
-from trainer.checkpoint import load_weights, save_model
+from trainer.checkpoint import load_checkpoint_in_model, load_weights, save_model
 from trainer.checkpoint import model as model_module
 from trainer.checkpoint.model import parse_size, plan_shards
 
@@ -169,7 +169,7 @@ def test_files_of_an_earlier_save_go_and_others_stay():
         "model-1-of-2.safetensors",
         "model-00001-of-00002.safetensors.bak",
         "my-model-00001-of-00002.safetensors",
-        "pytorch_model-00001-of-00009.bin",
+        "pytorch_model-1-of-9.bin",
         "model_1.safetensors",
     ]
     for name in others:
@@ -186,6 +186,22 @@ def test_files_of_an_earlier_save_go_and_others_stay():
     save_model(big, FOLDER, max_shard_size=200)
     assert names() == sorted([*others, *shards, "model.safetensors.index.json"])
     assert all((FOLDER / name).read_text() == "x" for name in others)
+
+
+@pytest.mark.parametrize("later", ["10GB", 100])
+@pytest.mark.parametrize("earlier", ["10GB", 100])
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_of_the_other_kind_go_when_the_new_ones_are_there(safe, earlier, later):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    save_model(model, FOLDER, earlier, safe_serialization=not safe)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    save_model(model, FOLDER, later, safe_serialization=safe)
+    fresh = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    load_checkpoint_in_model(fresh, FOLDER)
+    assert equal(fresh.state_dict(), model.state_dict())
+    kept = "model" if safe else "pytorch_model"
+    assert all(name.startswith((f"{kept}.", f"{kept}-")) for name in names())
 
 
 @pytest.mark.parametrize("later_size", ["10GB", 100, 200])

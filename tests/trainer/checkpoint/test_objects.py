@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainer.checkpoint.atomic import write_aside
 from trainer.checkpoint.objects import load, save
 from trainer.errors import CheckpointError
+from trainer.state import PartialState
 
 
 def test_plain_values_come_back():
@@ -54,6 +56,30 @@ def test_a_write_that_fails_leaves_what_was_there():
         save([lambda: 1], "a.bin")
     assert load("a.bin") == [1]
     assert os.listdir() == ["a.bin"]
+
+
+def test_the_main_process_writes_or_that_of_each_machine():
+    here = PartialState().__dict__
+    here.update(process_index=1, num_processes=2)
+    for each in (False, True):
+        for rank in (0, 1):
+            here.update(local_process_index=rank)
+            name = f"{each}-{rank}.bin"
+            save([1], name, each)
+    assert os.listdir() == ["True-0.bin"]
+    save({"a": torch.ones(1)}, "w.bin", save_on_each_node=True)
+    assert not Path("w.bin").exists()
+    here.update(process_index=0)
+    save([1], "main.bin")
+    assert load("main.bin") == [1]
+
+
+def test_two_processes_that_write_one_file_have_each_their_own_beside_it(monkeypatch):
+    beside = [write_aside(Path("a.bin"), lambda file: file.write_text("x"))]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    beside.append(write_aside(Path("a.bin"), lambda file: file.write_text("y")))
+    assert [file.read_text() for file in beside] == ["x", "y"]
+    assert all(file.name.startswith(".") for file in beside)
 
 
 def test_an_open_file_is_written_to():

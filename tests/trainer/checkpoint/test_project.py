@@ -82,21 +82,25 @@ def test_the_oldest_go_when_the_new_one_is_there():
     (ROOT / "checkpoint_old").mkdir()
     save(project)
     assert names() == ["checkpoint_10", "checkpoint_11", "checkpoint_3", "checkpoint_old"]
-    project.iteration = 1
-    save(project)  # never the one just saved, whatever its number
-    assert "checkpoint_1" in names()
-    assert len([name for name in names() if (ROOT / name / "manifest.json").exists()]) == 2
+    project.iteration = 1  # below the others': they would go in place of this one
+    with pytest.raises(
+        ValueError, match=r"checkpoint_1 is the next .* checkpoint_3, checkpoint_10,"
+    ):
+        save(project)
+    assert names() == ["checkpoint_10", "checkpoint_11", "checkpoint_3", "checkpoint_old"]
     project.total_limit = 1
-    project.iteration = 0
+    project.iteration = 12
     save(project)
-    assert names() == ["checkpoint_0", "checkpoint_3", "checkpoint_old"]
+    assert names() == ["checkpoint_12", "checkpoint_3", "checkpoint_old"]
 
 
 def test_a_save_that_fails_deletes_and_counts_nothing():
     project = automatic(total_limit=1)
     save(project)
     project.iteration = 0
-    with pytest.raises(ValueError, match=r"checkpoint_0 exists already.*project_configuration\.it"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint_0 of another run .*configuration\.iteration to 1"
+    ):
         save(project)
     assert project.iteration == 0
     verify(ROOT / "checkpoint_0")

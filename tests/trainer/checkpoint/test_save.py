@@ -17,7 +17,7 @@ from trainer.checkpoint import (
     rank_stem,
     read_manifest,
     remove,
-    save,
+    save_checkpoint,
     verify,
 )
 from trainer.checkpoint import layout as layout_module
@@ -38,7 +38,7 @@ def save_step(
             raise OSError(f"no space for {rank}")
         (folder / f"{rank_stem(rank)}.json").write_text(content)
 
-    return save(
+    return save_checkpoint(
         Path("checkpoints") / f"step-{step:08d}",
         write_shared=lambda folder: (folder / "model.bin").write_text(content),
         write_rank=write_rank,
@@ -80,7 +80,7 @@ def test_an_error_without_a_text_is_an_error():
         raise CheckpointError
 
     with pytest.raises(CheckpointError, match="failed on rank 0"):
-        save(Path("x"), write_shared=print, write_rank=refuse, manifest={}, state=ALONE)
+        save_checkpoint(Path("x"), write_shared=print, write_rank=refuse, manifest={}, state=ALONE)
 
 
 def test_nothing_is_written_when_the_name_is_taken_by_something_else():

@@ -235,7 +235,9 @@ def test_a_folder_that_is_none():
     OUT.mkdir()
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
         load_state(OUT, Prepared(), ALONE)
-    disk.save(Path("step-00000001"), write_shared=print, write_rank=print, manifest={}, state=ALONE)
+    disk.save_checkpoint(
+        Path("step-00000001"), write_shared=print, write_rank=print, manifest={}, state=ALONE
+    )
     with pytest.raises(CheckpointError, match=r"Trainer's checkpoint is resumed with"):
         load_state("step-00000001", Prepared(), ALONE)
 

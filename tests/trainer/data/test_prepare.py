@@ -19,12 +19,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.accelerator import Accelerator
 from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.loader import DataLoaderShard
 from trainer.data.prepare import prepare_data_loader
 from trainer.data.sampling import ShardedSampler
 from trainer.rng import set_seed
-from trainer.state import GradientState
+from trainer.state import AcceleratorState, GradientState
 
 CPU = torch.device("cpu")
 
@@ -217,6 +218,56 @@ def test_the_seed_decides_the_order_on_any_number_of_processes():
         assert order(world_size, **options) == first
     set_seed(6)
     assert order() != first
+
+
+@pytest.mark.parametrize("seedable", [True, False])
+def test_every_loader_has_an_order_and_noise_of_its_own(seedable):
+    def passes(count: int) -> list[list]:
+        source = DataLoader(Numbers(16, noise=True), 16, shuffle=True)
+        options = {"use_seedable_sampler": seedable}
+        loaders = [each(source, 1, **options)[0] for _ in range(count)]
+        return [[value.tolist() for value in batch] for loader in loaders for batch in loader]
+
+    set_seed(5)
+    found = passes(4)
+    assert len({tuple(order) for order, _ in found}) == 4
+    assert len(set(chain.from_iterable(noise for _, noise in found))) == 64
+    set_seed(5)
+    assert passes(2) + passes(2) == found
+    torch.manual_seed(6)
+    assert passes(1) != found[:1]
+    torch.manual_seed(5)
+    assert passes(2) == found[:2]
+
+
+def test_loaders_are_counted_anew_for_a_new_accelerator_and_not_after_freeing_memory():
+    def orders(accelerator: Accelerator) -> list[list[int]]:
+        found = []
+        for _ in range(3):  # folds, one after the other
+            loader = accelerator.prepare(DataLoader(range(16), 16, shuffle=True))
+            found += [batch.tolist() for batch in loader]
+            accelerator.free_memory()
+        return found
+
+    folds = orders(Accelerator(cpu=True))
+    assert len({tuple(order) for order in folds}) == 3
+    assert orders(Accelerator(cpu=True)) == folds
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    source = DataLoader(range(16), 16, shuffle=True)
+    (ours,), (theirs,) = first.prepare(source), second.prepare(source)
+    assert [ours.tolist(), theirs.tolist()] == folds[:2]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert orders(Accelerator(cpu=True)) == folds
+
+
+def test_a_loader_with_a_generator_is_not_counted():
+    source = DataLoader(range(16), 16, shuffle=True)
+    own = DataLoader(range(16), 16, shuffle=True, generator=torch.Generator().manual_seed(1))
+    set_seed(9)
+    expected = read(each(source, 1))
+    set_seed(9)
+    each(own, 1)
+    assert read(each(source, 1)) == expected
 
 
 @pytest.mark.parametrize("seedable", [True, False])
@@ -493,10 +544,12 @@ def test_a_batch_is_read_ahead_and_no_more():
 
 
 def test_workers_that_stay_serve_every_pass():
+    set_seed(1)
     source = DataLoader(Numbers(8), 2, shuffle=True, num_workers=1, persistent_workers=True)
     (loader,) = each(source, 1)
     for _ in loader:
         break
+    set_seed(torch.initial_seed())
     (plain,) = each(DataLoader(Numbers(8), 2, shuffle=True), 1)
     for _ in plain:
         break

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from trainer.data.loader import DataLoaderShard
 from trainer.data.prepare import prepare_data_loader
 from trainer.data.skip import SkipBatchSampler, SkipDataLoader, skip_first_batches
-from trainer.state import GradientState
+from trainer.state import GradientState, PartialState
 
 
 class Noisy(Dataset):
@@ -139,10 +139,100 @@ def test_a_loader_goes_on_from_its_state():
     assert alike(list(behind), third)
 
 
+def resumed(source, state, **options) -> DataLoaderShard:
+    loader = prepared(source, **options)
+    loader.load_state_dict(state)
+    return loader
+
+
+KINDS = [{}, {"put_on_device": True, "dispatch_batches": True}]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_may_be_gone_on_with_more_than_once(kind):
+    source = DataLoader(Noisy(12), 2, shuffle=True)
+    loader = prepared(source, **kind)
+    first, second, third = (list(loader) for _ in range(3))
+    loader.set_epoch(1)
+    iterator = iter(loader)
+    found, state = [next(iterator)], loader.state_dict()
+    for skip in (1, 3):  # each time the run is ended by a kill inside the pass
+        again = resumed(source, state, **kind)
+        iterator = iter(skip_first_batches(skip_first_batches(again, skip - 1), 1))
+        found += [next(iterator), next(iterator)]
+        state = again.state_dict()
+        assert state["iteration"] == 1
+    again = resumed(source, state, **kind)
+    found += list(skip_first_batches(again, 5))
+    assert alike(found, second)
+    assert alike(list(again), third)
+    assert [batch[0].tolist() for batch in first] != [batch[0].tolist() for batch in second]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rest_that_was_left_counts_and_one_that_was_kept_changes_no_later_pass(kind):
+    loader = prepared(DataLoader(Noisy(12), 2), **kind)
+    for _ in skip_first_batches(loader, 1):
+        break
+    assert loader.state_dict()["iteration"] == 1
+    kept = iter(skip_first_batches(loader, 1))
+    next(kept)
+    for number, _ in enumerate(loader):
+        assert loader.state_dict()["iteration"] == 1 + (number == 5)
+        if number == 2:
+            kept = None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rest", [False, True])
+def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, kind):
+    source = DataLoader(Noisy(12), 2, shuffle=True)
+    loader = prepared(source, **kind)
+    passes, states = [], []
+    for epoch in range(4):
+        batches = skip_first_batches(loader, 2) if rest and epoch == 1 else loader
+        passes.append([])
+        for batch in batches:
+            passes[-1].append(batch)
+            if epoch == 1 and loader.state_dict() not in states:
+                states.append(loader.state_dict())
+    assert [state["iteration"] for state in states] == [1, 2]
+    for skips in ([0], [], [6], [7], [2, 4]):  # none of the next pass, or all of the one before
+        again = resumed(source, states[1], **kind)
+        batches = again
+        for skip in skips:
+            batches = skip_first_batches(batches, skip)
+        if sum(skips) > 0:
+            assert list(batches) == []
+            batches = again
+        assert alike(list(batches), passes[2])
+        assert alike(list(again), passes[3])
+    again = resumed(source, states[1], **kind)
+    again.set_epoch(2)  # said by the script, it is the pass whose batches are left out
+    list(skip_first_batches(again, 6))
+    assert alike(list(again), passes[3])
+    again = resumed(source, {**states[1], "iteration": 0}, **kind)
+    list(skip_first_batches(again, 6))  # there is none before the first
+    assert again.iteration == 1
+    again = resumed(source, states[1], **kind)
+    list(again)
+    list(skip_first_batches(again, 6))  # no longer as it was loaded
+    assert again.iteration == 4
+
+
+def test_a_stream_without_length_goes_on_from_its_state():
+    source = DataLoader(Stream(6), 2)
+    again = prepared(source)
+    again.load_state_dict({"iteration": 1, "seed": 3})
+    assert list(skip_first_batches(again, 3)) == []
+    assert again.iteration == 2
+
+
 def test_after_a_restart_the_epoch_is_told():
     source = DataLoader(Noisy(12), 2, shuffle=True)
     loader = prepared(source)
     passes = [list(loader) for _ in range(3)]
+    PartialState._reset_state()
     restarted = prepared(source)
     restarted.set_epoch(1)
     assert alike(list(skip_first_batches(restarted, 4)), passes[1][4:])

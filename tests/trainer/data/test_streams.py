@@ -20,7 +20,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from tests.helpers.requires import requires_torchdata
 from trainer.checkpoint import load_tree, save_tree
 from trainer.data.loader import DataLoaderShard, Feed
 from trainer.errors import CheckpointError
@@ -82,6 +81,32 @@ class Anew(Onward):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.begin = state["at"]
+
+
+class Shuffling(Anew):
+    """Draws its order when a pass is asked for, not when it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(self.samples).tolist()
+        return ((order[item[0]], *item[1:]) for item in super().__iter__())
+
+
+class Summing(Onward):
+    """What a pass leaves behind depends on its epoch."""
+
+    sum = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            self.sum += self.epoch + 1
+            yield self.sum, *item
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.sum = state["sum"]
 
 
 class Drawing(IterableDataset):
@@ -243,7 +268,7 @@ def test_a_dataset_with_a_state_goes_on(dataset, workers):
         assert sorted(samples_of(seen)) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("dataset", [Onward, Anew])
+@pytest.mark.parametrize("dataset", [Onward, Anew, Summing, Shuffling])
 @pytest.mark.parametrize(("samples", "limit"), [(11, 3), (12, 5), (12, None), (2, None), (9, 1)])
 def test_epochs_end_at_a_limit_or_at_the_data(dataset, samples, limit):
     assert_resumes(lambda: loader(dataset(samples)), limit=limit)
@@ -316,7 +341,6 @@ class Silent(Anew):
             yield item[:3]
 
 
-@requires_torchdata
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("limit", [None, 3])
 @pytest.mark.parametrize("workers", [0, 2])

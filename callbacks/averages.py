@@ -1,0 +1,155 @@
+"""Averages of a module's weights, which can take their place and give it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class Averages:
+    """The average of each trained weight of a module, kept name by name.
+
+    Frozen weights are their own average and cost nothing; one that is trained later is averaged
+    from then on. Averages of 16-bit weights are kept in float32, in which a small step towards the
+    weights is not rounded away.
+
+    Args:
+        use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, such as
+            the statistics of batch normalisation.
+
+    Attributes:
+        values: By name; those that take the weights' place in `put_in` hold the weights meanwhile.
+        in_place: The averages are in the module.
+    """
+
+    def __init__(self, *, use_buffers: bool) -> None:
+        self.use_buffers = use_buffers
+        self.values: dict[str, Tensor] = {}
+        self.in_place = False
+        self._aside: dict[
+            str, Tensor
+        ] = {}  # what `take_out` puts back and `values` has no room for
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, weight: float) -> None:
+        """Move each average by ``weight`` of its way to the module's; new ones begin there."""
+        named = self._averaged(module)
+        known = [name for name in named if name in self.values]
+        averages = [self.values[name] for name in known]
+        targets = [named[name].to(self.values[name].dtype) for name in known]
+        if averages:
+            torch._foreach_lerp_(averages, targets, weight)
+        self._begin(named, [name for name in named if name not in self.values])
+
+    @torch.no_grad()
+    def begin_at(
+        self, module: nn.Module, names: Iterable[str], values: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Let these averages be what the module holds now, or the values given for them."""
+        named = _named(module)
+        self._begin(named, [name for name in names if name in named])
+        for name, value in (values or {}).items():
+            if name in self.values:
+                self.values[name] = value.to(self.values[name])
+
+    @torch.no_grad()
+    def put_in(self, module: nn.Module, *, keep_buffers: bool = False) -> None:
+        """Put the averages into the module, one tensor at a time.
+
+        Args:
+            module: The module.
+            keep_buffers: Keep all buffers as they are now, for `take_out` to put back.
+        """
+        named = _named(module)
+        if keep_buffers:
+            self._aside = {
+                name: buffer.clone()
+                for name, buffer in module.named_buffers()
+                if name not in self.values
+            }
+        for name, average in self.values.items():
+            tensor = named[name]
+            trained = tensor.detach().clone()
+            tensor.copy_(average)
+            if average.dtype == tensor.dtype:
+                average.copy_(trained)
+            else:
+                self._aside[name] = trained
+        self.in_place = True
+
+    @torch.no_grad()
+    def take_out(self, module: nn.Module) -> None:
+        """Put the trained weights back."""
+        named = _named(module)
+        for name, average in self.values.items():
+            if name not in self._aside:
+                now = named[name].detach().clone()
+                named[name].copy_(average)
+                average.copy_(now)
+        for name, trained in self._aside.items():
+            named[name].copy_(trained)
+        self._aside = {}
+        self.in_place = False
+
+    def exact(self, module: nn.Module, *, only_narrow: bool = False) -> dict[str, Tensor]:
+        """The averages themselves, wherever they are.
+
+        Args:
+            module: The module.
+            only_narrow: Of 16-bit weights alone, whose averages have more digits than the weights.
+        """
+        named = _named(module)
+        return {
+            name: named[name].detach() if self.in_place and name not in self._aside else value
+            for name, value in self.values.items()
+            if not only_narrow or value.dtype != named[name].dtype
+        }
+
+    def state_dicts(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The module's ``state_dict()`` with the averages, and with the trained weights."""
+        names = {id(tensor): name for name, tensor in _named(module).items()}
+        held = module.state_dict(keep_vars=True)
+        here = {key: _detached(value) for key, value in held.items()}
+        other: dict[str, Tensor] = {}  # by name: a tied weight is cast once
+        for tensor in held.values():
+            name = names.get(id(tensor))
+            value = None if name is None else self._aside.get(name, self.values.get(name))
+            if name is not None and value is not None and name not in other:
+                other[name] = value.to(tensor.dtype)
+        there = {key: other.get(names.get(id(held[key]), ""), here[key]) for key in held}
+        return (here, there) if self.in_place else (there, here)
+
+    def _begin(self, named: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        for name in names:
+            narrow = named[name].dtype in _NARROW
+            dtype = torch.float32 if narrow else named[name].dtype
+            self.values[name] = named[name].detach().to(dtype, copy=True)
+
+    def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
+        """What is averaged: trained weights, those that were, and buffers if asked for."""
+        named: dict[str, Tensor] = {
+            name: parameter.detach()
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad or name in self.values
+        }
+        if self.use_buffers:
+            held = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
+            named |= {
+                name: buffer
+                for name, buffer in module.named_buffers()
+                if id(buffer) in held and buffer.is_floating_point()
+            }
+        return named
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value

@@ -1,0 +1,357 @@
+"""Train with frozen parts, and unfreeze them at an epoch with a learning rate of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from trainer import Trainer, TrainModule
+
+Modules = nn.Module | Iterable["Modules"]
+
+
+def multiplicative(epoch: int) -> float:  # noqa: ARG001 - an interface
+    """The learning rate doubles each epoch."""
+    return 2.0
+
+
+class BaseFinetuning(Callback):
+    """The base of callbacks that freeze and unfreeze parts of a model.
+
+    Override :meth:`freeze_before_training` and :meth:`finetune_function`, and use :meth:`freeze`,
+    :meth:`make_trainable` and :meth:`unfreeze_and_add_param_group` in them. What is frozen is in
+    evaluation mode too: no dropout, and the running statistics of its normalisations stay. A
+    checkpoint holds what is frozen and the groups that were added, so that a resumed run goes on
+    alike. When the fit is over the module is trainable as it was before.
+    """
+
+    _trainer: Trainer | None = None  # while a fit runs
+    _loaded: dict[str, Any]
+
+    def freeze_before_training(self, module: TrainModule) -> None:
+        """Freeze parts of the module; before ``configure_optimizers`` is called."""
+
+    def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze parts of the module; once for each optimizer when an epoch (from 0) begins."""
+
+    def freeze(self, modules: Modules, train_bn: bool = False) -> None:
+        """Train none of the parameters; in epochs the modules are in evaluation mode.
+
+        Args:
+            modules: A module, or several nested at will.
+            train_bn: Leave normalisations over the batch out: they go on training.
+        """
+        for module in _all_modules(modules):
+            if not (train_bn and isinstance(module, _NormBase)):
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad = False
+                self._asleep[module] = None
+
+    def make_trainable(self, modules: Modules, train_bn: bool = True) -> None:
+        """Undo :meth:`freeze`: what the user had frozen, or put into evaluation mode, stays so.
+
+        Args:
+            modules: A module, or several nested at will.
+            train_bn: False leaves normalisations over the batch frozen.
+        """
+        for module in _all_modules(modules):
+            if train_bn or not isinstance(module, _NormBase):
+                for parameter in module.parameters(recurse=False):
+                    parameter.requires_grad = self._trainable.get(parameter, True)
+                self._asleep.pop(module, None)
+                module.training = self._modes.get(module, True)
+
+    def unfreeze_and_add_param_group(
+        self,
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Undo :meth:`freeze`, and let the optimizer train the parameters in a new group.
+
+        The group follows the schedule of the first one, scaled; its other options are those of the
+        first one. Parameters that the optimizer has already stay in their group.
+
+        Args:
+            modules: A module, or several nested at will.
+            optimizer: As given to :meth:`finetune_function`.
+            lr: The group's learning rate.
+            initial_denom_lr: Without `lr`, the first group's learning rate is divided by this.
+            train_bn: False leaves normalisations over the batch frozen.
+        """
+        ratio = 1 / initial_denom_lr if lr is None else _ratio(lr, optimizer)
+        self._unfreeze_and_add(modules, optimizer, ratio, train_bn)
+
+    def _unfreeze_and_add(
+        self, modules: Modules, optimizer: Optimizer, ratio: float, train_bn: bool = True
+    ) -> None:
+        assert self._trainer is not None
+        self.make_trainable(modules, train_bn)
+        groups = [group for each in self._trainer.optimizers for group in each.param_groups]
+        taken = {id(p) for group in groups for p in group["params"]}
+        own = {id(p) for module in _all_modules(modules) for p in module.parameters(recurse=False)}
+        new = {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and id(parameter) in own - taken
+        }
+        if new:
+            self._trainer.add_param_group(optimizer, new, ratio=ratio)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is frozen, by name, and the last epoch that was begun."""
+        if self._trainer is None:
+            return getattr(self, "_final", {})
+        names = {part: name for name, part in self._module.named_modules()}
+        return {
+            "epoch": self._epoch,
+            "frozen": [n for n, p in self._module.named_parameters() if not p.requires_grad],
+            "asleep": [names[part] for part in self._asleep if part in names],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep ``state`` until the module is at hand."""
+        self._loaded = state
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Take note of what trains, and freeze."""
+        if stage != "fit":
+            return
+        self._trainer, self._module = trainer, module
+        self._trainable = {p: p.requires_grad for p in module.parameters()}
+        self._modes = {part: part.training for part in module.modules()}
+        self._asleep: dict[nn.Module, None] = {}
+        self._epoch = -1
+        self._loaded = {}
+        self.freeze_before_training(module)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Freeze what was frozen, and only that."""
+        if not self._loaded:
+            return
+        self._epoch = self._loaded["epoch"]
+        frozen, asleep = set(self._loaded["frozen"]), set(self._loaded["asleep"])
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad = name not in frozen
+        for name, part in module.named_modules():
+            part.training = self._modes.get(part, True) and name not in asleep
+        self._asleep = {part: None for name, part in module.named_modules() if name in asleep}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """The fit may have put the whole module into training mode."""
+        self._sleep()
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Unfreeze, unless it is the rest of an epoch."""
+        if trainer.current_epoch != self._epoch:
+            self._epoch = trainer.current_epoch
+            for optimizer in trainer.optimizers:
+                self.finetune_function(module, trainer.current_epoch, optimizer)
+        self._sleep()
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Leave the module as it was found."""
+        if self._trainer is None:
+            return
+        self._final = self.state_dict()  # for a checkpoint that is saved after the fit
+        for parameter, trainable in self._trainable.items():
+            parameter.requires_grad = trainable
+        for part in self._asleep:
+            part.training = self._modes.get(part, True)
+        self._trainer = None
+
+    def _sleep(self) -> None:
+        for part in self._asleep:
+            part.training = False
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train the head alone, then the backbone too, with a smaller learning rate that grows.
+
+    The backbone is frozen, and in evaluation mode, from the start to ``unfreeze_backbone_at_epoch``
+    (from 0). Then it joins the (first) optimizer in a group of its own, whose learning rate is a
+    fraction of the first group's. The fraction is multiplied by ``lambda_func(epoch)`` at each
+    further epoch until it is 1. A schedule of the optimizer goes on for both.
+
+    ``configure_optimizers`` is called while the backbone is frozen: it gives the optimizer the
+    parameters that require a gradient. If it gives the backbone's in groups of their own, these
+    keep their learning rates and schedules, and the callback only freezes and unfreezes.
+
+    The module must have its backbone when ``fit`` begins, not only after ``configure_model``.
+
+    Args:
+        unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.
+        lambda_func: What the fraction is multiplied by, given the epoch.
+        backbone_initial_ratio_lr: The fraction at first.
+        backbone_initial_lr: Instead, the backbone's learning rate at first.
+        should_align: False lets the backbone's learning rate grow above the head's.
+        train_bn: Train the backbone's normalisations over the batch (`BatchNorm`) from the start,
+            and take in their statistics, although the rest of it is frozen.
+        verbose: Print the learning rates when an epoch begins, from the unfreezing on.
+        backbone: The path of the backbone in the module, such as ``"model.encoder"``.
+
+    Raises:
+        ValueError: An argument makes no sense; in ``fit``, if the module has no such part, or the
+            optimizer has it together with others in one group.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 0.1,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        *,
+        train_bn: bool = False,
+        verbose: bool = False,
+        backbone: str = "backbone",
+    ) -> None:
+        epoch = unfreeze_backbone_at_epoch
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise ValueError(
+                f"unfreeze_backbone_at_epoch is {epoch!r}; it must be an int of 0 or more."
+            )
+        if not callable(lambda_func):
+            raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
+        for name, value in (
+            ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
+            ("backbone_initial_lr", backbone_initial_lr),
+        ):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
+        self.unfreeze_backbone_at_epoch = epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.backbone = backbone
+        self._begin()
+
+    def _begin(self) -> None:
+        self._unfrozen = False
+        self._group: int | None = None  # of the first optimizer; None where it is not ours
+        self._fraction = 0.0
+
+    @property
+    def state_key(self) -> str:
+        """The class with the part that it is about."""
+        return f"{super().state_key}({self.backbone})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is frozen, and the learning rate's fraction."""
+        own = {"unfrozen": self._unfrozen, "group": self._group, "fraction": self._fraction}
+        return super().state_dict() | own
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Freeze the backbone."""
+        if stage == "fit":
+            self._begin()
+        super().setup(trainer, module, stage)
+
+    def freeze_before_training(self, module: TrainModule) -> None:
+        """Freeze the backbone."""
+        self.freeze(self._part(module), train_bn=self.train_bn)
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on with what was frozen, and the learning rate's fraction."""
+        super().on_load_checkpoint(trainer, module, checkpoint)
+        if self._loaded:
+            self._unfrozen = self._loaded["unfrozen"]
+            self._group = self._loaded["group"]
+            self._fraction = self._loaded["fraction"]
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """See that the backbone can have a learning rate of its own.
+
+        Raises:
+            ValueError: The optimizer has it together with other parameters.
+        """
+        part = self._part(module)
+        own = {id(p) for p in part.parameters()}
+        waiting = {id(p) for p in part.parameters() if self._trainable[p] and not p.requires_grad}
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                ids = {id(p) for p in group["params"]}
+                if ids & waiting and ids - own:
+                    raise ValueError(
+                        f"configure_optimizers gave {type(optimizer.optimizer).__name__} parameters"
+                        f" of {self.backbone} and others in one group, where they cannot have a "
+                        "learning rate of their own. Give it those that are trained at first, "
+                        "[p for p in self.parameters() if p.requires_grad], or two groups."
+                    )
+
+    def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
+        """Unfreeze at the epoch, and let the learning rate grow after it."""
+        assert self._trainer is not None
+        first = optimizer is self._trainer.optimizers[0]
+        if epoch < self.unfreeze_backbone_at_epoch or not first:
+            return
+        if not self._unfrozen:
+            self._unfreeze(module, optimizer)
+        elif self._group is not None:
+            grown = self._fraction * self.lambda_func(epoch)
+            if self.should_align:
+                grown = min(grown, max(self._fraction, 1.0))
+            self._trainer.scale_learning_rate(optimizer, self._group, grown / self._fraction)
+            self._fraction = grown
+        if self.verbose:
+            rates = ", ".join(f"{float(group['lr']):.3g}" for group in optimizer.param_groups)
+            self._trainer.accelerator.print(
+                f"BackboneFinetuning: epoch {epoch}, learning rates {rates}"
+            )
+
+    def _unfreeze(self, module: TrainModule, optimizer: Optimizer) -> None:
+        lr, groups = self.backbone_initial_lr, len(optimizer.param_groups)
+        self._fraction = self.backbone_initial_ratio_lr if lr is None else _ratio(lr, optimizer)
+        self._unfreeze_and_add(self._part(module), optimizer, self._fraction)
+        self._group = groups if len(optimizer.param_groups) > groups else None
+        self._unfrozen = True
+
+    def _part(self, module: TrainModule) -> nn.Module:
+        try:
+            return module.get_submodule(self.backbone)
+        except AttributeError:
+            parts = ", ".join(name for name, _ in module.named_children()) or "none"
+            raise ValueError(
+                f"{type(module).__name__} has no part {self.backbone!r} when fit begins; its parts "
+                f"are {parts}. Make it in __init__, or name another with backbone=..."
+            ) from None
+
+
+def _all_modules(modules: Modules) -> Iterator[nn.Module]:
+    """Each module of a module, or of several nested at will, the module itself too."""
+    if isinstance(modules, nn.Module):
+        yield from modules.modules()
+        return
+    for each in modules:
+        yield from _all_modules(each)
+
+
+def _ratio(lr: float, optimizer: Optimizer) -> float:
+    """How many times the first group's learning rate `lr` is."""
+    first = float(optimizer.param_groups[0]["lr"])
+    if first == 0:
+        raise ValueError(
+            f"A learning rate of {lr} was asked for beside a first group whose own is 0 at the "
+            "moment, so that its schedule cannot be followed. Unfreeze after the warm-up, or give "
+            "a ratio (backbone_initial_ratio_lr)."
+        )
+    return lr / first

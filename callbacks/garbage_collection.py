@@ -1,0 +1,56 @@
+"""Python's cyclic garbage collection on all ranks at the same update."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+from callbacks.base import Callback
+from callbacks.interval import Interval, Progress
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+
+class GarbageCollection(Callback):
+    """Switch automatic collection off while training, and collect on all ranks at the same update.
+
+    By itself each process collects at another moment, and all others wait for it at their next
+    reduction. Collection is put back as it was when the fit is over, also after an error. Tensors
+    that are part of no reference cycle are freed at once, as always; a step that makes many cycles
+    needs a smaller interval.
+
+    Args:
+        every: How often to collect, besides once before the first update.
+        generation: 0 to 2: only the youngest objects, or all (2).
+
+    Raises:
+        ValueError: An argument makes no sense.
+    """
+
+    def __init__(self, every: Interval | str | int = 1000, *, generation: int = 2) -> None:
+        if generation not in (0, 1, 2):
+            raise ValueError(f"generation is {generation!r}; it must be 0, 1 or 2 (everything).")
+        self.every = Interval.parse(every)
+        self.generation = generation
+        self._was_enabled: bool | None = None
+        self._handled = Progress()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Collect once, and by ourselves from here on."""
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+        gc.collect(self.generation)
+        self._handled = trainer.progress
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """Collect if due."""
+        before, self._handled = self._handled, trainer.progress
+        if self.every.due(before, self._handled):
+            gc.collect(self.generation)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Put automatic collection back as it was."""
+        if self._was_enabled:
+            gc.enable()
+        self._was_enabled = None

@@ -1,0 +1,65 @@
+"""Another number of micro-batches for one update in later epochs."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+
+class GradientAccumulationScheduler(Callback):
+    """Change ``gradient_accumulation_steps`` at the beginning of epochs.
+
+    ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` makes an update of 8 micro-batches in
+    epochs 0 to 3, of 4 in epochs 4 to 7, and of each from epoch 8 on. Where epoch 0 is left out the
+    Trainer's own ``gradient_accumulation_steps`` hold until the first that is given. As everywhere
+    the update is that of the whole window, whatever its length, and the learning rate is left
+    alone.
+
+    Args:
+        scheduling: Micro-batches of each process for one update, by the epoch (from 0) from which
+            on it holds.
+
+    Raises:
+        ValueError: It is empty, an epoch is below 0 or a number of micro-batches below 1; in
+            ``fit``, if the module optimises manually.
+        TypeError: It is not a dict of ints.
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        if not isinstance(scheduling, Mapping):
+            raise TypeError(f"scheduling is {scheduling!r}; it must be a dict such as {{0: 8}}.")
+        if not scheduling:
+            raise ValueError("scheduling is empty; give for example {0: 8, 4: 4}.")
+        for epoch, steps in scheduling.items():
+            for what, number, low in (("epoch", epoch, 0), ("number of micro-batches", steps, 1)):
+                if isinstance(number, bool) or not isinstance(number, int):
+                    raise TypeError(f"scheduling has the {what} {number!r}; it must be an int.")
+                if number < low:
+                    raise ValueError(
+                        f"scheduling has the {what} {number}; it must be {low} or more."
+                    )
+        self.scheduling = dict(sorted(scheduling.items()))
+
+    def steps_in(self, epoch: int, otherwise: int) -> int:
+        """Micro-batches for one update in an epoch (from 0); ``otherwise`` before the first."""
+        place = bisect_right(list(self.scheduling), epoch)
+        return list(self.scheduling.values())[place - 1] if place else otherwise
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Refuse manual optimisation, where the module decides when to step."""
+        if stage == "fit" and not module.automatic_optimization:
+            raise ValueError(
+                "GradientAccumulationScheduler has no effect in manual optimisation, where "
+                "training_step decides when to step; leave it out."
+            )
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Set what holds in this epoch; a function of the epoch alone, so nothing is saved."""
+        now = trainer.gradient_accumulation_steps  # before the first: as the Trainer was told
+        trainer.gradient_accumulation_steps = self.steps_in(trainer.current_epoch, now)

@@ -1,0 +1,119 @@
+"""Log how large the gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from trainer import Trainer, TrainModule
+
+Per = Literal["module", "parameter", "group"]
+
+
+class GradientNormMonitor(Callback):
+    """Log the norm of the gradients of an update whose values are recorded, before clipping.
+
+    ``grad_norm`` is that of all gradients as one vector, of the whole window and all processes,
+    unscaled: what ``max_grad_norm`` is compared with. The parts of it are named
+    ``grad_norm/<part>``. Nothing is computed at other updates, and the device is not waited for. An
+    update that fp16 skips for overflow has an infinite norm or NaN.
+
+    Args:
+        per: Also log the norm of the parameters below each ``"module"``, of each ``"parameter"``,
+            or of each ``"group"`` of the optimizers (its ``"name"``, or ``pg1``, ``pg2``, … as
+            `LearningRateMonitor` calls them; with several optimizers ``opt1/pg1``, …).
+        depth: How many names of a path make a module: 1 is ``"net"``, 2 is ``"net.0"``. The
+            module's own parameters have their own name.
+        norm_type: The order of the norm; ``inf`` is the largest magnitude.
+
+    Raises:
+        ValueError: An argument makes no sense; in ``fit``, if the module optimises manually.
+    """
+
+    def __init__(
+        self, per: Per | None = None, *, depth: int = 1, norm_type: float | str = 2.0
+    ) -> None:
+        if per not in (None, "module", "parameter", "group"):
+            raise ValueError(f"per is {per!r}; it must be 'module', 'parameter', 'group' or None.")
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+            raise ValueError(f"depth is {depth!r}; it must be an int of 1 or more.")
+        order = float(norm_type)
+        if not order > 0:
+            raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or 'inf'.")
+        self.per = per
+        self.depth = depth
+        self.norm_type = order
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Refuse manual optimisation, where no hook sees all gradients of an update."""
+        if not module.automatic_optimization:
+            raise ValueError(
+                "GradientNormMonitor has no place in manual optimisation, where training_step uses "
+                "each gradient as it likes. Log there what self.clip_gradients(...) returns."
+            )
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, module: TrainModule, optimizer: Optimizer
+    ) -> None:
+        """Log, where the values of this update will be recorded; once for all optimizers."""
+        if not trainer.log_due or optimizer is not trainer.optimizers[0]:
+            return
+        norms = _norms(module.parameters(), self.norm_type)
+        if not norms:  # an optimizer that updates during backward leaves none
+            return
+        values = {"grad_norm": self._together(norms.values())}
+        for part, members in self._parts(trainer, module).items():
+            if own := [norms[id(member)] for member in members if id(member) in norms]:
+                values[f"grad_norm/{part}"] = self._together(own)
+        for name, value in values.items():
+            # All processes have the same gradients: their maximum is exact where a mean may round.
+            module.log(name, value, on_step=True, on_epoch=False, reduce="max")
+
+    def _together(self, norms: Iterable[Tensor]) -> Tensor:
+        """The norm of vectors joined, of their norms."""
+        first, *others = norms
+        together = torch.stack([first, *(norm.to(first) for norm in others)])
+        norm: Tensor = torch.linalg.vector_norm(together, self.norm_type)
+        return norm
+
+    def _parts(self, trainer: Trainer, module: TrainModule) -> dict[str, list[Tensor]]:
+        parts: dict[str, list[Tensor]] = {}
+        if self.per == "group":
+            several = len(trainer.optimizers) > 1
+            for number, optimizer in enumerate(trainer.optimizers, 1):
+                for index, group in enumerate(optimizer.param_groups, 1):
+                    name = str(group.get("name", f"pg{index}"))
+                    parts.setdefault(f"opt{number}/{name}" if several else name, []).extend(
+                        group["params"]
+                    )
+        elif self.per is not None:
+            for name, parameter in module.named_parameters():
+                path = name.split(".")
+                depth = min(self.depth, max(len(path) - 1, 1))
+                part = name if self.per == "parameter" else ".".join(path[:depth])
+                parts.setdefault(part, []).append(parameter)
+        return parts
+
+
+def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
+    """The norm of each parameter's gradient, in at least float32, by the parameter's identity."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kind = (parameter.grad.device, parameter.grad.dtype)
+            by_kind.setdefault(kind, []).append(parameter)
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), alike in by_kind.items():
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+        gradients = [parameter.grad for parameter in alike]
+        found = torch._foreach_norm(gradients, order, dtype=wide)  # type: ignore[arg-type]
+        norms.update((id(p), norm) for p, norm in zip(alike, found, strict=True))
+    return norms

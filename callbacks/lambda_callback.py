@@ -1,0 +1,47 @@
+"""A callback made of functions."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from callbacks.base import Callback
+
+# What the loop calls with the trainer; the others say what a checkpoint holds.
+HOOKS = tuple(
+    name
+    for name, method in vars(Callback).items()
+    if inspect.isfunction(method) and "trainer" in inspect.signature(method).parameters
+)
+
+
+class LambdaCallback(Callback):
+    """Call a function at a hook, without a class: ``LambdaCallback(on_train_end=function)``.
+
+    A function takes what the hook of its name takes in :class:`Callback`: the trainer, the module,
+    and whatever the hook has besides. It keeps no state in checkpoints.
+
+    Args:
+        **hooks: A function for each hook, by the hook's name.
+
+    Raises:
+        ValueError: There is no hook of that name, or none is given.
+        TypeError: What is given for a hook cannot be called.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any]) -> None:
+        if not hooks:
+            raise ValueError("LambdaCallback was given no hook, for example on_train_end=function.")
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                near = difflib.get_close_matches(name, HOOKS, n=1)
+                hint = f"Did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"There is no hook {name!r}. {hint}Hooks: {', '.join(HOOKS)}.")
+            if not callable(function):
+                raise TypeError(
+                    f"{name} is {function!r} of type {type(function).__name__}; give a function of "
+                    f"{', '.join(inspect.signature(getattr(Callback, name)).parameters)[6:]}."
+                )
+            setattr(self, name, function)

@@ -1,0 +1,127 @@
+"""Record who holds a CUDA device's memory."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+logger = logging.getLogger(__name__)
+
+
+class MemorySnapshot(Callback):
+    """Record the history of a CUDA device's memory for a few updates of a ``fit``, and write it.
+
+    The file ``memory-step-00000005-rank-00000.pickle`` is for https://docs.pytorch.org/memory_viz,
+    which shows every allocation with the lines of the source that made it. It is written by torch;
+    no program of ours reads it. If memory runs out while the history is recorded, it is written as
+    ``memory-…-oom.pickle``: with ``steps=None`` at any time of the run.
+
+    Only CUDA's allocator keeps such a history: on other devices the log says so once, and nothing
+    is recorded, so that a script can be tried anywhere. With ``fast_dev_run`` nothing is recorded.
+
+    Args:
+        dirpath: The folder, by default ``memory`` in the Trainer's ``project_dir``.
+        skip_steps: Updates of this start to leave alone first.
+        steps: Updates to record. None records up to the end and writes only if memory runs out.
+        all_ranks: Record every process, each into a file of its own; else the main process alone.
+        max_entries: Allocations and releases to keep, the newest; each takes some hundred bytes of
+            the host's memory.
+
+    Attributes:
+        snapshots: The files that this process has written.
+
+    Raises:
+        ValueError: If a number makes no sense.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        skip_steps: int = 1,
+        steps: int | None = 3,
+        all_ranks: bool = False,
+        max_entries: int = 100_000,
+    ) -> None:
+        for name, value, least in (
+            ("skip_steps", skip_steps, 0),
+            ("steps", steps, 1),
+            ("max_entries", max_entries, 1),
+        ):
+            if value is not None and (value < least or value != int(value)):
+                raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
+        self.dirpath = dirpath
+        self.skip_steps, self.steps = skip_steps, steps
+        self.all_ranks = all_ranks
+        self.max_entries = max_entries
+        self.snapshots: list[Path] = []
+        self._active = self._recording = False
+        self._updates = 0
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """See whether there is anything to record."""
+        accelerator = trainer.accelerator
+        self.snapshots, self._updates = [], 0
+        self._active = not trainer.fast_dev_run and (self.all_ranks or accelerator.is_main_process)
+        if accelerator.device.type != "cuda":
+            self._active = False
+            if accelerator.is_main_process:
+                logger.warning(
+                    "MemorySnapshot records the memory of CUDA devices; this run is on %s, and "
+                    "nothing is recorded.",
+                    accelerator.device,
+                )
+        self._record_if_due()
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """An update is over."""
+        if not self._active:
+            return
+        self._updates += 1
+        if self.steps is not None and self._updates == self.skip_steps + self.steps:
+            self._write(trainer, "")
+            self._stop()
+        self._record_if_due()
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Write what the end of the run has cut off."""
+        if self._recording and self.steps is not None and self._updates > self.skip_steps:
+            self._write(trainer, "")
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """Write how the memory ran out."""
+        if self._recording and isinstance(exception, torch.OutOfMemoryError):
+            self._write(trainer, "-oom")
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Record nothing more."""
+        self._stop()
+
+    def _record_if_due(self) -> None:
+        if self._active and not self._recording and self._updates == self.skip_steps:
+            torch.cuda.memory._record_memory_history(max_entries=self.max_entries)
+            self._recording = True
+
+    def _stop(self) -> None:
+        self._active = False
+        if self._recording:
+            self._recording = False
+            torch.cuda.memory._record_memory_history(None)
+
+    def _write(self, trainer: Trainer, suffix: str) -> None:
+        folder = Path(self.dirpath or trainer.project_dir / "memory")
+        folder.mkdir(parents=True, exist_ok=True)
+        rank = trainer.accelerator.process_index
+        name = f"memory-step-{trainer.global_step:08d}-rank-{rank:05d}{suffix}.pickle"
+        torch.cuda.memory._dump_snapshot(str(folder / name))
+        self.snapshots.append(folder / name)
+        logger.info("The history of the memory is in %s.", folder / name)

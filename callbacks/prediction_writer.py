@@ -1,0 +1,108 @@
+"""Stream predictions to files, so that no process holds or gathers them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+WriteInterval = Literal["batch", "epoch"]
+
+
+class PredictionWriter(Callback):
+    """Write what ``predict_step`` returns, each process its own, in the order of the loader.
+
+    With it ``Trainer.predict`` returns None unless ``return_predictions=True``: memory stays that
+    of one batch, whatever the number of samples, and nothing but sizes travels between processes.
+
+    A prediction is a tensor, or containers of tensors, numpy arrays and lists of plain values (for
+    texts), each with one row or entry a sample. Tensors and arrays go to ``*.safetensors``, under
+    their keys joined by dots, or ``predictions`` where there is only one; lists to ``*.jsonl``, one
+    object a sample. Row *i* belongs to sample *i* of the loader, on any number of processes. Files
+    appear whole; of a prediction that fails there are no merged files. Several loaders have folders
+    of their own, ``dataloader_idx_0`` and so on. With ``fast_dev_run`` nothing is written.
+
+    Args:
+        dirpath: The folder, by default ``predictions`` in the Trainer's ``project_dir``.
+        write_interval: ``"epoch"``: at the end rank 0 merges what was streamed into
+            ``predictions.safetensors`` and ``predictions.jsonl``, which needs a folder that all
+            processes share and rows of one shape. ``"batch"``: each batch is
+            ``batch-<number in the loader>.*``, there at once, and stays so.
+        overwrite: Replace the predictions that are in the folder.
+
+    Attributes:
+        directories: The folder of each loader of the latest prediction.
+
+    Raises:
+        ValueError: ``write_interval`` is neither; in ``predict``, if the folder has predictions, or
+            rows differ in shape.
+        TypeError: In ``predict``, if a prediction holds something else.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        write_interval: WriteInterval = "epoch",
+        overwrite: bool = False,
+    ) -> None:
+        if write_interval not in get_args(WriteInterval):
+            raise ValueError(f"write_interval must be 'batch' or 'epoch', got {write_interval!r}.")
+        self.dirpath = dirpath
+        self.write_interval = write_interval
+        self.overwrite = overwrite
+        self.directories: list[Path] = []
+        self._files: list[Any] = []
+
+    @property
+    def state_key(self) -> str:
+        """The class with the folder that it writes to."""
+        return f"{super().state_key}({self.dirpath or 'predictions'})"
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Open the files of each loader."""
+        self.directories = []
+        if trainer.fast_dev_run:
+            return
+        folder = Path(self.dirpath or trainer.project_dir / "predictions")
+        loaders = len(trainer.num_eval_batches)
+        self.directories = [
+            folder / f"dataloader_idx_{index}" if loaders > 1 else folder
+            for index in range(loaders)
+        ]
+        for directory in self.directories:
+            self._files.append(
+                trainer.open_predictions(
+                    directory, merge=self.write_interval == "epoch", overwrite=self.overwrite
+                )
+            )
+
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Write one."""
+        if self._files:
+            ranks = trainer.accelerator.num_processes
+            number = batch_idx * ranks + trainer.accelerator.process_index
+            self._files[dataloader_idx].add(outputs, number)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Merge them."""
+        while self._files:
+            self._files[0].finish()
+            self._files.pop(0)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Drop what a prediction that failed has streamed."""
+        while self._files:
+            self._files.pop().discard()

@@ -1,0 +1,149 @@
+"""Record what the processor and the accelerator do in a few updates, with torch's profiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.profiler import profile, schedule
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+
+class Profiler(Callback):
+    """Profile a few updates of a ``fit`` and write what was found.
+
+    The schedule counts updates of this start, each with all of its micro-batches, its data, and
+    what is due after it: ``wait`` are left alone, ``warmup`` warm the profiler up, ``active`` are
+    recorded; that ``repeat`` times. For every recording there are two files, named after the update
+    at its end: ``trace-step-00000005-rank-00000.json.gz`` for https://ui.perfetto.dev or
+    ``chrome://tracing``, and ``operators-….txt``, a table of the operators that took longest, which
+    is printed as well. Afterwards the profiler is off. A run that ends in the middle of a recording
+    writes what there is; one that fails leaves no profiler running and writes nothing. With
+    ``fast_dev_run`` nothing is recorded.
+
+    Args:
+        dirpath: The folder, by default ``profile`` in the Trainer's ``project_dir``.
+        wait: Updates to leave alone before each recording: the first ones compile and allocate.
+        warmup: Updates that warm the profiler up, at least 1.
+        active: Updates to record.
+        repeat: Recordings.
+        all_ranks: Record every process, each into files of its own; else the main process.
+        top_operators: Rows of the table.
+        record_shapes: Record the shapes of inputs, and tell operators apart by them.
+        profile_memory: Record what operators allocate.
+        with_stack: Record the lines of the source; slow.
+        with_flops: Estimate the FLOPs of matrix products and convolutions.
+
+    Attributes:
+        traces: The traces that this process has written.
+
+    Raises:
+        ValueError: If a number makes no sense.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        *,
+        wait: int = 5,
+        warmup: int = 2,
+        active: int = 3,
+        repeat: int = 1,
+        all_ranks: bool = False,
+        top_operators: int = 20,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+    ) -> None:
+        for name, value, least in (
+            ("wait", wait, 0),
+            ("warmup", warmup, 1),
+            ("active", active, 1),
+            ("repeat", repeat, 1),
+            ("top_operators", top_operators, 1),
+        ):
+            if value < least or value != int(value):
+                raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
+        self.dirpath = dirpath
+        self.all_ranks = all_ranks
+        self.top_operators = top_operators
+        self.traces: list[Path] = []
+        self.wait, self.warmup, self.active, self.repeat = wait, warmup, active, repeat
+        self._options = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+            "with_flops": with_flops,
+        }
+        self._profile: profile | None = None  # only while it warms up or records
+        self._updates: int | None = None  # of this start; None where nothing is recorded
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Begin to count."""
+        self.traces, self._updates = [], None
+        if not trainer.fast_dev_run and (self.all_ranks or trainer.accelerator.is_main_process):
+            self._updates = 0
+            self._begin_if_due()
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """An update is over."""
+        if self._updates is None:
+            return
+        self._updates += 1
+        if self._profile is not None:
+            # Where its own step fails it is in no state to be stopped.
+            running, self._profile = self._profile, None
+            running.step()
+            self._profile = running
+            if running.step_num == self.warmup + self.active:
+                self._stop(trainer)
+        self._begin_if_due()
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Write what the end of the run has cut off."""
+        self._stop(trainer)
+
+    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
+        """Likewise where a signal ends it."""
+        self._stop(trainer)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Stop what an error left running."""
+        self._stop(None)
+
+    def _begin_if_due(self) -> None:
+        """Make a new profiler where a cycle's wait is over."""
+        cycle, place = divmod(self._updates or 0, self.wait + self.warmup + self.active)
+        if place == self.wait and cycle < self.repeat:
+            self._profile = profile(
+                schedule=schedule(wait=0, warmup=self.warmup, active=self.active, repeat=1),
+                **self._options,  # type: ignore[arg-type]  # all of them are bool
+            )
+            self._profile.start()
+
+    def _stop(self, trainer: Trainer | None) -> None:
+        """Stop, and with a trainer write what was recorded, if anything."""
+        if self._profile is not None:
+            stopped, self._profile = self._profile, None
+            stopped.stop()
+            if trainer is not None and stopped.step_num > self.warmup:
+                self._write(stopped, trainer)
+
+    def _write(self, finished: profile, trainer: Trainer) -> None:
+        folder = Path(self.dirpath or trainer.project_dir / "profile")
+        folder.mkdir(parents=True, exist_ok=True)
+        rank = trainer.accelerator.process_index
+        name = f"step-{trainer.global_step:08d}-rank-{rank:05d}"
+        trace = folder / f"trace-{name}.json.gz"
+        finished.export_chrome_trace(str(trace))
+        averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
+        where = "cpu" if trainer.accelerator.device.type == "cpu" else "device"
+        table = averages.table(sort_by=f"self_{where}_time_total", row_limit=self.top_operators)
+        (folder / f"operators-{name}.txt").write_text(table, encoding="utf-8")
+        self.traces.append(trace)
+        trainer.accelerator.print(f"{table}\nThe trace is in {trace}.")

@@ -1,0 +1,256 @@
+"""Find the process that the others wait for."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+logger = logging.getLogger(__name__)
+
+_WORK = ("data", "forward")
+_HOST_BYTES = 64
+
+
+class Slow(NamedTuple):
+    """A process that is slower than the others.
+
+    Attributes:
+        rank: Which.
+        host: On which machine.
+        work: At what: ``"data"`` or ``"forward"``.
+        seconds: Of one update.
+        others: The median of the other processes, in seconds.
+    """
+
+    rank: int
+    host: str
+    work: str
+    seconds: float
+    others: float
+
+    def __str__(self) -> str:
+        what = "waits for data" if self.work == "data" else "takes for a forward pass"
+        return (
+            f"rank {self.rank} on {self.host} {what} {self.seconds * 1e3:.1f} ms an update, "
+            f"the others {self.others * 1e3:.1f} ms"
+        )
+
+
+class _Stopwatch:
+    """Sums up intervals: by the host's clock, or on the device's own time line.
+
+    On an accelerator two events are recorded for each; they are read when they have passed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type in ("cuda", "xpu")
+        self._device = device
+        self._begun: Any = None
+        self._passing: list[tuple[Any, Any]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds, self.count = 0.0, 0
+
+    def _now(self) -> Any:
+        if not self._events:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self._begun = self._now()
+
+    def stop(self) -> None:
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return
+        self._passing.append((begun, self._now()))
+        self._collect()
+
+    def _collect(self) -> None:
+        """Take what has passed, without waiting for the rest."""
+        while self._passing:
+            begun, ended = self._passing[0]
+            if not self._events:
+                self.seconds += ended - begun
+            elif ended.query():
+                self.seconds += begun.elapsed_time(ended) / 1e3
+            else:
+                break
+            self.count += 1
+            self._passing.pop(0)
+
+
+class SlowRankDetector(Callback):
+    """Compare how long the processes take for what they do alone, and name the slow one.
+
+    All processes of a run are as fast as the slowest, so that their updates take equally long, and
+    the speed says nothing about who is to blame. Compared is what happens before they wait for each
+    other: the wait for data, and the forward pass (the backward pass ends in the reduction of
+    gradients). The forward pass is timed on the accelerator's own time line where there is one.
+
+    Whenever an update's values are recorded, each process shares its mean times of an update
+    since the last record. ``slow_rank/data`` and ``slow_rank/forward`` are logged: the
+    slowest process's time ÷ the median of the others'. Where that exceeds ``threshold``, and the
+    difference is worth it, ``patience`` records in a row, the log names rank, machine, and work.
+    With one process nothing happens. On an accelerator the numbers are compared at the next record,
+    so that nobody waits for them.
+
+    Args:
+        threshold: How many times the others' median counts as slow.
+        min_share: The difference must be at least this share of the time that an update takes.
+        patience: Records in a row before a process is named; it is named once until it recovers.
+
+    Attributes:
+        slow: What the latest comparison found, the same on all processes.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self, threshold: float = 1.5, *, min_share: float = 0.05, patience: int = 2
+    ) -> None:
+        if not 1.0 < threshold < math.inf:
+            raise ValueError(f"threshold must be finite and above 1, got {threshold!r}.")
+        if not 0.0 <= min_share < 1.0:
+            raise ValueError(f"min_share must be at least 0 and below 1, got {min_share!r}.")
+        if patience < 1 or patience != int(patience):
+            raise ValueError(f"patience must be a whole number above 0, got {patience!r}.")
+        self.threshold, self.min_share, self.patience = threshold, min_share, int(patience)
+        self.slow: list[Slow] = []
+        self._active = False
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Learn the machines' names."""
+        accelerator = trainer.accelerator
+        self._active = accelerator.num_processes > 1
+        self.slow = []
+        if not self._active:
+            return
+        self._watches = {
+            "data": _Stopwatch(torch.device("cpu")),
+            "forward": _Stopwatch(accelerator.device),
+        }
+        self._pending: tuple[Tensor, Any] | None = None
+        self._in_a_row: dict[tuple[int, str], int] = {}
+        name = socket.gethostname().encode()[:_HOST_BYTES]
+        padded = torch.tensor([*name.ljust(_HOST_BYTES, b"\0")], device=accelerator.device)
+        gathered = accelerator.gather(padded).reshape(-1, _HOST_BYTES).tolist()
+        self._hosts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in gathered]
+        self._since = time.perf_counter(), trainer.global_step
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """The first batch of an epoch waits for workers to start, which says nothing."""
+        if self._active:
+            self._watches["data"]._begun = None
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """A save is no wait for data."""
+        if self._active:
+            self._watches["data"]._begun = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
+    ) -> None:
+        """The data are there; the forward pass begins."""
+        if self._active:
+            self._watches["data"].stop()
+            self._watches["forward"].start()
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
+        """It ends."""
+        if self._active:
+            self._watches["forward"].stop()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The wait for the next batch of the window begins."""
+        if self._active:
+            self._watches["data"].start()
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Compare, where the values of this update will be recorded."""
+        if not self._active or not trainer.log_due:
+            return
+        on_host = trainer.accelerator.device.type == "cpu"
+        if not on_host:
+            self._compare(trainer, module)
+        self._share(trainer)
+        if on_host:
+            self._compare(trainer, module)
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """The wait for the next window's first batch begins."""
+        if self._active:
+            self._watches["data"].start()
+
+    def _share(self, trainer: Trainer) -> None:
+        """Send this process's means on their way to all."""
+        accelerator = trainer.accelerator
+        now, step = time.perf_counter(), trainer.global_step
+        updates = max(step - self._since[1], 1)
+        values = [(now - self._since[0]) / updates]
+        self._since = now, step
+        micro_batches = self._watches["forward"].count / updates
+        for work in _WORK:
+            watch = self._watches[work]
+            values.append(micro_batches * watch.seconds / max(watch.count, 1))
+            watch.reset()
+        own = torch.tensor(values, dtype=torch.float32).to(accelerator.device, non_blocking=True)
+        shared = accelerator.gather(own)
+        if shared.device.type == "cpu":
+            self._pending = shared, None
+            return
+        host = torch.empty_like(shared, device="cpu", pin_memory=shared.device.type == "cuda")
+        host.copy_(shared, non_blocking=True)
+        event = torch.Event(shared.device)
+        event.record()
+        self._pending = host, event
+
+    def _compare(self, trainer: Trainer, module: TrainModule) -> None:
+        """Judge what all have shared."""
+        if self._pending is None:
+            return
+        (shared, event), self._pending = self._pending, None
+        if event is not None:
+            event.synchronize()  # of the record before: it has passed long since
+        rows = shared.reshape(-1, 1 + len(_WORK)).tolist()
+        update = max(row[0] for row in rows)
+        self.slow = []
+        for place, work in enumerate(_WORK, 1):
+            times = [row[place] for row in rows]
+            slowest = max(range(len(times)), key=times.__getitem__)
+            others = median([*times[:slowest], *times[slowest + 1 :]])
+            ratio = times[slowest] / others if others > 0 else 1.0
+            module.log(f"slow_rank/{work}", ratio, on_step=True, on_epoch=False, batch_size=1)
+            self._judge(work, times, update)
+        if trainer.accelerator.is_main_process:
+            for one in self.slow:
+                if self._in_a_row[one.rank, one.work] == self.patience:
+                    logger.warning("Step %d: %s.", trainer.global_step, one)
+
+    def _judge(self, work: str, times: list[float], update: float) -> None:
+        for rank, own in enumerate(times):
+            others = median([*times[:rank], *times[rank + 1 :]])
+            slow = own > self.threshold * others and own - others > self.min_share * update
+            self._in_a_row[rank, work] = self._in_a_row.get((rank, work), 0) + 1 if slow else 0
+            if slow:
+                self.slow.append(Slow(rank, self._hosts[rank], work, own, others))

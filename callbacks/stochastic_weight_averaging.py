@@ -1,0 +1,216 @@
+"""End with the average of the weights that the last epochs had."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
+
+from callbacks.averages import Averages
+from callbacks.base import Callback
+from callbacks.weight_averaging import WeightAveraging
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+Strategy = Literal["cos", "linear"]
+
+
+class StochasticWeightAveraging(Callback):
+    """Average the weights over the last epochs, trained at a rate that does not fall to zero.
+
+    From the epoch `swa_epoch_start` on, the learning rates go from where they are to `swa_lrs` in
+    the place of the module's own schedules, which stand still, and at the end of each epoch the
+    weights are taken into a plain mean (Izmailov et al., "Averaging Weights Leads to Wider Optima
+    and Better Generalization", 2018; the rates follow ``torch.optim.swa_utils.SWALR``). When the
+    run ends the mean takes the weights' place, and the statistics of batch normalisation are
+    computed anew for it, by a pass over the training data like that of ``swa_utils.update_bn``:
+    `training_step` is called without gradients, what it logs is dropped, and generators, metric
+    objects and other buffers are put back.
+
+    Validations during the fit see the weights that are trained, for which alone the statistics are
+    right. The last checkpoint's ``model.safetensors`` holds the final mean, those before it the
+    trained weights; each has what the run needs to go on exactly. Put callbacks that may stop the
+    run before this one, so that it knows the last update when it sees it.
+
+    Args:
+        swa_lrs: The learning rate, or one for each parameter group (of all optimizers in turn).
+        swa_epoch_start: The first epoch, counted from 1, or as a fraction of ``max_epochs``.
+        annealing_epochs: Epochs that the rates take to get there; 0 for at once.
+        annealing_strategy: How: ``"cos"`` or ``"linear"``.
+        update_batch_norm: Compute the statistics of batch normalisation anew at the end.
+
+    Attributes:
+        num_averaged: Epochs in the mean.
+
+    Raises:
+        ValueError: An argument is outside its choices; when `fit` begins, if it does not go
+            together with the Trainer's or the module's.
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Strategy = "cos",
+        *,
+        update_batch_norm: bool = True,
+    ) -> None:
+        rates = list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
+        if not rates or any(not _is_number(rate) or rate <= 0 for rate in rates):
+            raise ValueError(f"swa_lrs must be a positive number or a list of them, got {swa_lrs}.")
+        if not _is_number(swa_epoch_start) or (
+            not 0 <= swa_epoch_start <= 1
+            if isinstance(swa_epoch_start, float)
+            else swa_epoch_start < 1
+        ):
+            raise ValueError(
+                "swa_epoch_start must be the number of an epoch from 1, or a fraction of "
+                f"max_epochs from 0.0 to 1.0; got {swa_epoch_start!r}."
+            )
+        if annealing_epochs < 0 or annealing_epochs != int(annealing_epochs):
+            raise ValueError(f"annealing_epochs must be 0 or a count, got {annealing_epochs!r}.")
+        if annealing_strategy not in get_args(Strategy):
+            raise ValueError(
+                f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}."
+            )
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = annealing_epochs
+        self.annealing_strategy = annealing_strategy
+        self.update_batch_norm = update_batch_norm
+        self._module: TrainModule | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.num_averaged = 0
+        self._averages = Averages(use_buffers=False)
+        self._started: int | None = None  # the epoch, from 0
+        self._rates: list[float] = []  # of each group, when it started
+
+    def state_dict(self) -> dict[str, Any]:
+        """The mean and the rates from which it began."""
+        averages = {} if self._module is None else self._averages.exact(self._module)
+        return {
+            "num_averaged": self.num_averaged,
+            "started": self._started,
+            "rates": self._rates,
+            "averages": averages,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        self._begin()
+        self.num_averaged = state["num_averaged"]
+        self._started = state["started"]
+        self._rates = list(state["rates"])
+        assert self._module is not None  # since `setup`
+        self._averages.begin_at(self._module, state["averages"], state["averages"])
+
+    def weights_to_save(
+        self, trainer: Trainer, module: TrainModule
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """At the end the mean, with the trained weights for going on."""
+        return self._averages.state_dicts(module) if self._averages.in_place else None
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Forget the mean of another fit."""
+        if stage != "fit":
+            return
+        if any(isinstance(other, WeightAveraging) for other in trainer.callbacks):
+            raise ValueError(
+                "StochasticWeightAveraging and WeightAveraging would both take the weights' place; "
+                "use one of them."
+            )
+        self._module = module
+        self._begin()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """See that it can work, before the first update."""
+        if not module.automatic_optimization:
+            raise ValueError(
+                "StochasticWeightAveraging sets learning rates and runs training_step for its "
+                "statistics, which manual optimisation does not allow. Use WeightAveraging."
+            )
+        groups = len(_groups(trainer))
+        if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
+            raise ValueError(
+                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups; give one "
+                "for each, or a single number."
+            )
+        self._first_epoch(trainer)
+        if self.update_batch_norm:
+            trainer.check_batch_norm()
+        if self._started is not None:
+            trainer.pause_schedulers()
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Set this epoch's rates."""
+        epoch = trainer.current_epoch
+        if self._started is None:
+            if epoch < self._first_epoch(trainer):
+                return
+            self._started = epoch
+            self._rates = [float(group["lr"]) for group in _groups(trainer)]
+            trainer.pause_schedulers()
+        share = self._share(epoch - self._started)
+        for number, (group, begin) in enumerate(zip(_groups(trainer), self._rates, strict=True)):
+            end = self.swa_lrs[number] if isinstance(self.swa_lrs, Sequence) else self.swa_lrs
+            _set_rate(group, end * share + begin * (1 - share))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Take the weights in."""
+        if self._started is not None:
+            self._averages.update(module, 1 / (self.num_averaged + 1))
+            self.num_averaged += 1
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """Put the mean in place before the last update is saved."""
+        if trainer.ending:
+            self._finish(trainer, module)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Put the mean in place if nobody could know that the last update was the last."""
+        self._finish(trainer, module)
+
+    def _finish(self, trainer: Trainer, module: TrainModule) -> None:
+        if not self.num_averaged or self._averages.in_place:
+            return
+        self._averages.put_in(module, keep_buffers=True)
+        if self.update_batch_norm:
+            trainer.update_batch_norm()
+
+    def _first_epoch(self, trainer: Trainer) -> int:
+        """The first epoch of the mean, from 0."""
+        start = self.swa_epoch_start
+        if isinstance(start, float):
+            if trainer.max_epochs is None:
+                raise ValueError(
+                    f"swa_epoch_start is {start}, a fraction of max_epochs, which the Trainer was "
+                    "not given; give the number of an epoch."
+                )
+            start = int(trainer.max_epochs * start)
+        return max(int(start) - 1, 0)
+
+    def _share(self, epochs: int) -> float:
+        """How far the rates have come from the beginning to the end after so many epochs."""
+        time = 1.0 if self.annealing_epochs == 0 else min(epochs / self.annealing_epochs, 1.0)
+        return time if self.annealing_strategy == "linear" else (1 - math.cos(math.pi * time)) / 2
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _groups(trainer: Trainer) -> list[dict[str, Any]]:
+    return [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):  # a captured step reads it from there
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -1,0 +1,232 @@
+"""Log how fast a run is, and how much of the device's arithmetic it uses."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from callbacks.base import Callback
+from callbacks.device_peaks import peak_flops
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from trainer import Trainer, TrainModule
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Mark(NamedTuple):
+    """The end of one update: totals over all processes, and this one's training clock."""
+
+    seconds: float
+    updates: int
+    batches: int
+    samples: int
+    items: float
+
+
+class _NoModules:
+    """In place of the counter's own, whose hooks on all modules compiled ones warn of."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class ThroughputMonitor(Callback):
+    """Log the speed over the last updates whenever the update's values are recorded.
+
+    ====================================  =========================================================
+    ``throughput/updates_per_sec``        optimizer updates
+    ``throughput/samples_per_sec``        samples, over all processes
+    ``throughput/items_per_sec``          what the loss averages over (tokens), over all processes
+    ``throughput/device/flops_per_sec``   of each process, with FLOPs known, see below
+    ``throughput/device/mfu``             model FLOPs utilisation: that ÷ the device's dense peak
+    ====================================  =========================================================
+
+    The first update is a warm-up that nothing is said of. The clock stands still in validations. It
+    is the host's: nothing waits for the device, so a single update may look too fast, and the mean
+    over the window is right.
+
+    FLOPs are those of forward and backward of one micro-batch, the second of each process, counted
+    by ``torch.utils.flop_counter`` (matrix products, convolutions, attention; an addition and a
+    multiplication are two), and taken for every micro-batch alike. It runs once without the graphs
+    of ``torch.compile``, in which nothing can be counted; the counting changes no number.
+    Recomputation for activation checkpointing counts, since it runs. What a custom kernel does is
+    not seen: say ``flops_per_batch`` then, by a formula such as that of Chowdhery et al., "PaLM",
+    2022, appendix B. A resumed run goes on with the number of its checkpoint.
+
+    Args:
+        window_size: Updates that a speed is the mean over.
+        flops_per_batch: FLOPs of forward and backward of one micro-batch of one process. None
+            counts them; 0 leaves FLOPs and MFU out.
+        peak_flops: What one device can do, in FLOP/s. None looks it up by the device's name in
+            :mod:`callbacks.device_peaks`; of a device that is not there no MFU is logged.
+
+    Raises:
+        ValueError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        window_size: int = 100,
+        *,
+        flops_per_batch: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        if window_size < 1 or window_size != int(window_size):
+            raise ValueError(f"window_size must be a whole number above 0, got {window_size!r}.")
+        if flops_per_batch is not None and not 0 <= flops_per_batch < math.inf:
+            raise ValueError(f"flops_per_batch must be finite and at least 0: {flops_per_batch!r}.")
+        if peak_flops is not None and not 0 < peak_flops < math.inf:
+            raise ValueError(f"peak_flops must be finite and above 0, got {peak_flops!r}.")
+        self.window_size = int(window_size)
+        self.flops_per_batch = flops_per_batch
+        self.peak_flops = peak_flops
+        self._given = flops_per_batch is not None
+        self._contexts = ExitStack()
+        self._counter: FlopCounterMode | None = None
+        self._peak: float | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._marks: deque[_Mark] = deque(maxlen=self.window_size + 1)
+        self._batches = 0  # micro-batches of this process, as long as FLOPs are to be counted
+        self._counting = False
+        self._paused = 0.0  # seconds in validations
+        self._paused_at: float | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The FLOPs that were counted; speeds are those of each start."""
+        return {"flops_per_batch": None if self._given else self.flops_per_batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the FLOPs over, unless they were given."""
+        if not self._given:
+            self.flops_per_batch = state["flops_per_batch"]
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Begin anew, and agree whether every process knows its device's peak."""
+        self._begin()
+        if trainer.global_step == 0 and not self._given:
+            self.flops_per_batch = None
+        self._counting = self.flops_per_batch is None
+        self._peak = None
+        if self._given and not self.flops_per_batch:
+            return
+        device = trainer.accelerator.device
+        peak = self.peak_flops or _peak_of(device, trainer.accelerator.mixed_precision)
+        # A name that some processes log and others do not would be an error.
+        unknown = torch.tensor(float(peak is None), device=device)
+        if not float(trainer.accelerator.reduce(unknown, "sum")):
+            self._peak = peak
+        elif device.type == "cuda" and trainer.accelerator.is_main_process:
+            logger.warning(
+                "ThroughputMonitor does not know the peak of every device (this one: %s), so no "
+                "MFU is logged. Pass peak_flops=, in FLOP/s, from its data sheet.",
+                torch.cuda.get_device_name(device),
+            )
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the second micro-batch."""
+        if not self._counting:
+            return
+        self._batches += 1
+        if self._batches == 2:  # the first may be what compiles, and is to be as without counting
+            from torch.utils.flop_counter import FlopCounterMode
+
+            counter = FlopCounterMode(display=False)
+            counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+            if "torch._dynamo" in sys.modules:
+                # Under the counter it would decide to leave functions uncompiled, for good.
+                self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            self._counter = self._contexts.enter_context(counter)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """And no other."""
+        if self._counter is not None:
+            self.flops_per_batch = float(self._counter.get_total_flops())
+            self._stop_counting()
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Note the time, and log where the values of this update will be recorded."""
+        self._marks.append(
+            _Mark(
+                time.monotonic() - self._paused,
+                trainer.global_step,
+                trainer.batches_seen,
+                trainer.samples_seen,
+                trainer.items_seen,
+            )
+        )
+        if not trainer.log_due or len(self._marks) < 2:
+            return
+        first, last = self._marks[0], self._marks[-1]
+        seconds = max(last.seconds - first.seconds, 1e-9)
+        for name, amount in (
+            ("updates", last.updates - first.updates),
+            ("samples", last.samples - first.samples),
+            ("items", last.items - first.items),
+        ):
+            # All processes count alike; their clocks differ a little.
+            self._log(module, f"{name}_per_sec", amount / seconds, 1)
+        if self._given and not self.flops_per_batch:
+            return
+        # A process that has had no batch yet logs with weight 0, so that all log the same names.
+        flops, weight = self.flops_per_batch or 0.0, int(self.flops_per_batch is not None)
+        batches = (last.batches - first.batches) / trainer.accelerator.num_processes
+        self._log(module, "device/flops_per_sec", flops * batches / seconds, weight)
+        if self._peak is not None:
+            self._log(module, "device/mfu", flops * batches / seconds / self._peak, weight)
+
+    def _log(self, module: TrainModule, name: str, value: float, weight: int) -> None:
+        name = f"throughput/{name}"
+        module.log(name, value, on_step=True, on_epoch=False, batch_size=weight)
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Stop the clock."""
+        self._paused_at = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Let it go on."""
+        if self._paused_at is not None:
+            self._paused += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Stop counting where an error left the micro-batch."""
+        self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        self._contexts.close()
+        self._counter = None
+        self._counting = False
+
+
+def _peak_of(device: torch.device, mixed_precision: str) -> float | None:
+    """The peak of the device that this process uses, None if unknown."""
+    if device.type != "cuda":
+        return None
+    return peak_flops(
+        torch.cuda.get_device_name(device),
+        _DTYPES.get(mixed_precision, torch.float32),
+        tf32=torch.backends.cuda.matmul.fp32_precision == "tf32",  # whichever way it was set
+    )

@@ -1,0 +1,131 @@
+"""How long a run has taken, and an end for it by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from callbacks.base import Callback
+from callbacks.duration import seconds_of
+
+if TYPE_CHECKING:
+    from trainer import Trainer, TrainModule
+
+TimedStage = Literal["train", "validate", "test", "predict", "sanity_check"]
+
+
+class Timer(Callback):
+    """Measure the time of training, validation, test and prediction; stop the run when it is over.
+
+    The time of training is that of all starts of the run by rank 0's clock, validations included,
+    as ``max_time`` of the Trainer counts it. The end is asked for at a boundary, on all ranks at
+    the same one, and like every request it waits for ``min_epochs`` and ``min_steps``. A validation
+    that is under way is finished.
+
+    Args:
+        duration: How long to train: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes,
+            seconds), a ``timedelta``, or its arguments as a dict. None only measures.
+        interval: Look at the clock after each update (``"step"``) or epoch (``"epoch"``).
+        verbose: Print that the time is over.
+
+    Raises:
+        ValueError: The duration is no time above zero, or the interval is unknown.
+        TypeError: The duration is of another type.
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | Mapping[str, float] | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ValueError(f"interval is {interval!r}; it must be 'step' or 'epoch'.")
+        self.duration = None if duration is None else seconds_of("duration", duration)
+        self.interval = interval
+        self.verbose = verbose
+        self._elapsed = dict.fromkeys(get_args(TimedStage), 0.0)
+        self._since: dict[str, float] = {}  # when the running ones were looked at last
+
+    def time_elapsed(self, stage: TimedStage = "train") -> float:
+        """Seconds spent in a stage so far; a checkpoint keeps them.
+
+        Raises:
+            ValueError: There is no such stage.
+        """
+        if stage not in self._elapsed:
+            raise ValueError(f"stage is {stage!r}; it must be one of {', '.join(self._elapsed)}.")
+        now = time.monotonic()
+        return self._elapsed[stage] + now - self._since.get(stage, now)
+
+    def time_remaining(self) -> float | None:
+        """Seconds of training until the run is asked to stop, 0 at least; None without duration."""
+        if self.duration is None:
+            return None
+        return max(self.duration - self.time_elapsed("train"), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The time spent in each stage, in seconds."""
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in get_args(TimedStage)}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the times in ``state``."""
+        self._elapsed.update(state["time_elapsed"])
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Start the clock, from zero where the run begins anew."""
+        if trainer.global_step == 0:
+            self._elapsed.update(train=0.0, validate=0.0)
+        self._since["train"] = time.monotonic()
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """Take over the clock that all ranks share, and stop the run when it says so."""
+        elapsed = self._elapsed["train"] = trainer.progress.seconds
+        self._since["train"] = time.monotonic()
+        if self.duration is None or elapsed < self.duration:
+            return
+        if self.interval == "epoch" and not trainer.epoch_complete:
+            return
+        if self.verbose and not trainer.should_stop:
+            trainer.accelerator.print(
+                f"Timer: the training time of {timedelta(seconds=self.duration)} is over."
+            )
+        trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Stop the clock."""
+        self._stop("train")
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Start the clock of validations, or of the sanity check."""
+        self._since["sanity_check" if trainer.sanity_checking else "validate"] = time.monotonic()
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Stop it."""
+        self._stop("sanity_check" if trainer.sanity_checking else "validate")
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Start the clock of tests."""
+        self._since["test"] = time.monotonic()
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Stop it."""
+        self._stop("test")
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Start the clock of predictions."""
+        self._since["predict"] = time.monotonic()
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Stop it."""
+        self._stop("predict")
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Stop what an error left running."""
+        for running in list(self._since):
+            self._stop(running)
+
+    def _stop(self, stage: str) -> None:
+        self._elapsed[stage] += time.monotonic() - self._since.pop(stage)

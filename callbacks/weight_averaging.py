@@ -1,0 +1,197 @@
+"""Evaluate, save and end with a moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from callbacks.averages import Averages
+from callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer import Trainer, TrainModule
+
+Final = Literal["average", "trained"]
+
+
+class WeightAveraging(Callback):
+    """Keep an exponential moving average (EMA) of the weights beside those that are trained.
+
+    After an update the average becomes ``decay * average + (1 - decay) * weights``; the first one
+    is the weights themselves. Each validation of the fit sees the averages, which change places
+    with the weights for its time, and so does what it decides: a checkpoint's ``model.safetensors``
+    holds the averages, for ``load_from_checkpoint``, ``ckpt_path`` of `test` and other tools, and
+    ``trained.safetensors`` the weights that the run goes on with, to the last bit, also if it goes
+    on without this callback. Outside a fit, `validate`, `test` and `predict` use the module as it
+    is.
+
+    It needs memory for one copy of the trained weights (in float32 for 16-bit ones).
+
+    Args:
+        decay: How much of the average stays at each update, from 0 to 1; 0.999 remembers about the
+            last 1000.
+        decay_warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at the *n*-th
+            update of the average, so that early weights are forgotten sooner (the rule of
+            TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``).
+        update_every_n_steps: Take in the weights after every so many updates.
+        update_starting_at_step: The first update (``global_step``) after which they are; the
+            weights stand for the average until then.
+        update_starting_at_epoch: Likewise the first epoch, counted from 0; with both, both must be
+            reached.
+        use_buffers: Average floating-point buffers too, such as the statistics of batch
+            normalisation; otherwise the averaged weights use the trained ones' buffers.
+        final_weights: What the module holds after the fit, ``"average"`` or ``"trained"``.
+
+    Attributes:
+        num_updates: How often weights were taken in.
+
+    Raises:
+        ValueError: An argument is outside its choices.
+    """
+
+    def __init__(
+        self,
+        decay: float = 0.999,
+        *,
+        decay_warmup: bool = False,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        use_buffers: bool = True,
+        final_weights: Final = "average",
+    ) -> None:
+        if not (math.isfinite(decay) and 0 <= decay <= 1):
+            raise ValueError(f"decay must be a number from 0 to 1, for example 0.999; got {decay}.")
+        if update_every_n_steps < 1 or update_every_n_steps != int(update_every_n_steps):
+            raise ValueError(
+                f"update_every_n_steps must be a count of 1 or more, got {update_every_n_steps!r}."
+            )
+        for name, start in (
+            ("update_starting_at_step", update_starting_at_step),
+            ("update_starting_at_epoch", update_starting_at_epoch),
+        ):
+            if start is not None and (start < 0 or start != int(start)):
+                raise ValueError(f"{name} must be a count of 0 or more, or None; got {start!r}.")
+        if final_weights not in get_args(Final):
+            raise ValueError(
+                f"final_weights must be 'average' or 'trained', got {final_weights!r}."
+            )
+        self.decay = decay
+        self.decay_warmup = decay_warmup
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+        self.use_buffers = use_buffers
+        self.final_weights = final_weights
+        self._module: TrainModule | None = None
+        self._fitting = self._evaluating = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.num_updates = 0
+        self._averages = Averages(use_buffers=self.use_buffers)
+        self._seen_step = 0  # in manual optimisation not every step makes an update
+
+    @property
+    def state_key(self) -> str:
+        """The same whatever the decay, which a resumed run may change."""
+        return WeightAveraging.__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the saved weights do not tell."""
+        if self._module is None or not self.num_updates:
+            return {"num_updates": 0}
+        return {
+            "num_updates": self.num_updates,
+            "names": list(self._averages.values),
+            "exact": self._averages.exact(self._module, only_narrow=True),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the averages back, which the module holds as this is called."""
+        self._begin()
+        self.num_updates = state["num_updates"]
+        if self.num_updates:
+            assert self._module is not None  # since `setup`
+            self._averages.begin_at(self._module, state["names"], state["exact"])
+
+    def weights_to_save(
+        self, trainer: Trainer, module: TrainModule
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
+        """The averages for others, the trained weights for going on."""
+        return self._averages.state_dicts(module) if self.num_updates else None
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Forget the averages of another fit."""
+        self._fitting = stage == "fit"
+        if self._fitting:
+            self._module = module
+            self._begin()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Take note of where the run stands."""
+        self._seen_step = trainer.global_step
+
+    def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Take the weights in, where they are due."""
+        step = trainer.global_step
+        if step == self._seen_step:
+            return
+        self._seen_step = step
+        if (
+            step % self.update_every_n_steps
+            or step < (self.update_starting_at_step or 0)
+            or trainer.current_epoch < (self.update_starting_at_epoch or 0)
+        ):
+            return
+        self._averages.update(module, 1 - self._decay_now)
+        self.num_updates += 1
+
+    @property
+    def _decay_now(self) -> float:
+        if not self.decay_warmup:
+            return self.decay
+        return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Evaluate the averages."""
+        if self._fitting and self.num_updates:
+            self._put_in(trainer, module)
+            self._evaluating = True
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Train on with the weights."""
+        self._end_evaluation(module)
+
+    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
+        """The validation at hand was perhaps abandoned."""
+        self._end_evaluation(module)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        """It perhaps raised."""
+        self._end_evaluation(module)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Leave the weights that were asked for."""
+        if self.final_weights == "average" and self.num_updates:
+            self._put_in(trainer, module)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """The fit is over; the averages stay, for a save after it."""
+        self._end_evaluation(module)
+        self._fitting = False
+
+    def _put_in(self, trainer: Trainer, module: TrainModule) -> None:
+        self._averages.put_in(module)
+        if self.use_buffers:  # each process averages its own; what counts are rank 0's
+            trainer.broadcast_buffers()
+
+    def _end_evaluation(self, module: TrainModule) -> None:
+        if self._evaluating:
+            self._averages.take_out(module)
+            self._evaluating = False
+
+
+EMA = WeightAveraging

@@ -1,0 +1,431 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import BackboneFinetuning, BaseFinetuning, Callback
+from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
+from trainer import CheckpointError, TrainModule
+
+EPOCH_UPDATES = 3
+
+
+class Net(TrainModule):
+    """A backbone of which the user has frozen a part and put another into evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.backbone = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 8)
+        )
+        self.backbone[4].bias.requires_grad = False
+        self.fixed = nn.Dropout(0.5).eval()
+        self.head = nn.Linear(8, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.head(self.fixed(self.backbone(batch[0])))
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02)
+
+
+def loader() -> DataLoader:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(12 * EPOCH_UPDATES, 4, generator=generator)
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=6, shuffle=True)
+
+
+class Looking(Callback):
+    """What each update has: rates, which parameters move, which parts are in training mode."""
+
+    def __init__(self) -> None:
+        self.rates: list[list[float]] = []
+        self.moved: list[set[str]] = []
+        self.training: list[set[str]] = []
+
+    def on_train_step_start(self, trainer, module):
+        self.before = copy_of(module)
+        self.training.append({name for name, part in module.named_modules() if part.training})
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    def on_train_step_end(self, trainer, module):
+        now = copy_of(module)
+        self.moved.append({n for n, value in now.items() if not value.equal(self.before[n])})
+
+
+def fit(callback: Callback, make: type[TrainModule] = Net, **options: Any) -> Looking:
+    looking = Looking()
+    options = {"max_epochs": 4, "gradient_accumulation_steps": 2} | options
+    quiet_trainer(callbacks=[callback, looking], **options).fit(make(), loader())
+    return looking
+
+
+HEAD = {"head.weight", "head.bias"}
+NORM = {"backbone.1.weight", "backbone.1.bias"}
+STATISTICS = {f"backbone.1.{name}" for name in ("running_mean", "running_var")}
+COUNT = {"backbone.1.num_batches_tracked"}
+BODY = {"backbone.0.weight", "backbone.0.bias", "backbone.4.weight"}
+
+
+def test_the_backbone_stands_still_and_then_learns():
+    looking = fit(BackboneFinetuning(2))
+    assert looking.moved[: 2 * EPOCH_UPDATES] == [HEAD] * 2 * EPOCH_UPDATES
+    everything = HEAD | NORM | STATISTICS | COUNT | BODY
+    assert looking.moved[2 * EPOCH_UPDATES :] == [everything] * 2 * EPOCH_UPDATES
+    asleep = {"backbone", *(f"backbone.{index}" for index in range(5))}
+    assert looking.training == [{"", "head"}] * 6 + [{"", "head"} | asleep] * 6
+
+
+def test_a_frozen_run_is_that_of_a_head_alone():
+    class Head(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone.requires_grad_(False)
+
+        def on_train_epoch_start(self) -> None:
+            self.backbone.eval()
+
+    watches = Watch(), Watch()
+    for watch, make, callbacks in (
+        (watches[0], Net, [BackboneFinetuning(9)]),
+        (watches[1], Head, []),
+    ):
+        trainer = quiet_trainer(
+            max_epochs=2, callbacks=[*callbacks, watch], seed=0, project_dir=f"run{make.__name__}"
+        )
+        trainer.fit(make(), loader())
+    assert_same(watches[0].weights, watches[1].weights)
+
+
+def test_normalisations_may_go_on_training():
+    looking = fit(BackboneFinetuning(2, train_bn=True))
+    trained = HEAD | NORM | STATISTICS | COUNT
+    assert looking.moved[: 2 * EPOCH_UPDATES] == [trained] * 2 * EPOCH_UPDATES
+    assert looking.moved[-1] == trained | BODY
+    assert "backbone.1" in looking.training[0]
+    assert not {"backbone", "backbone.3"} & looking.training[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fractions"),
+    [
+        ({}, [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]),
+        ({"should_align": False}, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2]),
+        ({"backbone_initial_ratio_lr": 0.5, "lambda_func": lambda epoch: 1.0}, [0.5] * 6),
+        ({"backbone_initial_lr": 0.005}, [0.25, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        (
+            {"lambda_func": lambda epoch: 1 + epoch / 10},
+            [0.1, 0.12, 0.156, 0.2184, 0.32760, 0.52416],
+        ),
+    ],
+)
+def test_its_learning_rate_grows_each_epoch(arguments, fractions):
+    looking = fit(BackboneFinetuning(1, **arguments), max_epochs=7)
+    assert looking.rates[:EPOCH_UPDATES] == [[0.02]] * EPOCH_UPDATES
+    expected = [[0.02, pytest.approx(0.02 * f)] for f in fractions for _ in range(EPOCH_UPDATES)]
+    assert looking.rates[EPOCH_UPDATES:] == expected
+
+
+SCHEDULES = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 4, 0.5),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 20),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=30),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 4, cycle_momentum=False),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.ExponentialLR(o, 0.9)], [5]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+def scheduled(name: str) -> type[Net]:
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return {
+                "optimizer": optimizer,
+                "scheduler": SCHEDULES[name](optimizer),
+                "interval": "step",
+            }
+
+    return Scheduled
+
+
+def rates_of_a_loop(name: str) -> list[float]:
+    """The head's rates, as torch's own schedule sets them."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.02)
+    schedule, rates = SCHEDULES[name](optimizer), []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_both_groups_follow_the_schedule(name):
+    looking = fit(BackboneFinetuning(1), scheduled(name))
+    head = rates_of_a_loop(name)
+    assert [rates[0] for rates in looking.rates] == pytest.approx(head, rel=1e-12)
+    fractions = [f for f in (0.1, 0.2, 0.4) for _ in range(EPOCH_UPDATES)]
+    expected = [f * rate for f, rate in zip(fractions, head[EPOCH_UPDATES:], strict=True)]
+    assert [rates[1] for rates in looking.rates[EPOCH_UPDATES:]] == pytest.approx(expected, 1e-9)
+
+
+def whole_and_resumed(name: str | None, stop: int, callback: Any) -> tuple[Any, Any]:
+    """The weights after each update of a run, and of one that was stopped, from there on."""
+
+    def run(folder: str, **options: Any) -> tuple[Any, ...]:
+        watch, looking = Watch(), Looking()
+        trainer = quiet_trainer(
+            callbacks=[callback(), watch, looking],
+            **{"max_epochs": 4, "project_dir": folder, "checkpointing": True, "seed": 7} | options,
+        )
+        trainer.fit(scheduled(name)() if name else Net(), loader(), ckpt_path="auto")
+        return watch.weights, looking.rates, looking.training
+
+    whole = run(f"whole{stop}")
+    run(f"cut{stop}", max_steps=stop)
+    rest = run(f"cut{stop}")
+    return tuple(each[stop:] for each in whole), rest
+
+
+@pytest.mark.parametrize("stop", [5, 12, 15, 18, 20])
+@pytest.mark.parametrize("name", [None, "LambdaLR", "OneCycleLR", "SequentialLR"])
+def test_a_resumed_run_goes_on_exactly(name, stop):
+    """Stopped before the unfreezing at update 12, at it, after it, and at a growth."""
+    whole, rest = whole_and_resumed(name, stop, lambda: BackboneFinetuning(2))
+    assert_same(rest[0], whole[0])
+    assert rest[1:] == whole[1:]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_of_several_processes_goes_on_exactly(ranks, world):
+    found = on_processes(
+        ranks,
+        world,
+        lambda: [whole_and_resumed(None, n, lambda: BackboneFinetuning(1)) for n in (3, 5)],
+    )
+    for both in found:
+        for whole, rest in both:
+            assert len(rest[0]) > 0
+            assert_same(rest[0], whole[0])
+            assert rest[1:] == whole[1:]
+    ends = [both[0][0][0][-1] for both in found]
+    parameters = [name for name, _ in Net().named_parameters()]  # statistics are each rank's own
+    assert_same(*[[end[name] for name in parameters] for end in ends[:2]])
+
+
+def test_a_checkpoint_saved_after_the_fit_is_gone_on_from():
+    trainer = quiet_trainer(max_epochs=2, callbacks=BackboneFinetuning(1), seed=7)
+    trainer.fit(Net(), loader())
+    trainer.save_checkpoint("after")
+    watches = Watch(), Watch()
+    quiet_trainer(
+        max_epochs=3, callbacks=[BackboneFinetuning(1), watches[0]], seed=7, project_dir="whole"
+    ).fit(Net(), loader())
+    quiet_trainer(
+        max_epochs=3, callbacks=[BackboneFinetuning(1), watches[1]], seed=7, project_dir="rest"
+    ).fit(Net(), loader(), ckpt_path="after")
+    assert_same(watches[1].weights, watches[0].weights[12:])
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_module_is_left_as_it_was_found(epochs, fails):
+    class Failing(Callback):
+        def on_train_end(self, trainer, module):
+            raise ZeroDivisionError
+
+    module = Net()
+
+    def found() -> Any:
+        trains = {name: p.requires_grad for name, p in module.named_parameters()}
+        return trains, {name: part.training for name, part in module.named_modules()}
+
+    before = copy.deepcopy(found())
+    callback = BackboneFinetuning(2)
+    trainer = quiet_trainer(
+        max_epochs=epochs, callbacks=[callback, *([Failing()] if fails else [])]
+    )
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit(module, loader())
+    else:
+        trainer.fit(module, loader())
+    assert found() == before
+
+
+def test_one_callback_serves_a_second_run():
+    callback = BackboneFinetuning(1)
+    runs = [fit(callback, max_epochs=2, project_dir=f"run{number}", seed=0) for number in (1, 2)]
+    assert runs[0].rates == runs[1].rates
+    assert runs[0].moved == runs[1].moved
+    assert runs[1].moved[0] == HEAD
+
+
+def test_a_group_of_its_own_keeps_its_rate():
+    class Grouped(Net):
+        def configure_optimizers(self) -> Any:
+            groups = [
+                {"params": self.head.parameters(), "lr": 0.02},
+                {"params": self.backbone.parameters(), "lr": 0.003},
+            ]
+            return torch.optim.SGD(groups)
+
+    looking = fit(BackboneFinetuning(1), Grouped, max_epochs=3)
+    assert looking.rates == [[0.02, 0.003]] * 3 * EPOCH_UPDATES
+    assert looking.moved[0] == HEAD
+    assert looking.moved[EPOCH_UPDATES] >= {"backbone.0.weight", "backbone.4.weight"}
+
+
+def test_a_backbone_in_a_common_group_is_refused():
+    class Common(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match=r"SGD parameters of backbone and others in one group.*"):
+        fit(BackboneFinetuning(1), Common)
+
+
+def test_of_several_optimizers_the_first_takes_it():
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SGD([self.head.weight], lr=0.02),
+                torch.optim.SGD([self.head.bias], lr=0.01),
+            ]
+
+    trainer = quiet_trainer(max_epochs=3, callbacks=BackboneFinetuning(1))
+    trainer.fit(Two(), loader())
+    groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
+    assert groups == [2, 1]
+    assert trainer.optimizers[0].param_groups[1]["lr"] == pytest.approx(0.004)
+
+
+def test_options_and_names_of_the_first_group_hold():
+    class Named(Net):
+        def configure_optimizers(self) -> Any:
+            parameters = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
+            groups = [{"params": parameters, "name": "head", "weight_decay": 0.25}]
+            return torch.optim.AdamW(groups, lr=0.02)
+
+    trainer = quiet_trainer(max_epochs=2, callbacks=BackboneFinetuning(1))
+    trainer.fit(Named(), loader())
+    _, second = trainer.optimizers[0].param_groups
+    assert second["weight_decay"] == 0.25
+    assert "name" not in second
+    assert set(second["param_names"]) == BODY | NORM
+
+
+def test_another_configuration_of_the_optimizer_is_refused_on_resume():
+    class All(Net):
+        def configure_optimizers(self) -> Any:
+            self.backbone.requires_grad_(True)
+            return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+    fit(BackboneFinetuning(1), max_epochs=2, checkpointing=True)
+    trainer = quiet_trainer(max_epochs=3, callbacks=BackboneFinetuning(1))
+    with pytest.raises(CheckpointError, match=r"backbone\.0\.weight, which the optimizer has"):
+        trainer.fit(All(), loader(), ckpt_path="auto")
+
+
+def test_the_part_has_another_name_and_rates_are_told(capsys):
+    class Nested(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.ModuleDict({"encoder": self.backbone})
+            del self.backbone
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.head(self.model["encoder"](batch[0])).square().mean()
+
+    fit(BackboneFinetuning(1, verbose=True, backbone="model.encoder"), Nested, max_epochs=3)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "BackboneFinetuning: epoch 1, learning rates 0.02, 0.002",
+        "BackboneFinetuning: epoch 2, learning rates 0.02, 0.004",
+    ]
+    with pytest.raises(ValueError, match=r"no part 'backbone'.* are fixed, head, model\."):
+        fit(BackboneFinetuning(1), Nested)
+
+
+def test_a_rate_cannot_be_a_part_of_nothing():
+    class Still(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.head.parameters(), lr=0.0)
+
+    with pytest.raises(ValueError, match=r"0\.01 was asked for beside a first group"):
+        fit(BackboneFinetuning(1, backbone_initial_lr=0.01), Still)
+
+
+class Gradual(BaseFinetuning):
+    """As written for Lightning: one layer after the other."""
+
+    def freeze_before_training(self, module):
+        self.freeze([module.backbone[0], [module.backbone[1], module.backbone[4]]])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.backbone[4], optimizer)
+        if epoch == 3:
+            self.unfreeze_and_add_param_group(
+                modules=[module.backbone[0], module.backbone[1]],
+                optimizer=optimizer,
+                lr=1e-3,
+                train_bn=False,
+            )
+
+
+def test_own_policies_unfreeze_one_part_after_the_other():
+    looking = fit(Gradual())
+    assert looking.rates[0] == [0.02]
+    assert looking.rates[EPOCH_UPDATES] == pytest.approx([0.02, 0.002])
+    assert looking.rates[3 * EPOCH_UPDATES] == pytest.approx([0.02, 0.002, 0.001])
+    assert looking.moved[0] == HEAD
+    assert looking.moved[EPOCH_UPDATES] == HEAD | {"backbone.4.weight"}
+    assert looking.moved[-1] == HEAD | BODY
+    assert "backbone.3" in looking.training[0]  # the dropout was not frozen
+
+
+@pytest.mark.parametrize("stop", [8, 19])
+def test_own_policies_go_on_exactly(stop):
+    whole, rest = whole_and_resumed(None, stop, Gradual)
+    assert_same(rest[0], whole[0])
+    assert rest[1:] == whole[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"unfreeze_backbone_at_epoch": -1}, "is -1; it must be an int of 0 or more"),
+        ({"unfreeze_backbone_at_epoch": 1.5}, r"is 1\.5; it must be an int"),
+        ({"backbone_initial_ratio_lr": 0.0}, "backbone_initial_ratio_lr is 0"),
+        ({"backbone_initial_lr": float("nan")}, "backbone_initial_lr is nan"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        BackboneFinetuning(**arguments)
+
+
+def test_a_schedule_is_a_function():
+    with pytest.raises(TypeError, match="must be a function of the epoch"):
+        BackboneFinetuning(lambda_func=2.0)

@@ -1,0 +1,165 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import DeviceStatsMonitor, device_stats_monitor
+from tests.helpers.requires import requires_cuda
+from trackers import read_metrics
+from trainer import Trainer, TrainModule
+
+GIB = 2.0**30
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(monitor, **options):
+    options = {"cpu": True, "log_every": 2, "project_dir": "run"} | options
+    trainer = Trainer(
+        max_epochs=1,
+        progress_bar=False,
+        checkpointing=False,
+        callbacks=[monitor],
+        **options,
+    )
+    trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=1))
+    return trainer.callback_metrics
+
+
+def recorded(name):
+    return {r["step"]: r[name] for r in read_metrics("run/metrics.jsonl") if name in r}
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_processor_and_memory_are_recorded_when_values_are():
+    metrics = fit(DeviceStatsMonitor())
+    assert metrics.keys() == {"device/cpu_percent", "device/process_memory_gib"}
+    for name in metrics:
+        assert list(recorded(name)) == [2, 4, 6, 8, 10]
+    assert metrics["device/process_memory_gib"] == pytest.approx(resident() / GIB, rel=0.2)
+
+
+def test_the_percentage_is_processor_time_by_time_since_the_last_record(monkeypatch):
+    clock = SimpleNamespace(wall=50.0, cpu=7.0)
+    monkeypatch.setattr(device_stats_monitor.time, "monotonic", lambda: clock.wall)
+    monkeypatch.setattr(device_stats_monitor.time, "process_time", lambda: clock.cpu)
+    logged = []
+
+    class Module:
+        def log(self, name, value, **options):
+            logged.append((name, value))
+
+    trainer = SimpleNamespace(log_due=True, accelerator=SimpleNamespace(device=torch.device("cpu")))
+    monitor = DeviceStatsMonitor()
+    monitor.on_train_start(trainer, Module())
+    for due, wall, cpu in ((True, 4.0, 1.0), (False, 1.0, 1.0), (True, 1.0, 3.0)):
+        trainer.log_due = due
+        clock.wall += wall
+        clock.cpu += cpu
+        monitor.on_train_step_end(trainer, Module())
+    assert [value for name, value in logged if "percent" in name] == [25.0, 200.0]
+
+
+READERS = """
+import sys
+from pathlib import Path
+for name in {hidden!r}:
+    sys.modules[name] = None
+import callbacks.device_stats_monitor as m
+find = m.find_spec
+m.find_spec = lambda name: None if name in {hidden!r} else find(name)
+if "proc" in {hidden!r}:
+    m._STATM = Path("/nowhere")
+try:
+    print(m._memory_reader()())
+except ImportError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("hidden", [[], ["psutil"], ["psutil", "proc"]])
+def test_memory_is_read_with_psutil_from_proc_or_as_a_peak(hidden):
+    run = subprocess.run(
+        [sys.executable, "-c", READERS.format(hidden=hidden)],
+        cwd=Path(device_stats_monitor.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert 50e6 < float(run.stdout) < 5e9, run.stderr
+
+
+def test_where_nothing_can_be_read_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(device_stats_monitor, "find_spec", lambda name: None)
+    monkeypatch.setattr(device_stats_monitor, "_STATM", Path("/nowhere"))
+    with pytest.raises(ImportError, match=r"cadence-trainer\[psutil\]"):
+        fit(DeviceStatsMonitor())
+    assert fit(DeviceStatsMonitor(cpu_stats=False), project_dir="other") == {}
+
+
+def uneven():
+    monitor = DeviceStatsMonitor()
+    ballast = None
+    trainer = Trainer(
+        cpu=True,
+        max_epochs=1,
+        progress_bar=False,
+        checkpointing=False,
+        log_every=1,
+        callbacks=[monitor],
+        project_dir="run",
+    )
+    if trainer.accelerator.process_index == 1:
+        ballast = torch.ones(100_000_000)
+    trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(3, 1)), batch_size=1))
+    own = monitor._read_memory() / GIB
+    del ballast
+    return own, trainer.callback_metrics["device/process_memory_gib"]
+
+
+def test_of_several_processes_the_largest_memory_is_recorded(ranks2):
+    (small, first), (large, second) = ranks2(uneven)
+    assert first == second == pytest.approx(large, rel=0.1)
+    assert large > small + 0.3
+
+
+def test_devices_are_asked_for_their_counters_alone(monkeypatch):
+    stats = {
+        "allocated_bytes.all.current": 1 * GIB,
+        "allocated_bytes.all.peak": 3 * GIB,
+        "reserved_bytes.all.current": 4 * GIB,
+        "num_alloc_retries": 5,
+    }
+    for device in ("cuda", "xpu"):
+        backend = SimpleNamespace(
+            memory_stats=lambda device: stats, mem_get_info=lambda device: (2 * GIB, 8 * GIB)
+        )
+        monkeypatch.setattr(torch, device, backend)
+        expected = {"allocated": 1, "allocated_peak": 3, "reserved": 4, "alloc_retries": 5}
+        if device == "cuda":
+            expected["free"] = 2
+        assert device_stats_monitor.device_memory(torch.device(device, 0)) == expected
+    assert device_stats_monitor.device_memory(torch.device("cpu")) == {}
+
+
+@requires_cuda
+def test_cuda_memory_is_recorded():
+    metrics = fit(DeviceStatsMonitor(), cpu=False)
+    assert metrics["device/allocated_gib"] * GIB >= 512
+    assert metrics["device/free_gib"] > 0

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, GradientNormMonitor
+from tests.numerics.running import on_processes, quiet_trainer
+from trackers import read_metrics
+from trainer import GradScalerKwargs, TrainModule
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 6)))
+        self.head = nn.Linear(6, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return (self.scale * self.head(self.net(x)) - y).square().mean()
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": self.net.parameters(), "name": "body"},
+            {"params": [self.scale, *self.head.parameters()], "lr": 0.05},
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+
+class Two(Net):
+    def configure_optimizers(self):
+        rest = [self.scale, *self.head.parameters()]
+        return [torch.optim.SGD(self.net.parameters(), 0.1), torch.optim.SGD(rest, 0.05)]
+
+
+def loader(samples=22, batch_size=4):
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(samples, n, generator=generator) for n in (4, 1))
+    return DataLoader(TensorDataset(x, y), batch_size=batch_size)
+
+
+class Reference(Callback):
+    """What each update's gradients are, computed from them all."""
+
+    def __init__(self, order):
+        self.order = order
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if optimizer is not trainer.optimizers[-1]:
+            return
+
+        def norm(*prefixes):
+            values = [
+                p.grad.double().flatten()
+                for name, p in module.named_parameters()
+                if name.startswith(prefixes)
+            ]
+            return torch.linalg.vector_norm(torch.cat(values), self.order).item()
+
+        self.norms.append(norm)
+        self.norms[-1] = {
+            "grad_norm": norm(""),
+            "scale": norm("scale"),
+            "net": norm("net"),
+            "net.0": norm("net.0"),
+            "net.1": norm("net.1"),
+            "net.1.1.bias": norm("net.1.1.bias"),
+            "head": norm("head"),
+            "rest": norm("head", "scale"),
+        }
+
+
+def logged(make=Net, *, order=2.0, options=None, **arguments):
+    options = options or {}
+    reference = Reference(order)
+    monitor = GradientNormMonitor(norm_type=order, **arguments)
+    trainer = quiet_trainer(
+        **{"max_epochs": 2, "callbacks": [monitor, reference], "project_dir": "run", **options}
+    )
+    trainer.fit(make(), loader())
+    if not trainer.accelerator.is_main_process:
+        return None
+    found = {
+        r["step"]: {name: r[name] for name in r if name.startswith("grad_norm")}
+        for r in read_metrics(trainer.metrics_path)
+    }
+    return {step: values for step, values in found.items() if values}, reference.norms
+
+
+SETTINGS = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 4},
+    "clipped": {"max_grad_norm": 1e-3, "gradient_accumulation_steps": 2},
+    "fp16": {
+        "mixed_precision": "fp16",
+        "kwargs_handlers": [GradScalerKwargs(init_scale=2.0**12)],
+        "gradient_accumulation_steps": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_norm_is_that_of_the_update_before_clipping(ranks, world, setting):
+    found, expected = on_processes(ranks, world, lambda: logged(options=SETTINGS[setting]))[0]
+    assert list(found) == list(range(1, len(expected) + 1))
+    for step, values in found.items():
+        assert values == {"grad_norm": pytest.approx(expected[step - 1]["grad_norm"], rel=1e-6)}
+
+
+def test_one_process_and_accumulation_see_the_norm_of_the_big_batch():
+    whole, _ = logged(options={"max_epochs": 1, "max_steps": 1, "gradient_accumulation_steps": 6})
+    module = Net()
+    x, y = loader().dataset.tensors
+    module.training_step((x, y), 0).backward()
+    expected = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
+    assert whole[1]["grad_norm"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "parts"),
+    [
+        (Net, {"per": "module"}, {"scale": "scale", "net": "net", "head": "head"}),
+        (
+            Net,
+            {"per": "module", "depth": 2},
+            {"scale": "scale", "net.0": "net.0", "net.1": "net.1", "head": "head"},
+        ),
+        (Net, {"per": "group"}, {"body": "net", "pg2": "rest"}),
+        (Two, {"per": "group"}, {"opt1/pg1": "net", "opt2/pg1": "rest"}),
+    ],
+)
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+def test_the_parts_are_named_and_make_the_whole(make, arguments, parts, order):
+    found, expected = logged(make, order=order, options={"max_epochs": 1}, **arguments)
+    names = {"grad_norm": "grad_norm"} | {f"grad_norm/{k}": v for k, v in parts.items()}
+    for step, values in found.items():
+        norms = expected[step - 1]
+        assert values == {name: pytest.approx(norms[of], rel=1e-6) for name, of in names.items()}
+
+
+def test_every_parameter_by_its_name():
+    found, expected = logged(per="parameter", options={"max_epochs": 1})
+    names = {name for name, _ in Net().named_parameters()}
+    assert found[1].keys() == {"grad_norm"} | {f"grad_norm/{name}" for name in names}
+    value = found[1]["grad_norm/net.1.1.bias"]
+    assert value == pytest.approx(expected[0]["net.1.1.bias"], rel=1e-6)
+
+
+def test_the_total_is_what_clipping_compares():
+    norms = []
+
+    class Comparing(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            copies = [p.grad.clone() for p in module.parameters()]
+            norms.append(torch.nn.utils.get_total_norm(copies).item())
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[GradientNormMonitor(), Comparing()])
+    trainer.fit(Net(), loader())
+    assert [r["grad_norm"] for r in read_metrics(trainer.metrics_path)] == norms
+
+
+def test_nothing_is_computed_where_nothing_is_recorded(monkeypatch):
+    computed = []
+    real = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda *a, **k: computed.append(1) or real(*a, **k))
+    found, _ = logged(options={"max_epochs": 2, "log_every": 5})
+    assert list(found) == [5, 10]
+    assert len(computed) == 2
+
+
+def test_frozen_parameters_are_passed_over():
+    class Frozen(Net):
+        def __init__(self):
+            super().__init__()
+            self.net.requires_grad_(False)
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=GradientNormMonitor("module"))
+    trainer.fit(Frozen(), loader())
+    records = read_metrics(trainer.metrics_path)
+    assert all("grad_norm/net" not in r and "grad_norm/head" in r for r in records)
+
+
+def test_values_are_read_from_the_device_by_nobody(monkeypatch):
+    """On an accelerator `item` and the like wait for it."""
+
+    def refuse(*_):
+        raise AssertionError("a value was read")
+
+    class Guard(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            with pytest.MonkeyPatch.context() as patch:
+                for name in ("item", "tolist", "__bool__", "__float__", "cpu", "numpy"):
+                    patch.setattr(torch.Tensor, name, refuse)
+                monitor.on_before_optimizer_step(trainer, module, optimizer)
+
+    monitor = GradientNormMonitor("module")
+    trainer = quiet_trainer(max_epochs=1, callbacks=Guard())
+    trainer.fit(Net(), loader())
+    assert all("grad_norm/net" in record for record in read_metrics(trainer.metrics_path))
+
+
+def test_manual_optimisation_is_refused():
+    class Manual(Net):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"manual optimisation.*clip_gradients"):
+        quiet_trainer(max_epochs=1, callbacks=GradientNormMonitor()).fit(Manual(), loader())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"per": "layer"}, "per is 'layer'"),
+        ({"depth": 0}, "depth is 0"),
+        ({"depth": True}, "depth is True"),
+        ({"norm_type": 0}, "norm_type is 0"),
+        ({"norm_type": "nan"}, "norm_type is 'nan'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        GradientNormMonitor(**arguments)

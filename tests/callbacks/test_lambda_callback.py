@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, LambdaCallback
+from callbacks.lambda_callback import HOOKS
+from tests.numerics.running import quiet_trainer
+from trainer import TrainModule
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", self.layer(batch[0]).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(samples=6):
+    values = torch.arange(2.0 * samples).reshape(samples, 2) / 10
+    return DataLoader(TensorDataset(values), batch_size=2)
+
+
+class Listing(Callback):
+    """A class with every hook, which lists its calls."""
+
+    def __init__(self):
+        self.calls = []
+        for name in HOOKS:
+            setattr(self, name, self.lister(name, self.calls))
+
+    @staticmethod
+    def lister(name, calls):
+        return lambda *arguments: calls.append((name, len(arguments), type(arguments[0]).__name__))
+
+
+def test_every_hook_is_called_as_that_of_a_class():
+    listing, calls = Listing(), []
+    functions = LambdaCallback(**{name: Listing.lister(name, calls) for name in HOOKS})
+    trainer = quiet_trainer(max_epochs=2, callbacks=[functions, listing], num_sanity_val_steps=1)
+    trainer.fit(Line(), loader(), loader())
+    trainer.save_checkpoint("saved")
+    trainer.predict(Line(), loader())
+    assert calls == listing.calls
+    names = {name for name, _, _ in calls}
+    assert {"setup", "on_boundary", "on_save_checkpoint", "on_predict_end", "teardown"} <= names
+
+
+def test_hooks_are_those_that_take_the_trainer():
+    state = {"state_dict", "load_state_dict"}
+    public = {n for n, m in vars(Callback).items() if inspect.isfunction(m) and n[0] != "_"}
+    assert set(HOOKS) == public - state
+
+
+def test_an_error_reaches_on_exception():
+    def fail(trainer, module):
+        raise ZeroDivisionError("here")
+
+    told = []
+    callback = LambdaCallback(
+        on_train_end=fail, on_exception=lambda trainer, module, error: told.append(str(error))
+    )
+    with pytest.raises(ZeroDivisionError, match="here"):
+        quiet_trainer(max_epochs=1, callbacks=callback).fit(Line(), loader())
+    assert told == ["here"]
+
+
+def test_several_may_be_given_and_a_run_with_them_goes_on():
+    steps = []
+    count = LambdaCallback(on_boundary=lambda trainer, module: steps.append(trainer.global_step))
+    again = LambdaCallback(on_boundary=lambda trainer, module: steps.append(-trainer.global_step))
+    options = {"callbacks": [count, again], "checkpointing": True}
+    quiet_trainer(max_epochs=1, **options).fit(Line(), loader(4))
+    quiet_trainer(max_epochs=2, **options).fit(Line(), loader(4), ckpt_path="auto")
+    assert steps == [1, -1, 2, -2, 3, -3, 4, -4]
+
+
+@pytest.mark.parametrize(
+    ("hooks", "error", "text"),
+    [
+        ({}, ValueError, "no hook, for example"),
+        ({"on_train_epoch_ends": print}, ValueError, "Did you mean 'on_train_epoch_end'"),
+        ({"state_dict": dict}, ValueError, "no hook 'state_dict'"),
+        ({"on_train_end": 3}, TypeError, r"on_train_end is 3 .* trainer, module\."),
+        (
+            {"on_before_backward": None},
+            TypeError,
+            r"None of type NoneType.*trainer, module, loss\.",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(hooks, error, text):
+    with pytest.raises(error, match=text):
+        LambdaCallback(**hooks)

@@ -1,0 +1,161 @@
+import logging
+import os
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, MemorySnapshot
+from tests.helpers.requires import requires_cuda
+from trainer import Accelerator, Trainer, TrainModule
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(*callbacks, cpu=True, **options):
+    options = {"max_epochs": 1, "project_dir": "run"} | options
+    trainer = Trainer(
+        cpu=cpu, progress_bar=False, checkpointing=False, callbacks=list(callbacks), **options
+    )
+    trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=1))
+
+
+def test_without_cuda_the_log_says_that_nothing_is_recorded(caplog):
+    snapshot = MemorySnapshot()
+    with caplog.at_level(logging.WARNING):
+        fit(snapshot)
+    assert "this run is on cpu" in caplog.text
+    assert snapshot.snapshots == []
+    assert not os.path.exists("run/memory")
+
+
+class Allocator:
+    """Stands for CUDA's, on a machine without."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        self.step = 0
+        monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", self.record)
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", self.dump)
+
+    def record(self, enabled="all", max_entries=None):
+        self.calls.append((self.step, "on" if enabled else "off"))
+        assert enabled is None or max_entries == 100_000
+
+    def dump(self, filename):
+        assert self.calls[-1][1] == "on"
+        self.calls.append((self.step, "dump"))
+        with open(filename, "w") as file:
+            file.write("snapshot")
+
+
+class OnCuda(Callback):
+    """Lets the callbacks after it believe that the run is on a CUDA device."""
+
+    def __init__(self, allocator, error=None, at=0):
+        self.allocator, self.error, self.at = allocator, error, at
+
+    def on_train_start(self, trainer, module):
+        self.own = Accelerator.device
+        Accelerator.device = property(lambda self: torch.device("cuda", 0))
+
+    def on_train_epoch_start(self, trainer, module):
+        Accelerator.device = self.own
+
+    def on_train_step_start(self, trainer, module):
+        self.allocator.step = trainer.global_step
+        if self.error is not None and trainer.global_step == self.at:
+            raise self.error
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    monkeypatch.setattr(Accelerator, "device", Accelerator.device)  # is put back afterwards
+    return Allocator(monkeypatch)
+
+
+def files():
+    return sorted(os.listdir("run/memory")) if os.path.exists("run/memory") else []
+
+
+@pytest.mark.parametrize(("skip", "steps"), [(1, 3), (0, 1), (2, 4)])
+def test_the_history_of_a_few_updates_is_written(allocator, skip, steps):
+    snapshot = MemorySnapshot(skip_steps=skip, steps=steps)
+    fit(OnCuda(allocator), snapshot)
+    first, last = max(skip - 1, 0), skip + steps - 1  # the step is noted when an update begins
+    assert allocator.calls == [(first, "on"), (last, "dump"), (last, "off")]
+    assert files() == [f"memory-step-{skip + steps:08d}-rank-00000.pickle"]
+    assert [path.name for path in snapshot.snapshots] == files()
+
+
+def test_a_run_that_ends_before_writes_what_there_is(allocator):
+    fit(OnCuda(allocator), MemorySnapshot(skip_steps=5, steps=30))
+    assert [what for _, what in allocator.calls] == ["on", "dump", "off"]
+    assert files() == ["memory-step-00000008-rank-00000.pickle"]
+    allocator.calls.clear()
+    fit(OnCuda(allocator), MemorySnapshot(skip_steps=8, steps=1), project_dir="second")
+    assert [what for _, what in allocator.calls] == ["on", "off"]
+
+
+OOM = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"), [(OOM, ["on", "dump", "off"]), (KeyError("other"), ["on", "off"])]
+)
+@pytest.mark.parametrize("steps", [None, 5])
+def test_where_memory_runs_out_it_is_written_and_nothing_is_left_on(allocator, error, calls, steps):
+    with pytest.raises(type(error)):
+        fit(OnCuda(allocator, error, at=4), MemorySnapshot(steps=steps))
+    assert [what for _, what in allocator.calls] == calls
+    assert files() == (["memory-step-00000004-rank-00000-oom.pickle"] if error is OOM else [])
+
+
+def test_without_an_end_it_is_written_only_if_memory_runs_out(allocator):
+    fit(OnCuda(allocator), MemorySnapshot(steps=None))
+    assert [what for _, what in allocator.calls] == ["on", "off"]
+    assert files() == []
+
+
+def test_an_error_before_or_after_the_recording_writes_nothing(allocator):
+    for at in (0, 6):
+        with pytest.raises(torch.OutOfMemoryError):
+            fit(
+                OnCuda(allocator, OOM, at=at),
+                MemorySnapshot(skip_steps=1, steps=2),
+                project_dir=f"run{at}",
+            )
+    assert [what for _, what in allocator.calls] == ["on", "dump", "off"]
+    assert os.listdir("run6/memory") == ["memory-step-00000003-rank-00000.pickle"]
+
+
+def test_a_trial_records_nothing(allocator):
+    fit(OnCuda(allocator), MemorySnapshot(skip_steps=0, steps=1), fast_dev_run=3, max_epochs=None)
+    assert allocator.calls == []
+
+
+@requires_cuda
+def test_a_real_history_is_written():
+    snapshot = MemorySnapshot()
+    fit(snapshot, cpu=False)
+    (file,) = snapshot.snapshots
+    assert file.stat().st_size > 100
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"skip_steps": -1}, {"steps": 0}, {"steps": 1.5}, {"max_entries": 0}]
+)
+def test_wrong_arguments(arguments):
+    (name,) = arguments
+    with pytest.raises(ValueError, match=name):
+        MemorySnapshot(**arguments)

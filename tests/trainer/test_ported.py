@@ -1,0 +1,734 @@
+"""What code written for Lightning brings along is called, translated, or refused with a hint."""
+
+import inspect
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer.ported as ported
+from callbacks import Callback
+from trackers import GeneralTracker, read_metrics
+from trainer import DataModule, Trainer, TrainModule
+
+
+def words(text):
+    return text.split()
+
+
+# Every hook of Lightning 1.5 to 2.5, by who has it.
+MODULE_HOOKS = words("""
+    on_fit_start on_fit_end on_train_start on_train_end on_validation_start on_validation_end
+    on_test_start on_test_end on_predict_start on_predict_end on_train_batch_start
+    on_train_batch_end on_validation_batch_start on_validation_batch_end on_test_batch_start
+    on_test_batch_end on_predict_batch_start on_predict_batch_end on_validation_model_zero_grad
+    on_validation_model_eval on_validation_model_train on_test_model_eval on_test_model_train
+    on_predict_model_eval on_predict_model_train on_train_epoch_start on_train_epoch_end
+    on_validation_epoch_start on_validation_epoch_end on_test_epoch_start on_test_epoch_end
+    on_predict_epoch_start on_predict_epoch_end on_before_zero_grad on_before_backward
+    on_after_backward on_before_optimizer_step configure_sharded_model configure_model prepare_data
+    setup teardown train_dataloader val_dataloader test_dataloader predict_dataloader
+    transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer on_load_checkpoint
+    on_save_checkpoint training_step validation_step test_step predict_step training_step_end
+    validation_step_end test_step_end training_epoch_end validation_epoch_end test_epoch_end
+    configure_callbacks configure_optimizers configure_gradient_clipping backward optimizer_step
+    optimizer_zero_grad lr_scheduler_step tbptt_split_batch log_grad_norm on_epoch_start
+    on_epoch_end on_pretrain_routine_start on_pretrain_routine_end on_train_dataloader
+    on_val_dataloader on_test_dataloader on_predict_dataloader on_post_move_to_device on_hpc_save
+    on_hpc_load
+""")
+CALLBACK_HOOKS = words("""
+    setup teardown on_fit_start on_fit_end on_sanity_check_start on_sanity_check_end
+    on_train_batch_start on_train_batch_end on_train_epoch_start on_train_epoch_end
+    on_validation_epoch_start on_validation_epoch_end on_test_epoch_start on_test_epoch_end
+    on_predict_epoch_start on_predict_epoch_end on_validation_batch_start on_validation_batch_end
+    on_test_batch_start on_test_batch_end on_predict_batch_start on_predict_batch_end on_train_start
+    on_train_end on_validation_start on_validation_end on_test_start on_test_end on_predict_start
+    on_predict_end on_exception state_dict load_state_dict on_save_checkpoint on_load_checkpoint
+    on_before_backward on_after_backward on_before_optimizer_step on_before_zero_grad
+    on_configure_sharded_model on_before_accelerator_backend_setup on_init_start on_init_end
+    on_epoch_start on_epoch_end on_batch_start on_batch_end on_pretrain_routine_start
+    on_pretrain_routine_end on_keyboard_interrupt
+""")
+DATA_HOOKS = words("""
+    prepare_data setup teardown train_dataloader val_dataloader test_dataloader predict_dataloader
+    transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer state_dict
+    load_state_dict on_exception
+""")
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch[0]).mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(samples=4):
+    return DataLoader(TensorDataset(torch.arange(2.0 * samples).reshape(samples, 2)), batch_size=2)
+
+
+def make(**arguments):
+    arguments = {"max_epochs": 1, "num_sanity_val_steps": 0, "checkpointing": False} | arguments
+    return Trainer(progress_bar=False, project_dir="run", **arguments)
+
+
+def with_method(base, name, method):
+    """An instance of a class with one method more."""
+    return type("Ported", (base,), {name: method})()
+
+
+def nothing(self, *args, **kwargs):
+    """A hook."""
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def known_and_refused(base, refused):
+    known = {name for name in dir(base) if not name.startswith("_")}
+    assert not known & set(refused), "a hook is called and refused"
+    return known | set(refused)
+
+
+def test_every_hook_of_lightning_is_called_or_refused():
+    assert set(MODULE_HOOKS) <= known_and_refused(TrainModule, ported._MODULE)
+    assert set(CALLBACK_HOOKS) <= known_and_refused(Callback, ported._CALLBACK)
+    assert set(DATA_HOOKS) <= known_and_refused(DataModule, ported._EVERYWHERE)
+
+
+def test_hooks_that_both_have_are_called_with_the_same_arguments():
+    """Those of Lightning 2, written out: a ported method must not be called with fewer."""
+    signatures = {
+        "on_train_batch_start": "batch batch_idx",
+        "on_train_batch_end": "outputs batch batch_idx",
+        "on_validation_batch_start": "batch batch_idx dataloader_idx",
+        "on_validation_batch_end": "outputs batch batch_idx dataloader_idx",
+        "on_test_batch_start": "batch batch_idx dataloader_idx",
+        "on_test_batch_end": "outputs batch batch_idx dataloader_idx",
+        "on_predict_batch_start": "batch batch_idx dataloader_idx",
+        "on_predict_batch_end": "outputs batch batch_idx dataloader_idx",
+        "on_before_zero_grad": "optimizer",
+        "on_before_backward": "loss",
+        "on_before_optimizer_step": "optimizer",
+    }
+    for name in (name for name in MODULE_HOOKS if name.startswith("on_")):
+        if name not in ported._MODULE and "transfer" not in name and "checkpoint" not in name:
+            takes = list(inspect.signature(getattr(TrainModule, name)).parameters)[1:]
+            assert takes == signatures.get(name, "").split(), name
+    for name in (name for name in CALLBACK_HOOKS if name in signatures):
+        takes = list(inspect.signature(getattr(Callback, name)).parameters)[3:]
+        assert takes == signatures[name].split(), name
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_refused_hook_is_named_before_anything_runs(stage):
+    called = []
+
+    class Old(Net):
+        def prepare_data(self):
+            called.append("prepare_data")
+
+        def validation_epoch_end(self, outputs):
+            pass
+
+    with pytest.raises(TypeError, match=r"Old defines validation_epoch_end.*never called.*on_val"):
+        getattr(make(), stage)(Old(), loader())
+    assert called == []
+
+
+@pytest.mark.parametrize("name", sorted(ported._MODULE))
+def test_each_hook_of_a_module_that_is_refused(name):
+    with pytest.raises(TypeError, match=f"Ported defines {name}, .*: {ported._MODULE[name][:8]}"):
+        make().fit(with_method(Net, name, nothing), loader())
+
+
+@pytest.mark.parametrize("name", sorted(ported._CALLBACK))
+def test_each_hook_of_a_callback_that_is_refused(name):
+    callback = with_method(Callback, name, nothing)
+    with pytest.raises(TypeError, match=f"Ported defines {name}, which is never called here: use"):
+        make(callbacks=[callback]).fit(Net(), loader())
+
+
+def test_a_datamodule_and_an_instance_may_have_refused_hooks_too():
+    data = with_method(DataModule, "on_epoch_end", nothing)
+    with pytest.raises(TypeError, match="Ported defines on_epoch_end"):
+        make().fit(Net(), datamodule=data)
+    module = Net()
+    module.optimizer_step = lambda *args: None
+    with pytest.raises(TypeError, match="Net defines optimizer_step"):
+        make().fit(module, loader())
+
+
+def test_what_a_refused_hook_recommends_exists():
+    import callbacks
+    import trainer
+
+    places = (TrainModule, Callback, DataModule, callbacks, trainer)
+    known = {name for place in places for name in dir(place)}
+    known |= {*inspect.signature(Trainer).parameters, "set_to_none", "dataloader_idx"}
+    for hints in (ported._MODULE, ported._CALLBACK, ported._TRAINER_ATTRIBUTES):
+        for name, hint in hints.items():
+            for word in hint.replace("(", " ").replace(",", " ").replace(";", " ").split():
+                if word.startswith(("on_", "self.", "configure_", "trainer.")):
+                    found = word.strip(".:").removeprefix("self.").removeprefix("trainer.")
+                    assert found in known or hasattr(Trainer, found) or found in vars(make()), (
+                        name,
+                        word,
+                    )
+
+
+def test_a_layer_with_the_name_of_a_refused_hook_is_no_hook():
+    module = Net()
+    module.backward = torch.nn.Linear(2, 1)
+    trainer = make()
+    trainer.fit(module, loader())
+    assert trainer.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("on_before_optimizer_step", lambda self, optimizer, optimizer_idx: None),
+        ("on_predict_epoch_end", lambda self, results: None),
+        ("on_train_batch_end", lambda self, outputs: None),
+        ("on_train_start", lambda self, trainer: None),
+    ],
+)
+def test_a_hook_with_other_arguments_is_refused_before_anything_runs(name, method):
+    module = with_method(Net, name, method)
+    with pytest.raises(TypeError, match=rf"Ported\.{name}.*other arguments.*def {name}\(self"):
+        make().predict(module, loader())
+    with pytest.raises(RuntimeError, match="no trainer"):
+        module.trainer
+
+
+def test_hooks_that_insist_on_a_loaders_number_get_0_with_one():
+    seen = []
+
+    class Old(Net):
+        def on_validation_batch_start(self, batch, batch_idx, dataloader_idx):
+            seen.append(("start", batch_idx, dataloader_idx))
+
+    class Listener(Callback):
+        def on_validation_batch_end(
+            self, trainer, module, outputs, batch, batch_idx, dataloader_idx
+        ):
+            seen.append(("end", batch_idx, dataloader_idx))
+
+    make(callbacks=[Listener()]).validate(Old(), loader())
+    assert seen == [("start", 0, 0), ("end", 0, 0), ("start", 1, 0), ("end", 1, 0)]
+
+
+def test_ending_the_epoch_by_an_answer_is_refused():
+    class Old(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 1 else None
+
+    trainer = make()
+    with pytest.raises(ValueError, match=r"Old\.on_train_batch_start returned -1.*limit_train"):
+        trainer.fit(Old(), loader())
+    assert trainer.global_step == 1
+
+    class Listener(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            return -1
+
+    with pytest.raises(ValueError, match=r"Listener\.on_train_batch_start returned -1"):
+        make(callbacks=[Listener()]).fit(Net(), loader())
+
+
+# -- steps -----------------------------------------------------------------------------------------
+
+
+def test_steps_may_leave_out_the_number_of_the_batch():
+    seen = []
+
+    class Short(Net):
+        def training_step(self, batch):
+            seen.append("training")
+            return super().training_step(batch, 0)
+
+        def validation_step(self, batch, dataloader_idx=0):
+            seen.append(("validation", dataloader_idx))
+
+        def predict_step(self, batch, **options):
+            return len(batch[0])
+
+    module = Short()
+    make().fit(module, loader(2), [loader(2), loader(2)])
+    assert seen == ["training", ("validation", 0), ("validation", 1)]
+    assert make().predict(module, loader()) == [2, 2]
+    assert make().predict(module, [loader(), loader(2)]) == [[2, 2], [2]]
+    assert not {name for name in vars(module) if name.endswith("_step")}
+
+
+def test_the_number_of_the_loader_must_fit_their_number():
+    class Insists(Net):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            pass
+
+    with pytest.raises(TypeError, match=r"validation_step.*does not fit 1 loader:.*=0\)"):
+        make().validate(Insists(), loader())
+    with pytest.raises(TypeError, match=r"does not fit 1 loader"):
+        make().fit(Insists(), loader(), loader())
+    with pytest.raises(TypeError, match=r"does not fit 2 loaders:.*dataloader_idx=0\)"):
+        make().test(Net(), [loader(), loader()])
+    make().validate(Insists(), [loader(), loader()])
+
+
+def test_the_module_is_called_on_the_batches_of_several_loaders():
+    class Doubled(TrainModule):
+        def forward(self, batch):
+            return batch[0].sum() * 2
+
+    assert make().predict(Doubled(), [loader(2), loader(2)]) == [[12.0], [12.0]]
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"), [("optimizer_idx", "optimizers"), ("hiddens", "sequence")]
+)
+def test_a_step_with_arguments_of_old_is_refused(argument, hint):
+    scope: dict = {}
+    exec(f"def training_step(self, batch, batch_idx, {argument}): pass", scope)
+    module = with_method(Net, "training_step", scope["training_step"])
+    with pytest.raises(TypeError, match=rf"takes {argument}.*{hint}"):
+        make().fit(module, loader())
+
+
+# -- log -------------------------------------------------------------------------------------------
+
+
+class Logging(Net):
+    def __init__(self, **arguments):
+        super().__init__()
+        self.arguments = arguments
+
+    def training_step(self, batch, batch_idx):
+        self.log("value", float(batch_idx + 1), on_step=False, on_epoch=True, **self.arguments)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ({"sync_dist": True}, 1.5),
+        ({"sync_dist": False, "rank_zero_only": False, "enable_graph": False}, 1.5),
+        ({"sync_dist_group": None, "metric_attribute": "metric", "logger": None}, 1.5),
+        ({"reduce_fx": "mean"}, 1.5),
+        ({"reduce_fx": torch.mean}, 1.5),
+        ({"reduce_fx": "max"}, 2.0),
+        ({"reduce_fx": torch.max}, 2.0),
+        ({"reduce_fx": min}, 1.0),
+        ({"reduce_fx": sum}, 3.0),
+        ({"reduce_fx": torch.sum, "prog_bar": True}, 3.0),
+    ],
+)
+def test_arguments_of_log_that_mean_the_same(arguments, value):
+    trainer = make()
+    trainer.fit(Logging(**arguments), loader())
+    assert trainer.callback_metrics["value"] == value
+    assert trainer.logged_metrics == trainer.callback_metrics
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "part"),
+    [
+        ({"rank_zero_only": True}, ValueError, "Call log on all of them"),
+        ({"enable_graph": True}, ValueError, "detached"),
+        ({"sync_dist_group": "some"}, ValueError, "over all processes"),
+        ({"reduce_fx": torch.median}, ValueError, "'mean', 'sum'"),
+        ({"reduce_fx": "median"}, ValueError, "one of 'max'"),
+        ({"on_epochs": True}, TypeError, "Did you mean 'on_epoch'"),
+    ],
+)
+def test_arguments_of_log_that_cannot_be_kept(arguments, kind, part):
+    with pytest.raises(kind, match=part):
+        make().fit(Logging(**arguments), loader())
+
+
+def test_the_progress_bar_may_be_said_by_position():
+    class Positional(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("one", 1.0, True)
+            self.log_dict({"two": 2.0}, True, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(trainer.progress_bar_metrics)
+
+    make(callbacks=[Watch()]).fit(Positional(), loader(2))
+    assert seen == [{"one": 1.0, "two": 2.0}]
+
+
+class Memory(GeneralTracker):
+    name = "memory"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.configuration = values
+
+    def log(self, values, step, **kwargs):
+        self.told.append(values)
+
+
+def test_what_is_kept_from_the_loggers_is_in_the_local_record():
+    class Private(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("hidden", 1.0, on_step=True, on_epoch=True, logger=False)
+            if batch_idx:
+                self.log("shown", 2.0, logger=True)
+            return super().training_step(batch, batch_idx)
+
+    memory = Memory()
+    trainer = make(log_with=memory, log_every=1)
+    trainer.fit(Private(), loader())
+    assert memory.told == [{"shown": 2.0}]
+    names = {name for record in read_metrics(trainer.metrics_path) for name in record}
+    assert {"hidden_step", "hidden_epoch", "shown"} <= names
+    assert trainer.callback_metrics["hidden_epoch"] == 1.0
+
+
+def test_the_number_of_the_loader_may_be_left_out_of_a_name():
+    class Several(Net):
+        same = False
+
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            name = "same" if self.same else f"of {dataloader_idx}"
+            self.log(name, float(batch_idx), add_dataloader_idx=False, prog_bar=True)
+            self.log("usual", 1.0)
+
+    module, trainer = Several(), make()
+    trainer.validate(module, [loader(), loader(2)])
+    assert trainer.callback_metrics == {
+        "of 0": 0.5,
+        "of 1": 0.0,
+        "usual/dataloader_idx_0": 1.0,
+        "usual/dataloader_idx_1": 1.0,
+    }
+    module.same = True
+    with pytest.raises(ValueError, match=r"Several loaders logged 'same'.*name of its own"):
+        make().validate(module, [loader(), loader(2)])
+
+
+def log_under_own_names():
+    class Several(Net):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.log(f"of {dataloader_idx}", 1.0 + batch_idx, add_dataloader_idx=False)
+
+    trainer = make(cpu=True)
+    trainer.validate(Several(), [loader(8), loader(2)])
+    return trainer.callback_metrics
+
+
+def test_a_process_without_a_batch_of_a_loader_owes_none_of_its_names(ranks2):
+    assert ranks2(log_under_own_names) == [{"of 0": 1.5, "of 1": 1.0}] * 2
+
+
+# -- manual optimisation ---------------------------------------------------------------------------
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Linear(2, 1)
+
+    def configure_optimizers(self):
+        return [
+            torch.optim.SGD(self.layer.parameters(), lr=0.1),
+            torch.optim.SGD(self.other.parameters(), lr=0.1),
+        ]
+
+
+def test_toggling_lets_one_optimizers_parameters_alone_require_gradients():
+    seen = []
+
+    class Toggling(Manual):
+        def training_step(self, batch, batch_idx):
+            self.layer.bias.requires_grad_(False)
+            first, second = self.optimizers(use_pl_optimizer=True)
+            for optimizer in (first, second):
+                self.toggle_optimizer(optimizer)
+                seen.append([name for name, p in self.named_parameters() if p.requires_grad])
+                self.manual_backward((self.layer(batch[0]) * self.other(batch[0])).mean())
+                seen.append([name for name, p in self.named_parameters() if p.grad is not None])
+                optimizer.zero_grad()
+                self.untoggle_optimizer(optimizer)
+            first.step()
+            seen.append([name for name, p in self.named_parameters() if p.requires_grad])
+
+    make().fit(Toggling(), loader(2))
+    other = ["other.weight", "other.bias"]
+    assert seen == [
+        ["layer.weight"],
+        ["layer.weight"],
+        other,
+        other,
+        ["layer.weight", *other],
+    ]
+
+
+def test_toggling_twice_is_refused():
+    class Twice(Manual):
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                self.toggle_optimizer(optimizer)
+
+    with pytest.raises(RuntimeError, match="without untoggle_optimizer"):
+        make().fit(Twice(), loader())
+
+
+def test_manual_backward_passes_on_what_backward_takes():
+    gradients = []
+
+    class Twice(Manual):
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            loss = self.layer(batch[0]).square()
+            weights = torch.ones_like(loss)
+            self.manual_backward(loss, weights, retain_graph=True)
+            once = self.layer.weight.grad.clone()
+            self.manual_backward(loss, gradient=weights, inputs=[self.layer.weight])
+            gradients.append((once, self.layer.weight.grad.clone()))
+            first.step()
+            first.zero_grad()
+
+    make().fit(Twice(), loader(2))
+    ((once, twice),) = gradients
+    assert once.any()
+    torch.testing.assert_close(twice, 2 * once)
+
+
+def test_bare_optimizers_are_refused():
+    class Bare(Manual):
+        def training_step(self, batch, batch_idx):
+            self.optimizers(use_pl_optimizer=False)
+
+    with pytest.raises(ValueError, match="neither counted nor averaged"):
+        make().fit(Bare(), loader())
+
+
+def clipped(**arguments):
+    """The gradients after `clip_gradients`, which were 3 and 4 before."""
+    seen = []
+
+    class Clips(Manual):
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            self.manual_backward((self.layer.weight * torch.tensor([3.0, 4.0])).sum())
+            norm = self.clip_gradients(first, **arguments)
+            seen.append((norm, self.layer.weight.grad.flatten()))
+            first.step()
+
+    make().fit(Clips(), loader(2))
+    return seen[0]
+
+
+def test_gradients_are_clipped_as_lightnings_arguments_say():
+    for arguments in ({}, {"gradient_clip_algorithm": "norm"}):
+        norm, gradients = clipped(gradient_clip_val=1.0, **arguments)
+        assert norm == 5.0
+        torch.testing.assert_close(gradients, torch.tensor([0.6, 0.8]), rtol=1e-4, atol=0)
+    norm, gradients = clipped(gradient_clip_val=3.5, gradient_clip_algorithm="value")
+    assert norm is None
+    assert gradients.tolist() == [3.0, 3.5]
+    with pytest.raises(ValueError, match="gradient_clip_algorithm is 'norms'"):
+        clipped(gradient_clip_val=1.0, gradient_clip_algorithm="norms")
+    with pytest.raises(ValueError, match="give one of them"):
+        clipped(gradient_clip_val=1.0, max_grad_norm=1.0)
+
+
+def test_optimizers_of_automatic_optimisation_all_step_and_share_no_parameter():
+    class Both(Manual):
+        automatic_optimization = True
+
+        def training_step(self, batch, batch_idx):
+            return (self.layer(batch[0]) + self.other(batch[0])).square().mean()
+
+    module = Both()
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    trainer = make()
+    trainer.fit(module, loader(2))
+    assert trainer.global_step == 1
+    assert not any(torch.equal(before[name], p) for name, p in module.named_parameters())
+
+    class Shared(Both):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), lr=0.1), super().configure_optimizers()[1]]
+
+    with pytest.raises(ValueError, match=r"number 0 and 1.*'other\.weight'.*automatic_opt"):
+        make().fit(Shared(), loader(2))
+
+
+# -- what else a body calls ------------------------------------------------------------------------
+
+
+def test_freezing_a_module():
+    module = Net()
+    module.freeze()
+    assert not module.training
+    assert not any(p.requires_grad for p in module.parameters())
+    module.unfreeze()
+    assert module.training
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_attributes_of_the_run_and_outside_it(capsys):
+    module = Net()
+    assert (module.global_rank, module.local_rank) == (0, 0)
+    module.print("outside", "a run")
+    seen = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer, module):
+            seen.append((trainer.is_global_zero, trainer.global_rank, trainer.local_rank))
+            seen.append((trainer.world_size, trainer.datamodule, trainer.training))
+            module.print("inside")
+            tensor = torch.ones(2)
+            seen.append(module.all_gather(tensor) is tensor)
+
+    make(callbacks=[Watch()]).fit(module, loader(2))
+    assert seen == [(True, 0, 0), (1, None, True), True]
+    assert capsys.readouterr().out.splitlines() == ["outside a run", "inside"]
+
+
+def gather_all():
+    seen = []
+
+    class Watch(Callback):
+        def on_train_start(self, trainer, module):
+            rank = module.global_rank
+            seen.append((rank, module.local_rank, trainer.is_global_zero, trainer.world_size))
+            gathered = module.all_gather({"a": torch.full((2,), float(rank)), "b": rank})
+            seen.append((gathered["a"].tolist(), gathered["b"].tolist()))
+            module.print("once")
+
+    make(cpu=True, callbacks=[Watch()]).fit(Net(), loader())
+    return seen
+
+
+def test_tensors_of_all_processes_are_stacked(ranks2):
+    first, second = ranks2(gather_all)
+    assert first[0] == (0, 0, True, 2)
+    assert second[0] == (1, 1, False, 2)
+    assert first[1] == second[1] == ([[0.0, 0.0], [1.0, 1.0]], [0, 1])
+
+
+@pytest.mark.parametrize("arguments", [{"group": "some"}, {"sync_grads": True}])
+def test_gathering_what_is_not_done_is_refused(arguments):
+    with pytest.raises(ValueError, match="all_gather was called with"):
+        Net().all_gather(torch.ones(1), **arguments)
+
+
+@pytest.mark.parametrize("name", ["logger", "loggers"])
+def test_loggers_are_refused_with_what_to_use(name):
+    module = Net()
+    with pytest.raises(RuntimeError, match=rf"Net has no {name}: trackers run.*log_with"):
+        getattr(module, name)
+    with pytest.raises(AttributeError, match=rf"Trainer has no attribute '{name}': trackers"):
+        getattr(make(), name)
+    setattr(module, name, mine := logging.getLogger("mine"))
+    assert getattr(module, name) is mine
+
+
+def test_attributes_that_a_trainer_does_not_have_are_hinted_at():
+    trainer = make()
+    with pytest.raises(AttributeError, match=r"'log_dir': use trainer\.logs_dir"):
+        trainer.log_dir
+    with pytest.raises(AttributeError, match=r"no attribute 'anything'\.$"):
+        trainer.anything
+    assert not hasattr(trainer, "num_nodes")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "instead"),
+    [
+        ("gpus", 1, "torchrun"),
+        ("devices", 2, "torchrun"),
+        ("precision", 16, "mixed_precision"),
+        ("accumulate_grad_batches", 2, "gradient_accumulation_steps"),
+        ("gradient_clip_val", 1.0, "max_grad_norm"),
+        ("logger", True, "log_with"),
+        ("check_val_every_n_epoch", 2, "val_every='2 epochs'"),
+        ("max_epoch", 2, "Did you mean 'max_epochs'"),
+    ],
+)
+def test_arguments_that_a_trainer_does_not_have_are_hinted_at(argument, value, instead):
+    with pytest.raises(TypeError, match=f"{argument}.*{instead}"):
+        Trainer(**{argument: value})
+
+
+def test_a_trainer_is_training_in_a_fit_but_not_in_its_validations():
+    seen = {}
+
+    class Watch(Callback):
+        def setup(self, trainer, module, stage):
+            seen["setup"] = trainer.training
+
+        def on_validation_start(self, trainer, module):
+            seen["validation"] = trainer.training
+
+        def on_boundary(self, trainer, module):
+            seen["boundary"] = trainer.training
+
+    trainer = make(callbacks=[Watch()])
+    trainer.fit(Net(), loader(2), loader(2))
+    assert seen == {"setup": False, "validation": False, "boundary": True}
+    assert not trainer.training
+
+
+def test_a_schedule_may_have_the_keys_of_lightnings_example():
+    class Scheduled(Net):
+        strict = True
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
+                    "interval": "epoch",
+                    "frequency": 1,
+                    "monitor": "val",
+                    "strict": self.strict,
+                    "name": None,
+                    "reduce_on_plateau": True,
+                },
+            }
+
+    module, trainer = Scheduled(), make()
+    trainer.fit(module, loader(), loader())
+    assert trainer.schedulers[0].scheduler.last_epoch == 1
+    module.strict = False
+    with pytest.raises(ValueError, match="'strict': False"):
+        make().fit(module, loader(), loader())
+
+
+def test_a_flag_with_the_name_of_a_refused_hook_is_no_hook():
+    module = Net()
+    module.log_grad_norm = True
+    make().validate(module, loader())

@@ -1,0 +1,1263 @@
+"""The Tuner finds what it should, and leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from callbacks import Callback, ModelCheckpoint
+from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
+from trainer import Trainer, TrainModule, Tuner
+from trainer.rng import rng_state
+from trainer.tuning import LearningRateTest
+
+
+def data(samples: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(samples, 3, generator=generator), torch.randn(samples, 1, generator=generator)
+    )
+
+
+class Line(TrainModule):
+    def __init__(self, lr: float = 0.1):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = torch.nn.Linear(3, 1)
+        self.lr = lr
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x), y)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def find(module: TrainModule | None = None, loader: Any = None, trainer: Any = None, **kwargs: Any):
+    trainer = trainer or quiet_trainer(max_epochs=1)
+    loader = DataLoader(data(), batch_size=4) if loader is None else loader
+    return Tuner(trainer).lr_find(module or Line(), loader, **kwargs)
+
+
+# -- no trace ------------------------------------------------------------------------------------
+
+
+class Everything(TrainModule):
+    """Randomness, buffers, states of its own, a schedule: whatever a trial could leave behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.3)
+        )
+        self.head = None
+        self.batch_size = 2
+        self.history: list[int] = []
+        self.register_buffer("seen", torch.zeros(1), persistent=False)
+
+    def configure_model(self):
+        assert self.head is None
+        self.head = torch.nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.history.append(batch_idx)
+        self.seen += random.random() + float(np.random.rand())
+        loss = torch.nn.functional.mse_loss(self.head(self.net(x)), y) + self.seen.sum()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.head(self.net(batch[0])).mean() + torch.rand(()))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches or 20
+        )
+        return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+
+class Noisy(Dataset):
+    """Samples with noise from generators of the dataset's own, which go on from read to read."""
+
+    def __init__(self):
+        self.x, self.y = data().tensors
+        self.torch = torch.Generator().manual_seed(4)
+        self.numpy = np.random.default_rng(4)
+        self.reads = 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        noise = torch.rand(3, generator=self.torch) + float(self.numpy.random())
+        return self.x[index] + noise, self.y[index] + self.reads
+
+
+class Stream(IterableDataset):
+    """Goes on where it was left, pass after pass."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        for _ in range(24):
+            self.at += 1
+            yield torch.full((3,), float(self.at % 7)), torch.tensor([float(self.at % 5)])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def loader_of(kind: str) -> DataLoader:
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=3)
+    generator = torch.Generator().manual_seed(7)
+    return DataLoader(Noisy(), batch_size=3, shuffle=True, generator=generator)
+
+
+def files_in(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def written(tree: Any) -> Any:
+    """The tree with its tensors written out, to be compared to the last bit."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tree.shape, tree.reshape(-1).view(torch.uint8).tolist()
+    if isinstance(tree, dict):
+        return {key: written(value) for key, value in tree.items()}
+    return [written(each) for each in tree] if isinstance(tree, (list, tuple)) else tree
+
+
+def state_of(module: Any, loader: Any) -> dict[str, Any]:
+    dataset = loader.dataset
+    assert not module.hparams  # asked for the first time, they are made
+    rng = rng_state()
+    return {
+        "weights": copy_of(module),
+        "gradients": [parameter.grad for parameter in module.parameters()],
+        "history": list(module.history),
+        "seen": module.seen.clone(),
+        "training": [part.training for part in module.modules()],
+        "names": sorted(vars(module)),
+        "head": module.head is None,
+        "batch_size": module.batch_size,
+        "python": rng["python"],
+        "torch": rng["torch"],
+        "numpy": repr(rng["numpy"]),
+        "seed": torch.initial_seed(),
+        "generator": None if loader.generator is None else loader.generator.get_state(),
+        "at": getattr(dataset, "at", None),
+        "reads": getattr(dataset, "reads", None),
+        "iterator": loader._iterator,
+    }
+
+
+def train(kind: str, tune: bool, seed: int | None, earlier: bool, **kwargs: Any) -> dict[str, Any]:
+    folder = Path(f"{kind}-{tune}-{seed}-{earlier}")
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    watch = Watch()
+    trainer = quiet_trainer(
+        project_dir=folder,
+        max_epochs=2,
+        seed=seed,
+        gradient_accumulation_steps=2,
+        callbacks=[watch, ModelCheckpoint()],
+        **kwargs,
+    )
+    module, loader, val = Everything(), loader_of(kind), DataLoader(data(7), batch_size=3)
+    trace: dict[str, Any] = {}
+    if earlier:  # the trials of a run that has begun
+        first = Everything()
+        trainer.fit(first, loader, val)
+        trainer = quiet_trainer(
+            project_dir=f"{folder}-second", max_epochs=2, gradient_accumulation_steps=2,
+            seed=seed, callbacks=[watch, ModelCheckpoint()], **kwargs,
+        )  # fmt: skip
+    trainer.accelerator.wait_for_everyone()
+    before, files = state_of(module, loader), files_in(Path())
+    if tune:
+        tuner = Tuner(trainer)
+        tuner.lr_find(module, loader, num_training=15)
+        tuner.scale_batch_size(module, loader, val, mode="binsearch", max_val=5)
+        trace["same"] = (before, state_of(module, loader))
+        trainer.accelerator.wait_for_everyone()
+        trace["files"] = (files, files_in(Path()))
+        trace["counters"] = (trainer.global_step, trainer.samples_seen, trainer.module is None)
+    trainer.fit(module, loader, val)
+    record = [json.loads(line) for line in trainer.metrics_path.read_text().splitlines()]
+    for each in record:
+        del each["time"]
+    saved = files_in(max(trainer.checkpoint_dir.glob("step-*")))
+    return trace | {
+        "losses": watch.losses,
+        "weights": watch.weights,
+        "rates": watch.rates,
+        "record": record,
+        "saved": {name: saved[name] for name in saved if name.endswith(".safetensors")},
+        "history": module.history,
+        "after": {k: v for k, v in state_of(module, loader).items() if k != "names"},
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "seed", "earlier"),
+    [("map", None, False), ("map", 3, False), ("stream", None, False), ("map", 3, True)],
+)
+def test_a_fit_after_tuning_is_the_fit_without(ranks, world, kind, seed, earlier):
+    tuned = on_processes(ranks, world, train, kind, True, seed, earlier)
+    plain = on_processes(ranks, world, train, kind, False, seed, earlier)
+    for one, other in zip(tuned, plain, strict=True):
+        before, after = one.pop("same")
+        assert written(after) == written(before)
+        before, after = one.pop("files")
+        assert after == before
+        assert one.pop("counters") == (0, 0, True)
+        assert len(other["losses"]) == 8 if world == 1 else 4
+        assert other["saved"]
+        assert written(one) == written(other)
+
+
+def test_the_gradient_scaler_goes_on_as_if_nothing_had_been():
+    def run(tune: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+        trainer = quiet_trainer(max_epochs=1, mixed_precision="fp16", project_dir=f"run{tune}")
+        trainer.fit(Line(), DataLoader(data(), batch_size=4))
+        stepped = set(trainer.accelerator.precision._stepped)
+        if tune:
+            find(trainer=trainer, max_lr=1e12, num_training=20, early_stop_threshold=None)
+            assert trainer.accelerator.precision._stepped == stepped != set()
+        trainer.fit(Line(), DataLoader(data(), batch_size=4))
+        precision = trainer.accelerator.precision
+        return precision.state_dict(), copy_of(trainer.module)
+
+    torch.manual_seed(0)
+    first = run(False)
+    assert_same(run(True), first)
+
+
+def test_the_callbacks_of_the_trainer_are_not_called():
+    class Loud(Callback):
+        def setup(self, trainer, module, stage):
+            raise AssertionError("called")
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Loud()])
+    find(trainer=trainer, num_training=3)
+    Tuner(trainer).scale_batch_size(Line(), DataLoader(data()))
+    assert not Path("run").exists()
+    assert trainer.callbacks[0].__class__ is Loud
+
+
+def test_trials_run_where_checkpoints_of_another_run_lie():
+    trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint()])
+    trainer.fit(Line(), DataLoader(data(), batch_size=4))
+    before = files_in(Path())
+    find(trainer=quiet_trainer(max_epochs=1), num_training=3)
+    assert files_in(Path()) == before != {}
+
+
+def test_a_failed_trial_leaves_no_trace_either():
+    class Failing(Line):
+        def training_step(self, batch, batch_idx):
+            self.lr = -1.0
+            if self.global_step == 2:
+                raise ZeroDivisionError("here")
+            torch.rand(3)
+            return super().training_step(batch, batch_idx)
+
+    module = Failing()
+    before = rng_state()["torch"], copy_of(module)
+    with pytest.raises(ZeroDivisionError, match="here"):
+        find(module)
+    assert_same((rng_state()["torch"], copy_of(module)), before)
+    assert module.lr == 0.1
+
+
+def test_seeds_of_accelerators_are_counted_as_without_a_trial():
+    from trainer.rng import next_seed
+
+    trainer, module = quiet_trainer(max_epochs=1, seed=3), Line()
+    torch.manual_seed(2)
+    expected = [next_seed() for _ in range(3)]
+    torch.manual_seed(9)
+    next_seed()
+    torch.manual_seed(2)
+    got = [next_seed()]
+    find(module, trainer=trainer, num_training=3)
+    got += [next_seed(), next_seed()]
+    assert got == expected
+
+
+def test_data_are_shared_and_their_positions_are_not(tmp_path):
+    np.arange(30.0, dtype=np.float32).tofile(tmp_path / "tokens")
+    mapped = np.memmap(tmp_path / "tokens", dtype=np.float32)
+
+    class Mapped(Dataset):
+        read: list[int] = []
+
+        def __init__(self):
+            self.mapped, self.tensor = mapped, torch.zeros(10, 1)
+            self.reads = [0]
+            self.function = lambda value: value
+
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            self.reads[0] += 1
+            self.read.append(self.mapped.ctypes.data)
+            self.read.append(self.tensor.data_ptr())
+            x = torch.from_numpy(self.mapped[3 * index : 3 * index + 3].copy()) / 30
+            return self.function(x), self.tensor[index]
+
+    dataset = Mapped()
+    find(loader=DataLoader(dataset, batch_size=5), num_training=4)
+    assert set(Mapped.read) == {mapped.ctypes.data, dataset.tensor.data_ptr()}
+    assert dataset.reads == [0]
+
+
+def test_what_the_module_and_its_data_share_their_copies_share_too():
+    class Sharing(Line):
+        def __init__(self):
+            super().__init__()
+            self.counts = [0]
+
+        def training_step(self, batch, batch_idx):
+            assert self.counts[0] > 0
+            return super().training_step(batch, batch_idx)
+
+    class Counting(Dataset):
+        def __init__(self, counts):
+            self.counts, self.inner = counts, data()
+
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            self.counts[0] += 1
+            return self.inner[index]
+
+    module = Sharing()
+    find(module, DataLoader(Counting(module.counts), batch_size=4), num_training=3)
+    assert module.counts == [0]
+
+
+def test_what_cannot_be_copied_in_the_data_is_shared():
+    import threading
+
+    class Locked(TensorDataset):
+        def __init__(self):
+            super().__init__(*data().tensors)
+            self.lock = threading.Lock()
+
+        def __getitem__(self, index):
+            with self.lock:
+                return super().__getitem__(index)
+
+    assert len(find(loader=DataLoader(Locked(), batch_size=4), num_training=3).lrs) == 3
+
+
+def test_data_that_can_be_read_only_once_are_refused_before_they_are_read():
+    batches = (batch for batch in DataLoader(data(), batch_size=4))
+    with pytest.raises(ValueError, match="a generator, which can be read only once"):
+        find(loader=batches)
+    assert len(list(batches)) == 6
+
+
+def test_a_module_that_cannot_be_copied_is_refused():
+    class Generating(Line):
+        def __init__(self):
+            super().__init__()
+            self.endless = (number for number in range(3))
+
+    with pytest.raises(TypeError, match=r"A Generating cannot be copied.*generator.*in setup\(\)"):
+        find(Generating())
+
+
+# -- the range test ------------------------------------------------------------------------------
+
+
+def plain_losses(lrs: list[float], batches: list[list[Any]], lr_of: Any = None) -> list[float]:
+    """The loop by hand: each update's micro-batches are one list."""
+    module = Line()
+    losses = []
+    for step, lr in enumerate(lrs):
+        x, y = (torch.cat(parts) for parts in zip(*batches[step % len(batches)], strict=True))
+        loss = torch.nn.functional.mse_loss(module.layer(x), y)
+        module.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= lr * parameter.grad
+        losses.append(loss.item())
+    return losses
+
+
+def smoothed(losses: list[float], past: float) -> list[float]:
+    """The bias-corrected moving average as the weighted mean that it is."""
+    result = []
+    for end in range(1, len(losses) + 1):
+        weights = [past ** (end - 1 - i) for i in range(end)]
+        result.append(math.fsum(w * x for w, x in zip(weights, losses)) / math.fsum(weights))  # noqa: B905
+    return result
+
+
+def test_an_exponential_sweep_is_the_loop_by_hand():
+    result = find(min_lr=1e-4, max_lr=0.1, num_training=16, smoothing=0.9)
+    lrs = np.geomspace(1e-4, 0.1, 16).tolist()
+    batches = [[batch] for batch in DataLoader(data(), batch_size=4)]
+    assert result.lrs == pytest.approx(lrs)
+    assert result.raw_losses == pytest.approx(plain_losses(lrs, batches), rel=1e-5)
+    assert result.losses == pytest.approx(smoothed(result.raw_losses, 0.9))
+    assert not result.diverged
+
+
+def test_a_linear_sweep_and_the_default_smoothing():
+    result = find(min_lr=0.01, max_lr=0.1, num_training=10, mode="linear")
+    assert result.lrs == pytest.approx(np.linspace(0.01, 0.1, 10).tolist())
+    assert result.losses == pytest.approx(smoothed(result.raw_losses, 0.98))
+
+
+def accumulated(world: int) -> tuple[list[float], list[float], list[float]]:
+    trainer = quiet_trainer(max_epochs=1, gradient_accumulation_steps=2)
+    loader = DataLoader(data(22), batch_size=4 // world)  # the last window is short
+    result = find(trainer=trainer, loader=loader, min_lr=1e-3, max_lr=0.1, num_training=9)
+    return result.lrs, result.raw_losses, result.losses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_are_those_of_the_whole_batch(ranks, world):
+    answers = on_processes(ranks, world, accumulated, world)
+    lrs = np.geomspace(1e-3, 0.1, 9).tolist()
+    samples = [tuple(part[i : i + 1] for part in data(22).tensors) for i in range(22)]
+    batches = [samples[:8], samples[8:16], samples[16:]]
+    for got, raw, _ in answers:
+        assert got == pytest.approx(lrs)
+        assert raw == pytest.approx(plain_losses(lrs, batches), rel=1e-4)
+    assert all(answer == answers[0] for answer in answers)
+
+
+class Groups(Line):
+    """Two optimizers, three groups, and a warm-up that begins with a rate of 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = torch.nn.Linear(3, 1)
+        self.manual = False
+
+    def configure_optimizers(self):
+        first = torch.optim.SGD(
+            [{"params": [self.layer.weight], "lr": 0.02}, {"params": [self.layer.bias], "lr": 0.1}]
+        )
+        second = torch.optim.SGD(self.other.parameters(), lr=torch.tensor(0.05))
+        warm_up = torch.optim.lr_scheduler.LambdaLR(first, lambda step: 0.0 * step)
+        return [{"optimizer": first, "scheduler": warm_up, "interval": "step"}, second]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.layer(x) + self.other(x), y)
+
+    seen: list[list[float]] = []
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append([float(group["lr"]) for group in optimizer.param_groups])
+
+
+@pytest.mark.parametrize(
+    ("groups", "scales"),
+    [
+        ("scaled", [0.2, 1.0, 0.5]),
+        ("same", [1.0, 1.0, 1.0]),
+        (1, [None, 1.0, None]),
+        (2, [None, None, 1.0]),
+    ],
+)
+def test_parameter_groups(groups, scales):
+    Groups.seen = []
+    result = find(Groups(), min_lr=0.01, max_lr=0.04, num_training=3, groups=groups)
+    assert result.scales == pytest.approx(scales)
+    untouched = [0.0, 0.0, 0.05]  # the first two as the warm-up left them
+    for number, lr in enumerate([0.01, 0.02, 0.04]):
+        rates = Groups.seen[2 * number] + Groups.seen[2 * number + 1]
+        expected = [
+            rate if scale is None else lr * scale
+            for scale, rate in zip(scales, untouched, strict=True)
+        ]
+        assert rates == pytest.approx(expected)
+
+
+def test_a_group_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="groups is 3, but there are 3 parameter groups"):
+        find(Groups(), groups=3)
+
+
+def test_schedules_neither_tick_nor_end_the_test():
+    class Short(Line):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+            return {"optimizer": optimizer, "scheduler": schedule, "interval": "step"}
+
+    assert len(find(Short(), num_training=12).lrs) == 12
+
+
+def test_the_module_sees_the_lengths_of_the_real_run():
+    class Asking(Line):
+        def configure_optimizers(self):
+            seen.append((self.trainer.max_epochs, self.trainer.estimated_stepping_batches))
+            return super().configure_optimizers()
+
+    seen: list[Any] = []
+    module = Asking()
+    trainer = quiet_trainer(max_epochs=2, min_epochs=1, max_time="1 hour")
+    assert len(find(module, trainer=trainer, num_training=20).lrs) == 20
+    assert seen == [(2, 12)]
+
+
+def test_a_trainer_without_a_length_will_do():
+    assert len(find(trainer=quiet_trainer(), num_training=8).lrs) == 8
+    assert len(find(trainer=quiet_trainer(max_time="1 second"), num_training=8).lrs) == 8
+
+
+def test_limits_of_the_training_data_hold():
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=2)
+    result = find(trainer=trainer, min_lr=1e-4, max_lr=0.1, num_training=6)
+    batches = [[batch] for batch in DataLoader(data(), batch_size=4)][:2]
+    assert result.raw_losses == pytest.approx(plain_losses(result.lrs, batches), rel=1e-5)
+
+
+def test_nothing_is_validated():
+    class Validating(Line):
+        def validation_step(self, batch, batch_idx):
+            raise AssertionError("validated")
+
+        def val_dataloader(self):
+            return DataLoader(data(), batch_size=4)
+
+    assert len(find(Validating(), num_training=7).lrs) == 7
+
+
+def test_a_diverging_loss_ends_the_test():
+    result = find(max_lr=1e4, min_lr=1e-3, num_training=50, smoothing=0.5)
+    assert result.diverged
+    assert len(result.lrs) == len(result.losses) == len(result.raw_losses) < 50
+    settled = result.losses[10:]
+    assert settled[-1] > 4 * min(settled[:-1])
+    assert all(loss <= 4 * min(settled[: i + 1]) for i, loss in enumerate(settled[:-1]))
+
+
+@pytest.mark.parametrize("non_finite", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_ends_the_test_and_is_left_out(non_finite):
+    class Exploding(Line):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * non_finite if self.global_step == 4 else loss
+
+    result = find(Exploding(), early_stop_threshold=None, max_lr=0.1)
+    assert len(result.lrs) == len(result.losses) == 4
+    assert result.diverged
+
+
+def test_losses_below_zero_are_compared_by_their_distance():
+    class Below(Line):
+        def training_step(self, batch, batch_idx):
+            return self.layer.weight.sum() * 0 - 1.0 + 0.25 * max(0, self.global_step - 10)
+
+    result = find(Below(), smoothing=0.0, num_training=40)
+    assert result.raw_losses == [-1.0] * 10 + [-1.0 + 0.25 * step for step in range(14)]  # > 2.0
+    assert result.diverged
+
+
+def test_without_a_threshold_the_test_goes_on():
+    result = find(max_lr=10.0, min_lr=1e-3, num_training=30, early_stop_threshold=None)
+    assert len(result.lrs) == 30
+    assert max(result.losses) > 4 * min(result.losses)
+
+
+class Manual(Line):
+    automatic_optimization = False
+    returns = False
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        losses = [torch.nn.functional.mse_loss(self.layer(x), y), self.layer.bias.square().sum()]
+        for loss in losses:
+            self.manual_backward(loss)
+        if batch_idx % 2 == 0:
+            optimizer.step()
+        self.values.append(sum(float(loss.detach()) for loss in losses))
+        return {"loss": losses[0].detach() * 0 + 7.0} if self.returns else None
+
+    values: list[float] = []
+
+
+def test_manual_optimisation_counts_what_it_goes_back_from():
+    Manual.values = []
+    result = find(Manual(), min_lr=1e-3, max_lr=0.1, num_training=5)
+    assert len(result.lrs) == 5
+    assert result.raw_losses == pytest.approx(Manual.values[::2][:5])
+
+
+def test_manual_optimisation_counts_what_it_returns():
+    class Returning(Manual):
+        returns = True
+
+    assert find(Returning(), num_training=3).raw_losses == [7.0] * 3
+
+
+def test_a_manual_step_without_any_loss_is_refused():
+    class Silent(Manual):
+        def training_step(self, batch, batch_idx):
+            self.optimizers().step()
+
+    with pytest.raises(ValueError, match="lr_find found no loss"):
+        find(Silent())
+
+
+def made(losses: list[float], mode: str = "exponential") -> LearningRateTest:
+    lrs = [10.0**i for i in range(len(losses))]
+    return LearningRateTest(
+        mode=mode, lrs=lrs, losses=losses, raw_losses=losses, scales=[1.0], diverged=False
+    )
+
+
+def test_the_suggestion_is_where_the_loss_falls_most_steeply():
+    losses = (3 + np.cumsum(np.random.default_rng(0).normal(size=40))).tolist()
+    for begin, end in ((10, 1), (0, 0), (5, 7)):
+        steepest = int(np.gradient(losses[begin : 40 - end]).argmin()) + begin
+        assert made(losses).suggestion(begin, end) == 10.0**steepest
+    assert made(losses).suggestion() == made(losses).suggestion(skip_begin=10, skip_end=1)
+
+
+def test_there_is_no_suggestion_where_nothing_can_be_said(caplog):
+    assert made([3.0, 2.0, 1.0]).suggestion() is None
+    assert "of 3 updates, skip_begin=10 and skip_end=1 leave 0" in caplog.text
+    assert made([1.0, 2.0, 3.0, 4.0]).suggestion(0, 0) is None
+    assert "the loss falls nowhere" in caplog.text
+    with pytest.raises(ValueError, match="skip_begin is -1"):
+        made([1.0]).suggestion(-1)
+
+
+def test_the_suggestion_trains():
+    class Wide(Line):
+        def __init__(self, lr: float = 1e-9):
+            super().__init__(lr)
+            self.layer = torch.nn.Sequential(
+                torch.nn.Linear(3, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+            )
+
+    x = torch.randn(256, 3)
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=32)
+    result = find(Wide(), loader)
+    suggestion = result.suggestion()
+    assert suggestion is not None
+    module = Wide(suggestion)
+    trainer = quiet_trainer(max_epochs=20)
+    trainer.fit(module, loader)
+    with torch.no_grad():
+        assert torch.nn.functional.mse_loss(module.layer(x), x.sum(1, keepdim=True)) < 0.3
+
+
+class Attributes(Line):
+    def __init__(self, learning_rate: float = 0.5, width: int = 3):
+        super().__init__()
+        self.save_hyperparameters()
+        del self.lr
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.learning_rate)
+
+
+def test_the_attribute_is_set_when_asked_for():
+    module = Attributes()
+    kwargs = {"min_lr": 1e-4, "max_lr": 0.2, "num_training": 30}
+    result = find(module, **kwargs)
+    assert module.hparams.learning_rate == 0.5
+    find(module, update_attr=True, **kwargs)
+    assert module.hparams.learning_rate == result.suggestion() != 0.5
+    line = Line()
+    find(line, update_attr=True, **kwargs)
+    assert line.lr != 0.1
+    find(module, update_attr=True, attr_name="width", **kwargs)
+    assert module.hparams.width == result.suggestion()
+
+
+def test_an_attribute_that_is_not_there_is_refused_before_anything_runs():
+    class Without(Attributes):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("ran")
+
+    with pytest.raises(ValueError, match="has an attribute 'rate'"):
+        find(Without(), update_attr=True, attr_name="rate")
+
+
+def test_without_a_suggestion_the_attribute_stays(caplog):
+    module = Line()
+    find(module, update_attr=True, num_training=3)
+    assert module.lr == 0.1
+    assert "lr stays as it is" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"mode": "linaer"}, ValueError, "mode is 'linaer'.*'linear'"),
+        ({"min_lr": 0.0}, ValueError, "min_lr is 0.0"),
+        ({"min_lr": 1.0}, ValueError, "max_lr the larger"),
+        ({"max_lr": math.inf}, ValueError, "max_lr is inf"),
+        ({"num_training": 1}, ValueError, "num_training is 1; it must be 2 or more"),
+        ({"num_training": 2.5}, TypeError, "num_training is 2.5"),
+        ({"early_stop_threshold": 1.0}, ValueError, "early_stop_threshold is 1.0"),
+        ({"smoothing": 1.0}, ValueError, "smoothing is 1.0"),
+        ({"groups": "all"}, ValueError, "groups is 'all'"),
+        ({"groups": -1}, ValueError, "groups is -1"),
+        ({"groups": 1.5}, TypeError, "groups is 1.5"),
+    ],
+)
+def test_wrong_arguments_of_lr_find(kwargs, error, text):
+    with pytest.raises(error, match=text):
+        find(**kwargs)
+
+
+def test_wrong_objects_are_refused():
+    with pytest.raises(TypeError, match="trainer is None; it must be a Trainer"):
+        Tuner(None)
+    with pytest.raises(TypeError, match="it needs a TrainModule"):
+        find(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="does not define validation_step"):
+        Tuner(quiet_trainer()).scale_batch_size(Line(), method="validate")
+
+
+class Axes:
+    """What `plot` needs of matplotlib's axes."""
+
+    figure = "the figure"
+
+    def __init__(self):
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, *args))
+
+
+def test_the_plot_on_given_axes():
+    losses = [5.0] * 12 + [4.0, 2.0, 1.9, 1.8]
+    axes = Axes()
+    assert made(losses).plot(suggest=True, ax=axes) == "the figure"
+    assert axes.calls[0] == ("plot", made(losses).lrs, losses)
+    assert ("set_xscale", "log") in axes.calls
+    assert axes.calls[-1][:3] == ("plot", [1e12], [4.0]) or axes.calls[-1][1] == [1e13]
+    assert axes.calls[-1][1] == [made(losses).suggestion()]
+    axes = Axes()
+    made(losses, "linear").plot(ax=axes)
+    assert ("set_xscale", "linear") in axes.calls
+    assert sum(call[0] == "plot" for call in axes.calls) == 1
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"cadence-trainer\[plot\]"):
+        made([1.0]).plot()
+
+
+def test_the_plot_with_matplotlib():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    figure = made([5.0] * 12 + [4.0, 2.0, 1.9, 1.8]).plot(suggest=True)
+    (axes,) = figure.axes
+    assert [len(line.get_xdata()) for line in axes.lines] == [16, 1]
+    matplotlib.pyplot.close(figure)
+
+
+# -- the batch size ------------------------------------------------------------------------------
+
+
+def out_of_memory() -> None:
+    """As torch says it on the CPU; a request for more than there can be."""
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+class Hungry(Line):
+    """Runs out of memory above a number of samples."""
+
+    def __init__(self, limit: int, batch_size: int = 1):
+        super().__init__()
+        self.limit, self.batch_size = limit, batch_size
+
+    def eat(self, batch: Any) -> None:
+        if len(batch[0]) > self.limit:
+            out_of_memory()
+
+    def training_step(self, batch, batch_idx):
+        self.eat(batch)
+        return super().training_step(batch, batch_idx)
+
+
+def scale(module: TrainModule, samples: int = 100, trainer: Any = None, **kwargs: Any):
+    if "datamodule" not in kwargs and "dataloaders" not in kwargs:
+        kwargs.setdefault("train_dataloaders", DataLoader(data(samples), batch_size=1))
+    return Tuner(trainer or quiet_trainer(max_epochs=1)).scale_batch_size(module, **kwargs)
+
+
+@pytest.mark.parametrize(("limit", "found"), [(1, 1), (2, 2), (3, 2), (16, 16), (31, 16)])
+def test_powers(limit, found):
+    result = scale(Hungry(limit))
+    assert result.batch_size == found
+    assert result.gradient_accumulation_steps == 1
+    powers = [2**k for k in range(1, 7)]
+    expected = {size: size <= limit for size in powers if size / 2 <= limit or size == 2}
+    assert result.trials == expected | ({1: True} if limit == 1 else {})
+
+
+@pytest.mark.parametrize("limit", [3, 17, 32, 63])
+def test_the_binary_search_finds_the_edge(limit):
+    result = scale(Hungry(limit), mode="binsearch", margin=0.0)
+    assert result.batch_size == limit
+    assert all(fits == (size <= limit) for size, fits in result.trials.items())
+    assert len(result.trials) <= 12
+
+
+def test_a_margin_is_given_back_at_the_edge_alone():
+    assert scale(Hungry(40), mode="binsearch").batch_size == 38
+    assert scale(Hungry(1), mode="binsearch").batch_size == 1
+    assert scale(Hungry(500), mode="binsearch").batch_size == 100  # not at the edge
+    assert scale(Hungry(40), mode="binsearch", margin=0.5).batch_size == 20
+
+
+def test_the_data_and_max_val_limit_the_size():
+    assert scale(Hungry(500), samples=50).trials == {2**k: True for k in range(1, 6)} | {50: True}
+    assert scale(Hungry(500), max_val=12).trials == {2: True, 4: True, 8: True, 12: True}
+    assert scale(Hungry(500), max_val=1).batch_size == 1
+    assert scale(Hungry(500), samples=50, init_val=64).trials == {50: True}
+    subset = torch.utils.data.SubsetRandomSampler(range(10))
+    loader = DataLoader(data(50), batch_size=1, sampler=subset)
+    assert scale(Hungry(500), train_dataloaders=loader).batch_size == 10
+
+
+def test_a_first_size_that_does_not_fit_is_halved():
+    tried = scale(Hungry(5), init_val=80).trials
+    assert tried == {80: False, 40: False, 20: False, 10: False, 5: True}
+    assert scale(Hungry(7), init_val=80, mode="binsearch", margin=0.0).batch_size == 7
+
+
+def test_max_trials_ends_the_search():
+    assert scale(Hungry(500), max_trials=3).trials == {2: True, 4: True, 8: True}
+
+
+def test_nothing_fits():
+    with pytest.raises(RuntimeError, match="No batch size fits into memory; tried 2, 1 samples"):
+        scale(Hungry(0))
+
+
+def limited(limits: list[int], **kwargs: Any) -> tuple[int, int, dict[int, bool], bool]:
+    from trainer import PartialState
+
+    rank = PartialState(cpu=True).process_index
+    module = Hungry(limits[rank])
+    before = copy_of(module)
+    result = scale(module, **kwargs)
+    same = all(torch.equal(before[name], value) for name, value in copy_of(module).items())
+    return result.batch_size, result.gradient_accumulation_steps, result.trials, same
+
+
+def test_the_smallest_size_of_all_processes_counts(ranks2):
+    for limits in ([40, 9], [9, 40]):
+        first, second = ranks2(limited, limits, timeout=60)
+        assert first == second == (8, 1, {2: True, 4: True, 8: True, 16: False}, True)
+
+
+def test_the_effective_size_is_kept_among_several_processes(ranks2):
+    def effective() -> Any:
+        return limited([40, 9], effective_batch_size=96, mode="binsearch", margin=0.0)
+
+    first, second = ranks2(effective, timeout=60)
+    assert first == second
+    assert first[:2] == (8, 6)  # of at most 9: 2 processes × 8 × 6 = 96
+
+
+def fail_on_rank_1() -> None:
+    from trainer import PartialState
+
+    class Failing(Line):
+        def training_step(self, batch, batch_idx):
+            if PartialState().process_index == 1 and len(batch[0]) == 4:
+                raise KeyError("mistake")
+            return super().training_step(batch, batch_idx)
+
+    scale(Failing())
+
+
+def test_another_error_on_one_process_is_raised_on_all(ranks2):
+    with pytest.raises(Exception, match=r"2 of 2 ranks failed") as caught:
+        ranks2(fail_on_rank_1, timeout=30)
+    assert "KeyError: 'mistake'" in caught.value.failures[1]
+    assert "Rank 1 failed while the others waited for it: KeyError" in caught.value.failures[0]
+
+
+def count_reserved() -> list[int]:
+    class Counting(Line):
+        def __init__(self):
+            super().__init__()
+            self.marked = torch.nn.Parameter(torch.zeros(37, 41))
+            self.frozen = torch.nn.Parameter(torch.zeros(37, 41), requires_grad=False)
+
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 0:
+                found = [
+                    each
+                    for each in gc.get_objects()
+                    if type(each) is torch.Tensor and each.shape == (37, 41)
+                ]
+                counts.append(len(found))
+            return super().training_step(batch, batch_idx) + self.marked.sum()
+
+    counts: list[int] = []
+    Counting.counts = counts
+    scale(Counting(), max_val=4)
+    return counts
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_memory_for_the_reduction_of_gradients_is_set_aside(ranks, world):
+    for counts in on_processes(ranks, world, count_reserved):
+        assert counts == [world - 1] * 2
+
+
+def test_torchmetrics_do_not_wait_for_others(ranks2):
+    def limits() -> int:
+        from torchmetrics import MeanMetric
+
+        from trainer import PartialState
+
+        class Measured(Hungry):
+            def __init__(self):
+                super().__init__([40, 9][PartialState(cpu=True).process_index])
+                self.mean = MeanMetric()
+
+            def validation_step(self, batch, batch_idx):
+                self.mean.update(self.layer(batch[0]))
+                self.log("mean", self.mean)
+
+        return scale(Measured(), val_dataloaders=DataLoader(data(8), batch_size=4)).batch_size
+
+    assert ranks2(limits, timeout=60) == [8, 8]
+
+
+def test_the_second_update_and_the_validation_count():
+    class Later(Hungry):
+        def training_step(self, batch, batch_idx):
+            return Line.training_step(self, batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_step == 2:
+                self.eat(batch)
+
+    assert scale(Later(9)).batch_size == 8
+    assert scale(Later(9), steps_per_trial=1).batch_size == 100
+
+    class Validating(Later):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.size = len(batch[0])
+
+        def validation_step(self, batch, batch_idx):
+            assert len(batch[0]) == 5
+            validated.append(batch_idx)
+            if self.size > self.limit:
+                out_of_memory()
+
+    validated: list[int] = []
+    val = DataLoader(data(60), batch_size=5)
+    assert scale(Validating(9), val_dataloaders=val).batch_size == 8
+    assert validated == [0, 1, 2] * 3 + [0]
+    trainer = quiet_trainer(max_epochs=1, limit_val_batches=0)
+    assert scale(Validating(9), val_dataloaders=val, trainer=trainer).batch_size == 100
+
+
+def test_out_of_memory_in_backward_counts():
+    class Bomb(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, armed):
+            ctx.armed = armed
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.armed:
+                out_of_memory()
+            return gradient, None
+
+    class Backward(Line):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return Bomb.apply(loss, len(batch[0]) > 9)
+
+    assert scale(Backward()).batch_size == 8
+
+
+def test_gradients_that_wait_in_a_window_count():
+    class Waiting(Hungry):
+        def training_step(self, batch, batch_idx):
+            if self.layer.weight.grad is not None:
+                self.eat(batch)
+            return Line.training_step(self, batch, batch_idx)
+
+    assert scale(Waiting(9)).batch_size == 100
+    accumulating = quiet_trainer(max_epochs=1, gradient_accumulation_steps=8)
+    result = scale(Waiting(9), trainer=accumulating)
+    assert (result.batch_size, result.gradient_accumulation_steps) == (8, 8)
+    result = scale(Waiting(9), effective_batch_size=32)
+    assert (result.batch_size, result.gradient_accumulation_steps) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("effective", "limit", "size", "steps"),
+    [(64, 20, 16, 4), (60, 19, 15, 4), (7, 6, 1, 7), (12, 500, 12, 1), (36, 33, 18, 2)],
+)
+def test_the_effective_size_is_kept_by_accumulation(effective, limit, size, steps):
+    result = scale(
+        Hungry(limit), effective_batch_size=effective, mode="binsearch", init_val=32, margin=0.0
+    )
+    assert (result.batch_size, result.gradient_accumulation_steps) == (size, steps)
+    assert max(result.trials) <= effective
+
+
+def test_the_answer_trains_as_the_whole_batch():
+    result = scale(Hungry(5), effective_batch_size=8)
+    whole, parts = Line(), Line()
+    quiet_trainer(max_epochs=1).fit(whole, DataLoader(data(), batch_size=8))
+    trainer = quiet_trainer(
+        max_epochs=1, gradient_accumulation_steps=result.gradient_accumulation_steps
+    )
+    trainer.fit(parts, DataLoader(data(), batch_size=result.batch_size))
+    torch.testing.assert_close(parts.layer.weight, whole.layer.weight)
+
+
+class Making(Hungry):
+    """Makes its own loaders from an attribute."""
+
+    def __init__(self, limit: int, batch_size: int = 1):
+        super().__init__(limit, batch_size)
+
+    def train_dataloader(self):
+        return DataLoader(data(50), batch_size=self.batch_size, drop_last=True)
+
+
+class KeptSize(Hungry):
+    def __init__(self, batch_size: int = 1):
+        super().__init__(9)
+        self.save_hyperparameters()
+        del self.batch_size
+
+    def train_dataloader(self):
+        return DataLoader(data(50), batch_size=self.hparams.batch_size)
+
+
+class Data:
+    def __init__(self, samples: int = 50):
+        self.size, self.samples, self.set_up = 1, samples, 0
+
+    def setup(self, stage):
+        self.set_up += 1
+
+    def train_dataloader(self):
+        return DataLoader(data(self.samples), batch_size=self.size, drop_last=True)
+
+
+def test_the_attribute_from_which_loaders_are_made():
+    module = Making(9)
+    assert scale(module, train_dataloaders=None).batch_size == 8
+    assert module.batch_size == 1
+    assert scale(module, train_dataloaders=None, update_attr=True).batch_size == 8
+    assert module.batch_size == 8
+    kept = KeptSize()
+    assert scale(kept, train_dataloaders=None, update_attr=True).batch_size == 8
+    assert kept.hparams.batch_size == 8
+    source = Data()
+    result = scale(Hungry(9), datamodule=source, batch_arg_name="size")
+    assert (result.batch_size, source.size, source.set_up) == (8, 1, 0)
+    scale(Hungry(9), datamodule=source, batch_arg_name="size", update_attr=True)
+    assert source.size == 8
+
+
+def test_an_attribute_stops_where_the_data_end():
+    source = Data(samples=20)
+    assert scale(Hungry(500), datamodule=source, batch_arg_name="size").batch_size == 20
+
+
+def test_an_attribute_that_changes_nothing_ends_the_search():
+    class Fixed(Making):
+        def train_dataloader(self):
+            return DataLoader(data(50), batch_size=6)
+
+    assert scale(Fixed(500), train_dataloaders=None).trials == {2: True, 4: True, 6: True}
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_evaluations_are_sized_too(method):
+    class Evaluating(Hungry):
+        def validation_step(self, batch, batch_idx):
+            assert batch_idx < 3
+            self.eat(batch)
+            return batch[0]
+
+        test_step = predict_step = validation_step
+
+    loaders = [DataLoader(data(90), batch_size=1), DataLoader(data(70), batch_size=1)]
+    assert scale(Evaluating(9), dataloaders=loaders[0], method=method).batch_size == 8
+    assert scale(Evaluating(500), dataloaders=loaders[0], method=method).batch_size == 90
+
+    class Indexed(Evaluating):
+        def validation_step(self, batch, batch_idx, dataloader_idx):
+            self.eat(batch)
+
+        test_step = predict_step = validation_step
+
+    assert scale(Indexed(9), dataloaders=loaders, method=method).batch_size == 8
+
+
+def test_predictions_of_unequal_processes(ranks2):
+    def predicting() -> int:
+        from trainer import PartialState
+
+        class Predicting(Hungry):
+            def predict_step(self, batch, batch_idx):
+                self.eat(batch)
+                return batch[0]
+
+        module = Predicting([40, 9][PartialState(cpu=True).process_index])
+        return scale(
+            module, dataloaders=DataLoader(data(50), batch_size=1), method="predict"
+        ).batch_size
+
+    assert ranks2(predicting, timeout=60) == [8, 8]
+
+
+def test_loaders_keep_their_ways():
+    def collate(samples):
+        return [torch.stack(part) + 1 for part in zip(*samples, strict=True)]
+
+    class Looking(Hungry):
+        def training_step(self, batch, batch_idx):
+            assert batch[0].min() > 0
+            seen.append(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    seen: list[int] = []
+    positive = TensorDataset(torch.rand(10, 3), torch.rand(10, 1))
+    loader = DataLoader(positive, batch_size=1, collate_fn=collate, drop_last=True)
+    scale(Looking(4), train_dataloaders=loader)
+    assert seen == [2] * 3 + [4, 4, 4] + [8]
+    scale(Hungry(4), train_dataloaders=DataLoader(Stream(), batch_size=1))
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        [torch.zeros(2, 3)],
+        DataLoader(data(), batch_size=None),
+        DataLoader(data(), batch_sampler=[[0, 1], [2]]),
+    ],
+    ids=["batches", "none", "sampler"],
+)
+def test_loaders_without_a_batch_size_are_refused(loader):
+    with pytest.raises(ValueError, match="cannot be given another batch size"):
+        scale(Hungry(4), train_dataloaders=loader)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"mode": "binary"}, ValueError, "mode is 'binary'.*'binsearch'"),
+        ({"method": "train"}, ValueError, "method is 'train'"),
+        ({"init_val": 0}, ValueError, "init_val is 0"),
+        ({"steps_per_trial": 2.0}, TypeError, "steps_per_trial is 2.0"),
+        ({"max_trials": 0}, ValueError, "max_trials is 0"),
+        ({"max_val": 0}, ValueError, "max_val is 0"),
+        ({"margin": 1.0}, ValueError, "margin is 1.0"),
+        ({"effective_batch_size": 0}, ValueError, "effective_batch_size is 0"),
+        ({"effective_batch_size": 4.0}, TypeError, "effective_batch_size is 4.0"),
+        ({"update_attr": True, "batch_arg_name": "size"}, ValueError, "no attribute 'size'"),
+        ({"train_dataloaders": None, "batch_arg_name": "size"}, ValueError, "an attribute 'size'"),
+        (
+            {"train_dataloaders": None, "dataloaders": [0]},
+            ValueError,
+            "dataloaders was given, which method='fit' does not use",
+        ),
+    ],
+)
+def test_wrong_arguments_of_scale_batch_size(kwargs, error, text):
+    with pytest.raises(error, match=text):
+        scale(Hungry(4), **kwargs)
+
+
+def test_an_effective_size_needs_updates_of_the_trainer():
+    with pytest.raises(ValueError, match="in manual optimisation is up to training_step"):
+        scale(Manual(), effective_batch_size=4)
+
+    class Validating(Line):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    loader = DataLoader(data(), batch_size=1)
+    with pytest.raises(ValueError, match="of which validate makes none"):
+        scale(Validating(), dataloaders=loader, method="validate", effective_batch_size=4)
+
+
+def test_manual_optimisation_is_sized_too():
+    class Eating(Manual):
+        def training_step(self, batch, batch_idx):
+            if len(batch[0]) > 9:
+                out_of_memory()
+            return super().training_step(batch, batch_idx)
+
+    assert scale(Eating()).batch_size == 8
+
+
+def test_a_signal_in_a_trial_is_sent_again_after_it():
+    import signal
+
+    class Interrupted(Line):
+        def training_step(self, batch, batch_idx):
+            if self.global_step == 1:
+                signal.raise_signal(signal.SIGINT)
+            return super().training_step(batch, batch_idx)
+
+    module = Interrupted()
+    before = copy_of(module)
+    with pytest.raises(KeyboardInterrupt):
+        scale(module)
+    assert_same(copy_of(module), before)
+
+
+def test_the_trainer_goes_on_after_it():
+    trainer: Trainer = quiet_trainer(max_epochs=1)
+    module = Hungry(9)
+    size = scale(module, trainer=trainer).batch_size
+    trainer.fit(module, DataLoader(data(), batch_size=size))
+    assert trainer.global_step == 3

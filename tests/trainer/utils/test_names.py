@@ -1,0 +1,101 @@
+"""The package itself: every name is there, and what differs from the methods of those names."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import trainer
+from trainer import Accelerator, utils
+from trainer.checkpoint.model import save_model
+from trainer.state import AcceleratorState, DistributedType, PartialState, is_initialized
+from trainer.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    extract_model_from_parallel,
+    reduce,
+    tqdm,
+)
+
+
+def test_every_name_is_there_once():
+    assert [name for name in utils.__all__ if not hasattr(utils, name)] == []
+    assert len(utils.__all__) == len(set(utils.__all__))
+
+
+@pytest.mark.parametrize("name", ["notebook_launcher", "debug_launcher"])
+@pytest.mark.parametrize("module", [trainer, utils])
+def test_launchers_that_are_not_there_name_torchrun(module, name):
+    with pytest.raises(ImportError, match=f"{name} is not part of Cadence yet.*torchrun"):
+        getattr(module, name)
+    for other in ("nothing_at_all", "my_launcher"):
+        with pytest.raises(AttributeError, match=f"has no attribute '{other}'"):
+            getattr(module, other)
+
+
+def test_the_mean_is_the_default_of_the_function_and_not_of_the_method(ranks2):
+    def body():
+        accelerator = Accelerator(cpu=True)
+        own = torch.tensor(float(accelerator.process_index + 1))
+        results = [reduce(own), accelerator.reduce(own), reduce(own, "sum"), reduce(own, scale=2.0)]
+        return [result.item() for result in results]
+
+    assert ranks2(body) == [[1.5, 3.0, 3.0, 3.0]] * 2
+
+
+def test_a_model_comes_out_of_what_wraps_it():
+    model = nn.Linear(1, 1)
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    assert extract_model_from_parallel(nn.DataParallel(prepared)) is model
+    assert "forward" in vars(model)
+    extract_model_from_parallel(prepared, keep_fp32_wrapper=False)
+    assert "forward" not in vars(model)
+    with pytest.raises(NotImplementedError, match="not its submodules"):
+        extract_model_from_parallel(model, recursive=True)
+
+
+def test_a_bar_is_shown_once_a_machine():
+    def shown(**kwargs):
+        stream = io.StringIO()
+        assert list(tqdm(range(2), file=stream, **kwargs)) == [0, 1]
+        return bool(stream.getvalue())
+
+    assert shown()
+    assert not shown(disable=True)
+    PartialState().__dict__.update(local_process_index=1)
+    assert not shown()
+    assert not shown(disable=False)
+    assert shown(main_process_only=False)
+
+
+def test_names_of_files_are_those_that_are_written(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for safe, name, index in (
+        (True, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME),
+        (False, WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+    ):
+        save_model(model, tmp_path, safe_serialization=safe)
+        assert (tmp_path / name).exists()
+        save_model(model, tmp_path, 100, safe_serialization=safe)
+        assert (tmp_path / index).exists()
+
+
+def test_the_state_module_has_what_scripts_import_from_it():
+    assert not is_initialized()
+    assert Accelerator(cpu=True).distributed_type is DistributedType.NO
+    assert is_initialized()
+    AcceleratorState._reset_state()
+    assert not is_initialized()
+
+
+def test_an_earlier_name_of_a_kind_of_processes_is_understood_with_a_warning():
+    with pytest.warns(FutureWarning, match=r"TPU is the earlier name of DistributedType\.XLA"):
+        assert DistributedType.TPU is DistributedType.XLA
+    assert "TPU" not in DistributedType.list()
+    assert str(DistributedType.NO) == f"{DistributedType.NO}" == "DistributedType.NO"
+    assert DistributedType.NO == "NO"

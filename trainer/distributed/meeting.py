@@ -1,0 +1,238 @@
+"""Processes that wait for each other first learn that all of them came to the same operation.
+
+If they did not, the backends wait forever, end the process, or return what nobody sent. So an
+operation begins with a meeting: each process sends a digest of what it is about to do. Where they
+differ, all learn from all what that was, and all raise. It costs one exchange of sixteen bytes a
+process. Where that lasts long on the host, a warning of the log names those who have not come.
+
+These are functions of a process group alone, below the state. Everything travels as bytes, so that
+a type of tensor that a backend cannot name (int16 and float8 for gloo, for example) travels too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import DistributedOperationException
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = 2000  # characters of one process's plan in an error
+_ANNOUNCED_AFTER = 1.0  # seconds of waiting until a process lets the others know that it is there
+_WARNED_AFTER = 30.0  # seconds of waiting until the log says who has not come
+
+
+# -- what travels --------------------------------------------------------------------------------
+
+
+def device_types(group: dist.ProcessGroup | None = None) -> set[str]:
+    """The types of device that a process group can send from."""
+    return {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
+
+
+def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where sizes and objects travel: the host where the group can, so that no device waits."""
+    types = device_types(group)
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(min(types), torch.accelerator.current_device_index())
+
+
+def packed(tensor: Tensor) -> Tensor:
+    """The values in one stretch of memory, without a graph; the tensor's own memory if it is so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of a packed tensor's memory; shape [bytes]."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def stack(
+    tensor: Tensor, group: dist.ProcessGroup | None = None, *, meeting: str | None = None
+) -> Tensor:
+    """The tensors of all processes, of one shape [...]; shape [processes, ...].
+
+    Args:
+        tensor: This process's.
+        group: The processes.
+        meeting: What to say that they wait for, if they have to wait long.
+    """
+    own = packed(tensor)
+    size = dist.get_world_size(group)
+    result = own.new_empty((size, *own.shape))
+    if own.numel():
+        rows = list(as_bytes(result).view(size, -1))
+        if meeting is None or own.device.type != "cpu":
+            dist.all_gather(rows, as_bytes(own), group=group)
+        else:
+            work = dist.all_gather(rows, as_bytes(own), group=group, async_op=True)
+            _wait(work, meeting, group)
+    return result
+
+
+def share_numbers(
+    own: list[int], group: dist.ProcessGroup | None = None, *, meeting: str | None = None
+) -> list[list[int]]:
+    """As many numbers from each process, in the order of their ranks."""
+    numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
+    rows: list[list[int]] = stack(numbers, group, meeting=meeting).tolist()
+    return rows
+
+
+def share_bytes(
+    payload: bytes, sizes: list[int], group: dist.ProcessGroup | None = None
+) -> list[bytes]:
+    """The payloads of all processes, of which every process knows the sizes."""
+    own = torch.zeros(max(sizes), dtype=torch.uint8)
+    if payload:
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = stack(own.to(side_device(group)), group).cpu()
+    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+# -- meetings ------------------------------------------------------------------------------------
+
+
+def meet(
+    plan: str,
+    number: int = 0,
+    problem: Exception | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[int]:
+    """Compare plans; collective.
+
+    Args:
+        plan: What this process is about to do: the operation as users know it, and in parentheses
+            with which shapes and types.
+        number: Something to tell the others.
+        problem: Why this process cannot go on.
+        group: The processes.
+
+    Returns:
+        The numbers of all processes.
+
+    Raises:
+        DistributedOperationException: The plans differ, or another process has a problem.
+        Exception: `problem` itself, on the process that has it.
+    """
+    operation = plan.partition(" (")[0]
+    if problem is not None:
+        plan = f"{operation} fails with {type(problem).__name__}: {problem}"
+    digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()
+    own = [int.from_bytes(digest, "little", signed=True), number]
+    rows = share_numbers(own, group, meeting=operation)
+    if len({row[0] for row in rows}) > 1:
+        payload = plan.encode()
+        sizes = [size for (size,) in share_numbers([len(payload)], group)]
+        plans = [text.decode() for text in share_bytes(payload, sizes, group)]
+        if problem is None:
+            raise DistributedOperationException(_complaint(plans), plans)
+    if problem is not None:
+        raise problem
+    return [row[1] for row in rows]
+
+
+def share(plan: str, payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Meet, then give each other something that is small; collective.
+
+    Raises:
+        DistributedOperationException: The plans differ.
+    """
+    sizes = meet(plan, len(payload), group=group)
+    return share_bytes(payload, sizes, group) if any(sizes) else [b""] * len(sizes)
+
+
+def parted(error: BaseException, plan: str) -> bool:
+    """The others were met in an operation, where they waited for this process, and have left.
+
+    So whoever has this error must not go there any more.
+    """
+    return isinstance(error, DistributedOperationException) and plan in error.plans
+
+
+def _complaint(plans: list[str]) -> str:
+    lines = [f"  rank {rank}: {plan[:_LONGEST]}" for rank, plan in enumerate(plans)]
+    operations = sorted({plan.split(" ", 1)[0].rstrip(":") for plan in plans})
+    if len(operations) > 1:
+        return "\n".join(
+            [
+                "The processes wait for each other in different operations:",
+                *lines,
+                f"Every process must call each of {' and '.join(operations)}, in the same order; "
+                "inside `if accelerator.is_main_process:` only one does.",
+            ]
+        )
+    return "\n".join(
+        [
+            "The processes must call the same operation, with trees of the same structure, shapes "
+            "and types:",
+            *lines,
+            "pad_across_processes makes sizes equal; gather_for_metrics and gather_object take "
+            "unequal ones.",
+        ]
+    )
+
+
+# -- waiting -------------------------------------------------------------------------------------
+
+
+def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> None:
+    """Wait for an exchange; if it lasts long, say in the log who has not come to it."""
+    if _ends_within(work, _ANNOUNCED_AFTER):
+        return
+    size, own = dist.get_world_size(group), dist.get_rank(group)
+    store = _store_of(group)
+    # The store may have ended with its process. Then there is nobody to ask, and nobody who asks.
+    with suppress(RuntimeError):
+        store.set(_key(own), operation)
+    if not _ends_within(work, _WARNED_AFTER - _ANNOUNCED_AFTER):
+        with suppress(RuntimeError):
+            _warn(operation, _waiting(store, size), size, own)
+        work.wait()
+    with suppress(RuntimeError):
+        store.set(_key(own), "")
+
+
+def _key(rank: int) -> str:
+    return f"cadence/waiting/{rank}"
+
+
+def _store_of(group: dist.ProcessGroup | None) -> Any:
+    group = group or dist.group.WORLD
+    assert group is not None  # an exchange is under way in it
+    return group.get_group_store()
+
+
+def _waiting(store: Any, size: int) -> list[int]:
+    keys = {rank: _key(rank) for rank in range(size)}
+    return [rank for rank, key in keys.items() if store.check([key]) and store.get(key)]
+
+
+def _warn(operation: str, waiting: list[int], size: int, own: int) -> None:
+    missing = ", ".join(str(rank) for rank in range(size) if rank not in waiting)
+    if missing and own == min(waiting):  # one of them speaks
+        logger.warning(
+            "%s has waited %g seconds for rank %s. It ends when every process has called it.",
+            operation,
+            _WARNED_AFTER,
+            missing,
+        )
+
+
+def _ends_within(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # its own error, or it has just ended
+    return True

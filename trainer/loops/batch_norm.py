@@ -1,0 +1,135 @@
+"""The statistics of batch normalisation, computed anew for weights that were not trained as such.
+
+They become the plain mean of those of every batch of an epoch, as ``torch.optim.swa_utils`` has it
+(``update_bn``), the same on any number of processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.distributed.collectives import reduce
+from trainer.loops.accumulators import metric_objects
+from trainer.loops.run import FitRun, items_of
+from trainer.rng import isolated_rng
+
+
+def require_readable(run: FitRun) -> None:
+    """See that the data can be read once more.
+
+    Raises:
+        ValueError: There is batch normalisation, and the training data is a stream.
+    """
+    if _trained_norms(run.module) and run.feed.sampler is None:
+        raise ValueError(
+            "The statistics of batch normalisation cannot be computed anew: the training data is a "
+            "stream, which has no second pass. Use a dataset with a length, or switch it off with "
+            "update_batch_norm=False."
+        )
+
+
+def update_batch_norm(run: FitRun) -> None:
+    """Compute the statistics anew over an epoch of the training data; collective.
+
+    `training_step` runs under autocast without gradients on every batch, each part of the module in
+    its mode: layers in evaluation mode keep their statistics. Nothing is logged; generators, other
+    buffers and what metric objects have taken in are put back.
+
+    Raises:
+        ValueError: See `require_readable`.
+    """
+    require_readable(run)
+    norms = _trained_norms(run.module)
+    if not norms:
+        return
+    # A layer that computes over all processes needs them all.
+    together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+    feed = run.feed.another()
+    feed.set_epoch(run.counters.epoch)
+    own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    with (
+        _kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
+        _kept_metrics(run.module),
+        _cumulative(norms),
+        torch.no_grad(),
+        isolated_rng(),
+        run.metrics.muted(),
+        closing(feed.rounds(run.transfer(feed))) as rounds,
+    ):
+        for batch_idx, current in enumerate(rounds):
+            if current.present and (current.complete or not together):
+                batch, _ = items_of(current)
+                with run.precision.autocast():
+                    run.module.training_step(batch, batch_idx)
+    _average(norms)
+
+
+def _trained_norms(module: nn.Module) -> list[_BatchNorm]:
+    """The layers whose statistics follow the training."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, _BatchNorm) and part.training and part.running_mean is not None
+    ]
+
+
+def _average(norms: list[_BatchNorm]) -> None:
+    """Make the statistics the mean over the batches of all processes."""
+    for norm in norms:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        assert norm.num_batches_tracked is not None
+        batches = norm.num_batches_tracked
+        total = reduce(batches)
+        for statistic in (norm.running_mean, norm.running_var):
+            statistic.copy_(reduce(statistic * batches) / total)
+        batches.copy_(total)
+
+
+@contextmanager
+def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Inside, statistics begin anew and are the mean of all batches so far."""
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+@contextmanager
+def _kept(tensors: list[torch.Tensor]) -> Iterator[None]:
+    before = [tensor.clone() for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+
+
+@contextmanager
+def _kept_metrics(module: nn.Module) -> Iterator[None]:
+    """Metric objects have states of their own, which no buffer shows."""
+    before: list[tuple[Any, int, dict[str, Any]]] = [
+        (metric, metric.update_count, copy.deepcopy(dict(metric.metric_state)))
+        for _, metric in metric_objects(module)
+    ]
+    try:
+        yield
+    finally:
+        for metric, count, state in before:
+            metric.reset()
+            for name, value in state.items():
+                setattr(metric, name, value)
+            metric._update_count = count

@@ -1,0 +1,379 @@
+"""Predictions on their way to the disk: streamed by every process, merged by one.
+
+A prediction is taken apart into columns, each with one row a sample: tensors and arrays go to
+safetensors files, lists of plain values (texts, labels) to files of JSON lines. Any tool reads
+both. Nothing but sizes ever travels between processes, and no more than one batch is in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.tensors import portable, write_tensors
+from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.control import on_main
+from trainer.tree import children
+
+NAME = "predictions"  # of the merged files, and of the column where there is only one
+_PARTS = ".parts"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Plain = dict[str, list[Any]]
+Rows = tuple[int, ...]  # of each column of one batch
+
+
+@dataclass
+class Index:
+    """What one process has streamed.
+
+    Attributes:
+        columns: Of each tensor its type and the shape of one row; None before the first batch.
+        plain: Names of the columns of plain values.
+        rows: For each batch the rows of each of the tensors.
+    """
+
+    columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None
+    plain: tuple[str, ...] = ()
+    rows: list[Rows] = field(default_factory=list)
+
+
+class PredictionFiles:
+    """The files of the predictions for one loader.
+
+    Args:
+        folder: Where they go; it is made. Every process makes its own object of the same folder.
+        rank: This process.
+        world_size: How many there are.
+        merge: Stream into one file a process, which `finish` merges into ``predictions.*`` in the
+            order of the loader. Else each batch is a pair of files, ``batch-00000000.*``.
+        overwrite: Remove the predictions that are there.
+
+    Raises:
+        ValueError: There are predictions, and they may not be overwritten. The other processes get
+            a ``RuntimeError`` that tells it.
+    """
+
+    def __init__(
+        self, folder: Path, *, rank: int, world_size: int, merge: bool, overwrite: bool
+    ) -> None:
+        self.folder, self._merge = folder, merge
+        self._rank, self._world_size = rank, world_size
+        self._index = Index()
+        self._parts = folder / _PARTS
+        self._own = ExitStack()
+        on_main(lambda: _make_room(folder, overwrite=overwrite))
+        if merge:  # folders that the processes do not share are found out when merging
+            self._parts.mkdir(parents=True, exist_ok=True)
+            tensors, plain = self._part_files(rank)
+            self._tensors = self._own.enter_context(tensors.open("wb"))
+            self._plain = self._own.enter_context(plain.open("wb"))
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, prediction: Any, batch_number: int) -> None:
+        """Write the prediction for a batch.
+
+        Args:
+            prediction: A tensor, or nested containers of tensors, arrays and lists of plain values,
+                each with one row a sample; on the host.
+            batch_number: Where it is in the loader's order.
+
+        Raises:
+            TypeError: It has something else in it; the text names the column.
+            ValueError: A column has no rows, or differs from the earlier batches'.
+            OSError: The disk refuses.
+        """
+        tensors, plain = columns_of(prediction, batch_number)
+        if not self._merge:
+            self._write_batch(tensors, plain, batch_number)
+            return
+        self._note(tensors, plain, batch_number)
+        for tensor in tensors.values():
+            self._tensors.write(_bytes_of(tensor))
+        if plain:
+            self._plain.write(json.dumps(plain).encode() + b"\n")
+
+    def finish(self) -> None:
+        """Every process has written its own; merge them. Collective.
+
+        Raises:
+            ValueError: The processes' columns differ; on all of them.
+            RuntimeError: Rank 0 could not merge, because it sees no part of another for example.
+        """
+        self._own.close()
+        indices: list[Index] = all_gather_object(self._index)  # also waits for the others' parts
+        if self._merge:
+            merged = _agreed(indices)
+            on_main(lambda: self._merge_all(merged, [index.rows for index in indices]))
+            # All at once where they share the folder: what one misses another has removed.
+            shutil.rmtree(self._parts, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Drop what this process streamed: the prediction failed."""
+        self._own.close()
+        if self._merge:
+            for part in self._part_files(self._rank):
+                part.unlink(missing_ok=True)
+            with suppress(OSError):  # the others' parts are there
+                self._parts.rmdir()
+
+    def _part_files(self, rank: int) -> tuple[Path, Path]:
+        return self._parts / f"rank-{rank:05d}.bin", self._parts / f"rank-{rank:05d}.jsonl"
+
+    def _write_batch(self, tensors: dict[str, Tensor], plain: Plain, number: int) -> None:
+        stem = f"batch-{number:08d}"
+        if tensors:
+            staged = self.folder / f".{stem}.safetensors"
+            write_tensors(tensors, staged)
+            os.replace(staged, self.folder / f"{stem}.safetensors")
+        if plain:
+            staged = self.folder / f".{stem}.jsonl"
+            staged.write_bytes(b"".join(_lines_of(plain)))
+            os.replace(staged, self.folder / f"{stem}.jsonl")
+
+    def _note(self, tensors: dict[str, Tensor], plain: Plain, number: int) -> None:
+        """Keep the sizes of a batch, once it fits to those before."""
+        columns = {
+            name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()
+        }
+        index = self._index
+        if index.columns is None:
+            index.columns, index.plain = columns, tuple(plain)
+        problem = _difference(index, Index(columns, tuple(plain)))
+        if problem:
+            raise ValueError(
+                f"The prediction for batch {number} cannot be merged with those before: {problem}. "
+                "Return columns of one shape a sample (pad them), or let each batch be a file of "
+                "its own with write_interval='batch'."
+            )
+        index.rows.append(tuple(len(tensor) for tensor in tensors.values()))
+
+    def _merge_all(self, merged: Index, rows: Sequence[list[Rows]]) -> None:
+        """Put all parts together, one batch at a time."""
+        try:
+            with ExitStack() as stack:
+                opened = [
+                    [stack.enter_context(part.open("rb")) for part in self._part_files(rank)]
+                    for rank in range(self._world_size)
+                ]
+                tensors, plain = zip(*opened, strict=True)
+                if merged.columns:
+                    staged = self._parts / "merged.safetensors"
+                    with staged.open("wb") as file:
+                        _merge_tensors(file, merged, rows, tensors)
+                    os.replace(staged, self.folder / f"{NAME}.safetensors")
+                if merged.plain:
+                    staged = self._parts / "merged.jsonl"
+                    with staged.open("wb") as file:
+                        for line in _in_turn(plain, sum(map(len, rows))):
+                            file.writelines(_lines_of(json.loads(line)))
+                    os.replace(staged, self.folder / f"{NAME}.jsonl")
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"{error.filename} is not there: the processes do not share the folder "
+                f"{self.folder}. Give one that they all see, or let each batch be a file of its "
+                "own with write_interval='batch'."
+            ) from error
+
+
+def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], Plain]:
+    """The tensors of a prediction by their names, and its lists of plain values.
+
+    Raises:
+        TypeError: There is nothing, or something else.
+        ValueError: A tensor has no rows, or two lists have other lengths.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: Plain = {}
+    for name, value in _leaves(prediction, ""):
+        what = f"{name!r} of the prediction for batch {batch_number}"
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            value = torch.from_numpy(np.ascontiguousarray(value))
+        if isinstance(value, Tensor):
+            if value.ndim == 0:
+                raise ValueError(f"{what} has no dimension of samples; return one row a sample.")
+            if value.dtype not in _DTYPES:
+                raise TypeError(f"{what} is of type {value.dtype}, which cannot be written.")
+            tensors[name] = portable(value, what)
+        elif isinstance(value, list):
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise TypeError(f"{what} cannot be written as JSON: {error}.") from error
+            plain[name] = value
+        else:
+            raise TypeError(
+                f"{what} is {value!r} of type {type(value).__name__}; return tensors, arrays and "
+                "lists with one entry a sample."
+            )
+    if len({len(values) for values in plain.values()}) > 1:
+        lengths = ", ".join(f"{name!r}: {len(values)}" for name, values in plain.items())
+        raise ValueError(
+            f"The lists of the prediction for batch {batch_number} have other lengths ({lengths}); "
+            "each must have one entry a sample."
+        )
+    return tensors, plain
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    parts = children(value)
+    if isinstance(value, (list, tuple)) and not any(map(_is_rich, value)):
+        parts = None if value or not name else []  # a list of plain values is a column
+        value = list(value)
+    if parts is None:
+        yield name or NAME, value
+    else:
+        for key, part in parts:
+            yield from _leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def _is_rich(value: Any) -> bool:
+    """A tensor, an array, or a container that may hold some."""
+    return isinstance(value, (Tensor, np.ndarray)) or children(value) is not None
+
+
+def _lines_of(plain: Plain) -> Iterator[bytes]:
+    """One JSON object a sample."""
+    for values in zip(*plain.values(), strict=True):
+        yield json.dumps(dict(zip(plain, values, strict=True))).encode() + b"\n"
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _make_room(folder: Path, *, overwrite: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(folder / _PARTS)  # of a prediction that did not end
+    found = [
+        file
+        for pattern in (f"{NAME}.*", "batch-*.*")
+        for file in sorted(folder.glob(pattern))
+        if file.suffix in (".safetensors", ".jsonl")
+    ]
+    if found and not overwrite:
+        raise ValueError(
+            f"{folder} has predictions already, such as {found[0].name}. Give another folder, or "
+            "overwrite=True to replace them."
+        )
+    for file in found:
+        file.unlink()
+
+
+def _difference(one: Index, other: Index) -> str:
+    """What of the columns differs, in words; nothing if they are alike."""
+    if one.plain != other.plain:
+        return f"its lists are {list(other.plain)}, not {list(one.plain)}"
+    ours, theirs = one.columns or {}, other.columns or {}
+    if list(ours) != list(theirs):
+        return f"its columns are {list(theirs)}, not {list(ours)}"
+    for name, (dtype, shape) in ours.items():
+        if theirs[name] != (dtype, shape):
+            got_dtype, got_shape = theirs[name]
+            return f"a row of {name!r} is {got_dtype} {got_shape}, not {dtype} {shape}"
+    return ""
+
+
+def _agreed(indices: Sequence[Index]) -> Index:
+    """The columns that all processes have; those without a batch have none.
+
+    Raises:
+        ValueError: They differ.
+    """
+    known = [(rank, index) for rank, index in enumerate(indices) if index.columns is not None]
+    if not known:
+        return Index()
+    first_rank, first = known[0]
+    for rank, index in known[1:]:
+        problem = _difference(first, index)
+        if problem:
+            raise ValueError(
+                f"The predictions of rank {rank} cannot be merged with those of rank {first_rank}: "
+                f"{problem}."
+            )
+    return first
+
+
+def _in_turn(parts: Sequence[Any], total: int) -> Iterator[Any]:
+    """The next entry of each, as the loader's batches were dealt out."""
+    iterators = [iter(part) for part in parts]
+    for number in range(total):
+        yield next(iterators[number % len(iterators)])
+
+
+def _merge_tensors(
+    file: BinaryIO, merged: Index, rows: Sequence[list[Rows]], parts: Sequence[BinaryIO]
+) -> None:
+    """Write one safetensors file (https://github.com/huggingface/safetensors#format)."""
+    assert merged.columns is not None
+    names = list(merged.columns)
+    # Large elements first, as safetensors itself does, so that each tensor is aligned.
+    order = sorted(names, key=lambda name: (-merged.columns[name][0].itemsize, name))  # type: ignore[index]
+    row_bytes = [_row_bytes(*merged.columns[name]) for name in names]
+    header: dict[str, Any] = {}
+    end = 0
+    for name in order:
+        dtype, shape = merged.columns[name]
+        place = names.index(name)
+        count = sum(batch[place] for part in rows for batch in part)
+        begin, end = end, end + count * row_bytes[place]
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": [count, *shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in order:
+        for chunk in _in_turn(
+            [
+                _chunks(part, batches, row_bytes, names.index(name))
+                for part, batches in zip(parts, rows, strict=True)
+            ],
+            sum(map(len, rows)),
+        ):
+            file.write(chunk)
+
+
+def _row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+
+
+def _chunks(
+    part: BinaryIO, batches: list[Rows], row_bytes: list[int], place: int
+) -> Iterator[bytes]:
+    """The bytes of one column, batch by batch."""
+    begin = 0
+    for rows in batches:
+        sizes = [count * size for count, size in zip(rows, row_bytes, strict=True)]
+        part.seek(begin + sum(sizes[:place]))
+        yield part.read(sizes[place])
+        begin += sum(sizes)

@@ -1,0 +1,119 @@
+"""Parameter groups that come after the optimizer and its schedules were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trainer.errors import CheckpointError
+
+_RATES = (
+    "lr",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+)  # of a group; those but the first are a schedule's
+_RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # of a schedule, one each group
+_LISTS_OF_GROUPS = (*_RATES_OF_GROUPS, "lr_lambdas", "base_momentums", "max_momentums")
+
+
+def add_group(
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    ratio: float,
+    schedulers: Iterable[Any] = (),
+) -> None:
+    """Add a group that is treated as the first one is, at `ratio` times its learning rate.
+
+    Torch's schedules of the optimizer take it in: it follows the first group's schedule, scaled.
+
+    Args:
+        optimizer: The user's own or prepared.
+        parameters: By name, for optimizers that know the names of theirs.
+        ratio: Of the learning rates.
+        schedulers: Those of other optimizers are left alone.
+    """
+    first, number = optimizer.param_groups[0], len(optimizer.param_groups)
+    group = {key: value for key, value in first.items() if key not in ("params", "param_names")}
+    group.pop("name", None)
+    group.update({key: group[key] * ratio for key in _RATES if key in group})
+    named = "param_names" in first
+    optimizer.add_param_group(
+        group | {"params": list(parameters.items() if named else parameters.values())}
+    )
+    for scheduler in _of(optimizer, schedulers):
+        for key in _LISTS_OF_GROUPS:
+            entries = getattr(scheduler, key, None)
+            if isinstance(entries, list) and len(entries) == number:
+                entries.append(entries[0] * ratio if key in _RATES_OF_GROUPS else entries[0])
+
+
+def scale_group(
+    optimizer: Optimizer, index: int, factor: float, *, schedulers: Iterable[Any] = ()
+) -> None:
+    """Multiply the learning rate of a group, now and in its schedules.
+
+    Args:
+        optimizer: The user's own or prepared.
+        index: The group's.
+        factor: What its learning rates are multiplied by.
+        schedulers: Those of other optimizers are left alone.
+    """
+    group = optimizer.param_groups[index]
+    group.update({key: group[key] * factor for key in _RATES if key in group})
+    for scheduler in _of(optimizer, schedulers):
+        for key in _RATES_OF_GROUPS:
+            entries = getattr(scheduler, key, None)
+            if isinstance(entries, list) and len(entries) == len(optimizer.param_groups):
+                entries[index] = entries[index] * factor
+
+
+def names_of_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:
+    """The names of each group's parameters; None for one that is not the module's."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def restore_groups(
+    optimizer: Optimizer,
+    saved: Sequence[Sequence[str | None]],
+    module: nn.Module,
+    *,
+    schedulers: Iterable[Any] = (),
+) -> None:
+    """Add the groups that a saved optimizer had and this one has not; their state is loaded next.
+
+    Raises:
+        CheckpointError: The module has no parameter of a name, or the optimizer has it already.
+    """
+    taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = dict(module.named_parameters())
+    schedulers = list(schedulers)
+    for names in saved[len(optimizer.param_groups) :]:
+        for name in names:
+            if name not in known or id(known[name]) in taken:
+                why = "which the optimizer has already" if name in known else "which is not there"
+                raise CheckpointError(
+                    f"A group that was added to {type(optimizer).__name__} during the run has the "
+                    f"parameter {name}, {why}. Does configure_optimizers return what it did?"
+                )
+        added = {name: known[name] for name in names if name is not None}
+        add_group(optimizer, added, ratio=1.0, schedulers=schedulers)
+
+
+def _of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
+    """Torch's schedulers of an optimizer, those inside others too."""
+    own = {id(optimizer), id(getattr(optimizer, "optimizer", optimizer))}
+    found: list[Any] = []
+    for scheduler in schedulers:
+        if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+            continue
+        if id(getattr(scheduler, "optimizer", None)) in own:
+            found.append(scheduler)
+        found += _of(optimizer, getattr(scheduler, "_schedulers", ()))
+    return found

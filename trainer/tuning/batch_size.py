@@ -1,0 +1,385 @@
+"""The search for the largest batch that fits into memory.
+
+Each process tries a size by itself, so that one that runs out of memory leaves nobody waiting in a
+reduction; then all agree. What the engine of several processes needs beside the gradients, a buffer
+of their size, is set aside meanwhile.
+"""
+
+# ruff: noqa: ARG002 - a hook takes what the loop passes, used or not
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from callbacks import Callback
+from trainer.data.rebuild import users_kwargs
+from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.control import exchange
+from trainer.errors import choose
+from trainer.memory import free_caches, is_out_of_memory
+from trainer.module import TrainModule
+from trainer.rng import isolated_rng
+from trainer.trainer import Trainer
+from trainer.tree import find_batch_size
+from trainer.tuning.copies import copies
+from trainer.tuning.trial import begin_trial, holders, make_trial, set_all, set_apart
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("fit", "validate", "test", "predict")
+_MODES = ("power", "binsearch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizeSearch:
+    """What a search for a batch size found, alike on all processes.
+
+    Attributes:
+        batch_size: Samples of a micro-batch of one process.
+        gradient_accumulation_steps: Micro-batches of an update: those that keep the effective batch
+            size that was asked for, else the Trainer's own.
+        trials: Each size that was tried, in this order, and whether it fits everywhere.
+    """
+
+    batch_size: int
+    gradient_accumulation_steps: int
+    trials: dict[int, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The sizes to try.
+
+    Attributes:
+        mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then halves the
+            interval between the largest that fits and the smallest that does not.
+        steps_per_trial: Updates, or batches of an evaluation, of each trial.
+        init_val: The first size; if it does not fit, it is halved until one does.
+        max_trials: Sizes to try at most.
+        margin: Of the size that ``"binsearch"`` found, the part that is given back, since a long
+            run needs more memory than a few updates.
+        max_val: Try none above; None for no limit.
+
+    Raises:
+        ValueError: A value is outside its range.
+        TypeError: A number is of another type.
+    """
+
+    mode: str = "power"
+    steps_per_trial: int = 3
+    init_val: int = 2
+    max_trials: int = 25
+    margin: float = 0.05
+    max_val: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse searches that cannot be."""
+        if self.mode not in _MODES:
+            raise ValueError(choose("mode", self.mode, _MODES))
+        for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
+            value = getattr(self, name)
+            if name == "max_val" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; it must be an int.")
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more.")
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
+
+    def largest(self, attempt: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
+        """Try sizes, of which the largest that fits is the answer, but for the margin.
+
+        Args:
+            attempt: Takes a size; returns whether it fits and the largest size that the data have,
+                where that is known.
+
+        Returns:
+            Each size that was tried and whether it fits.
+        """
+        tried: dict[int, bool] = {}
+        cap = self.max_val
+        size = self.init_val if cap is None else min(self.init_val, cap)
+        while len(tried) < self.max_trials:
+            fits, there_are = attempt(size)
+            if there_are is not None:
+                cap = there_are if cap is None else min(cap, there_are)
+                size = min(size, there_are)  # what was tried was a batch of all there is
+            tried[size] = fits
+            following = self._after(tried, cap)
+            if following is None or following in tried:
+                break
+            size = following
+        return tried
+
+    def _after(self, tried: dict[int, bool], cap: int | None) -> int | None:
+        """The size to try next; None if the answer is known."""
+        low = max((size for size, fits in tried.items() if fits), default=0)
+        high = min((size for size, fits in tried.items() if not fits), default=None)
+        if high is None:
+            following = 2 * low if cap is None else min(2 * low, cap)
+            return following if following > low else None
+        if low == 0:
+            return high // 2 or None
+        if self.mode == "power" or high - low == 1:
+            return None
+        return (low + high) // 2
+
+
+@dataclass
+class _Trial(Callback):
+    """Ends a trial after some updates, and notes how large its batches are.
+
+    Attributes:
+        steps: Updates.
+        reserve: Set memory aside for the engine of several processes.
+        seen: Samples in the largest batch of what is being sized.
+        available: Samples in the training data; None if only reading can tell.
+    """
+
+    method: str
+    steps: int
+    reserve: bool
+    seen: int = 0
+    available: int | None = None
+    _buffers: list[Tensor] = field(default_factory=list)
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """What would talk to other processes by itself must not."""
+        for part in module.modules():
+            if hasattr(part, "distributed_available_fn"):  # torchmetrics
+                vars(part)["distributed_available_fn"] = _nobody_is_there
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        begin_trial(trainer, self.steps)
+        run = trainer._fit_run("on_fit_start")
+        run.told = lambda: None  # a signal does what it does once the trial is over
+        run.weighting.reference = run.weighting.reference or 1.0  # no process waits for rank 0's
+        data: Any = getattr(run.feed.loader, "dataset", None)
+        if hasattr(data, "__len__") and not isinstance(data, IterableDataset):
+            self.available = len(data)
+        if self.reserve:
+            self._buffers = [torch.empty_like(p) for p in run.parameters if p.requires_grad]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._note("fit", batch)
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._note("validate", batch)
+
+    def on_test_batch_start(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._note("test", batch)
+
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._note("predict", batch)
+
+    def _note(self, method: str, batch: Any) -> None:
+        if method == self.method:
+            self.seen = max(self.seen, find_batch_size(batch) or 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is tried out.
+
+    Attributes:
+        trainer: The user's.
+        module: Likewise.
+        loaders: To be made with other batch sizes; None if the module or the datamodule make them.
+        val_loaders: Of a fit, as they are.
+        datamodule: Or None.
+        method: The entry point.
+        attribute: What says the batch size where no loaders are given.
+        accumulates: Updates have several micro-batches: gradients are there in a forward pass.
+    """
+
+    trainer: Trainer
+    module: TrainModule
+    loaders: Any
+    val_loaders: Any
+    datamodule: Any
+    method: str
+    attribute: str
+    accumulates: bool
+
+    def __post_init__(self) -> None:
+        """Refuse what has no batch size that could be changed."""
+        if self.loaders is not None:
+            with_batch_size(self.loaders, 1)
+        elif not holders(self.attribute, self.module, self.datamodule):
+            raise ValueError(
+                f"No batch size can be set: neither {type(self.module).__name__}, its hparams nor "
+                f"the datamodule has an attribute {self.attribute!r}. Pass the loaders, or name "
+                "the attribute with batch_arg_name."
+            )
+
+    def attempt(self, size: int, steps: int) -> tuple[bool, int | None]:
+        """Try a size on this process, with the others doing the same; collective.
+
+        Returns:
+            Whether it fits on all, and the largest batch that the data have where that is known.
+        """
+        error: Exception | None = None
+        fits, there_are = True, None
+        try:
+            there_are = self._run(size, steps)
+        except Exception as raised:  # noqa: BLE001 - raised below, once the others know
+            if is_out_of_memory(raised):
+                fits = False
+            else:
+                error = raised
+        # An error of too little memory is gone by now, and with it the frames that hold tensors.
+        exchange(error, "Tuner.scale_batch_size")
+        free_caches()
+        outcomes = all_gather_object((fits, there_are))
+        fits = all(each for each, _ in outcomes)
+        logger.info("A batch size of %d %s into memory.", size, "fits" if fits else "does not fit")
+        known = [number for _, number in outcomes if number is not None]
+        return fits, min(known, default=None)
+
+    def _run(self, size: int, steps: int) -> int | None:
+        settings: dict[str, Any] = {
+            "gradient_accumulation_steps": 2 if self.accumulates else 1,
+            "limit_train_batches": None,
+            "overfit_batches": None,
+            "val_every": steps,
+        }
+        trainer = self.trainer
+        for name in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
+            off = self.method == "fit" and getattr(trainer._parts.settings, name) == 0
+            settings[name] = 0 if off else steps
+        reserve = trainer.accelerator.num_processes > 1
+        watch = _Trial(self.method, steps, reserve)
+        trial = make_trial(trainer, watch, steps, alone=True, **settings)
+        module, (loaders, val_loaders, datamodule) = copies(
+            self.module,
+            (self.loaders, self.val_loaders, self.datamodule),
+            [trainer, trainer.accelerator],
+        )
+        if loaders is None:
+            set_all(holders(self.attribute, module, datamodule), self.attribute, size)
+        else:
+            loaders = with_batch_size(loaders, size)
+        with isolated_rng():
+            if self.method == "fit":
+                trial.fit(module, loaders, val_loaders, datamodule=datamodule)
+            elif self.method == "predict":
+                trial.predict(module, loaders, datamodule=datamodule, return_predictions=False)
+            else:
+                getattr(trial, self.method)(module, loaders, datamodule=datamodule)
+        return watch.seen if watch.seen < size else watch.available
+
+
+def _nobody_is_there() -> bool:
+    return False
+
+
+def with_batch_size(loaders: Any, size: int) -> Any:
+    """A loader, or each of several, with another batch size.
+
+    Raises:
+        ValueError: One of them does not make batches of one size.
+    """
+    if isinstance(loaders, (list, tuple)):
+        return [with_batch_size(loader, size) for loader in loaders]
+    own = isinstance(loaders, DataLoader) and type(loaders).__iter__ is not DataLoader.__iter__
+    if not isinstance(loaders, DataLoader) or loaders.batch_size is None or own:
+        raise ValueError(
+            f"A {type(loaders).__name__} cannot be given another batch size: it is no plain "
+            "DataLoader with a batch_size. Make the loader in train_dataloader() from an "
+            "attribute, and name that with batch_arg_name."
+        )
+    kwargs = users_kwargs(loaders) | {"batch_size": size, "drop_last": loaders.drop_last}
+    if not isinstance(loaders.dataset, IterableDataset):
+        kwargs["sampler"] = loaders.sampler
+    return DataLoader(**kwargs)
+
+
+def search_batch_size(
+    subject: Subject, search: Search, *, effective: int | None
+) -> BatchSizeSearch:
+    """Find the largest size that fits on all processes; collective.
+
+    Args:
+        subject: What is tried out.
+        search: The sizes to try.
+        effective: Samples of an update, over all processes, that are to be kept.
+
+    Raises:
+        ValueError: No accumulation could keep `effective`.
+        RuntimeError: No size fits.
+    """
+    trainer = subject.trainer
+    with set_apart(subject.module):
+        tried = search.largest(lambda size: subject.attempt(size, search.steps_per_trial))
+    fitting = [size for size, fits in tried.items() if fits]
+    if not fitting:
+        raise RuntimeError(
+            f"No batch size fits into memory; tried {', '.join(map(str, tried))} samples."
+        )
+    size = max(fitting)
+    if search.mode == "binsearch" and not all(tried.values()):
+        size = max(1, int(size * (1 - search.margin)))
+    steps = trainer._parts.settings.gradient_accumulation_steps
+    if effective is not None:
+        own = effective // trainer.accelerator.num_processes
+        size = next(divisor for divisor in range(size, 0, -1) if own % divisor == 0)
+        steps = own // size
+    return BatchSizeSearch(batch_size=size, gradient_accumulation_steps=steps, trials=tried)
+
+
+def check_effective(
+    effective: int | None, method: str, module: TrainModule, world_size: int
+) -> None:
+    """Refuse an effective batch size that no accumulation could keep.
+
+    Raises:
+        ValueError: It is that.
+        TypeError: It is no int.
+    """
+    if effective is None:
+        return
+    if isinstance(effective, bool) or not isinstance(effective, int):
+        raise TypeError(f"effective_batch_size is {effective!r}; it must be an int.")
+    if effective < 1 or effective % world_size:
+        raise ValueError(
+            f"effective_batch_size is {effective}; it must be a positive multiple of the number of "
+            f"processes, {world_size}."
+        )
+    if method != "fit":
+        raise ValueError(f"effective_batch_size concerns updates, of which {method} makes none.")
+    if not module.automatic_optimization:
+        raise ValueError(
+            "effective_batch_size is kept by accumulation, which in manual optimisation is up to "
+            "training_step; leave it out."
+        )

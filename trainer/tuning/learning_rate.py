@@ -1,0 +1,333 @@
+"""The learning-rate range test: train while the rate rises, and see where the loss falls.
+
+L. N. Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, section 3.3.
+"""
+
+# ruff: noqa: ARG002 - a hook takes what the loop passes, used or not
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from callbacks import Callback
+from trainer.errors import choose
+from trainer.module import TrainModule
+from trainer.trainer import Trainer
+from trainer.tuning.copies import copies
+from trainer.tuning.trial import begin_trial, make_trial, set_apart
+
+logger = logging.getLogger(__name__)
+
+_LOSS = "_range_test_loss"
+_SETTLED = 10  # losses before which their average is no more than they are: a batch's luck
+_MODES = ("exponential", "linear")
+_GROUPS = ("scaled", "same")
+Groups = Literal["scaled", "same"] | int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateTest:
+    """What a learning-rate range test saw, alike on all processes.
+
+    Attributes:
+        mode: ``"exponential"`` or ``"linear"``.
+        lrs: The rate of each update, as many as there were.
+        losses: The loss before each of these updates, over all processes, smoothed.
+        raw_losses: The same, not smoothed.
+        scales: Of each parameter group, over all optimizers, what its rate was as a multiple of
+            the tested one; None for a group whose rate was left alone.
+        diverged: It ended before the largest rate.
+    """
+
+    mode: str
+    lrs: list[float]
+    losses: list[float]
+    raw_losses: list[float]
+    scales: list[float | None]
+    diverged: bool
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate at which the smoothed loss falls most steeply from one update to the next.
+
+        Args:
+            skip_begin: Updates at the beginning that are left out: few values are smoothed there.
+            skip_end: Updates at the end that are left out: the loss explodes there.
+
+        Returns:
+            None if fewer than two updates are left, or the loss falls nowhere; the log says which.
+        """
+        for name, value in (("skip_begin", skip_begin), ("skip_end", skip_end)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more.")
+        index = self._steepest(skip_begin, skip_end)
+        return None if index is None else self.lrs[index]
+
+    def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
+        losses = self.losses[skip_begin : len(self.losses) - skip_end]
+        if len(losses) < 2:
+            logger.warning(
+                "No learning rate can be suggested: of %d updates, skip_begin=%d and skip_end=%d "
+                "leave %d. Test more rates with num_training, or a smaller max_lr.",
+                len(self.losses),
+                skip_begin,
+                skip_end,
+                len(losses),
+            )
+            return None
+        (slopes,) = torch.gradient(torch.tensor(losses, dtype=torch.float64))
+        index = int(slopes.argmin())
+        if slopes[index] >= 0:
+            logger.warning(
+                "No learning rate can be suggested: between %g and %g the loss falls nowhere.",
+                self.lrs[0],
+                self.lrs[-1],
+            )
+            return None
+        return index + skip_begin
+
+    def plot(self, *, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the smoothed loss over the rate.
+
+        Args:
+            suggest: Mark the suggestion.
+            show: Open a window or show it in the notebook.
+            ax: matplotlib axes to draw on; new ones unless given.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        pyplot = _pyplot() if ax is None or show else None
+        if ax is None:
+            assert pyplot is not None
+            _, ax = pyplot.subplots()
+        ax.plot(self.lrs, self.losses)
+        ax.set_xscale("log" if self.mode == "exponential" else "linear")
+        ax.set_xlabel("learning rate")
+        ax.set_ylabel("loss")
+        index = self._steepest(10, 1) if suggest else None
+        if index is not None:
+            ax.plot([self.lrs[index]], [self.losses[index]], "o", color="red")
+        if pyplot is not None and show:
+            pyplot.show()
+        return ax.figure
+
+
+def _pyplot() -> Any:
+    try:
+        return import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise ImportError(
+            "A plot needs matplotlib: pip install 'cadence-trainer[plot]'. The numbers are in lrs "
+            "and losses."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The rates to test, and when to stop.
+
+    Attributes:
+        min_lr: The first rate.
+        max_lr: The last one.
+        num_training: How many updates, each with a rate of its own.
+        mode: Rates have the same ratio from one to the next, or the same difference.
+        early_stop_threshold: Stop when the smoothed loss is so many times the lowest one, those of
+            the first ten updates apart; None stops only at one that is not finite. Where the lowest
+            one is negative, what counts is how far the loss lies above it: ``(threshold - 1) ×
+            |lowest|``.
+        smoothing: The weight of the past in the moving average of the losses, from 0 to below 1.
+        groups: ``"scaled"``: parameter groups keep the ratios of their rates, and the one with the
+            largest gets the tested rate. ``"same"``: all get it. A number: that group gets it, the
+            others keep theirs; groups are counted from 0 over all optimizers.
+
+    Raises:
+        ValueError: A value is outside its range.
+        TypeError: A number is of another type.
+    """
+
+    min_lr: float = 1e-8
+    max_lr: float = 1.0
+    num_training: int = 100
+    mode: str = "exponential"
+    early_stop_threshold: float | None = 4.0
+    smoothing: float = 0.98
+    groups: Groups = "scaled"
+
+    def __post_init__(self) -> None:
+        """Refuse sweeps that cannot be."""
+        if self.mode not in _MODES:
+            raise ValueError(choose("mode", self.mode, _MODES))
+        if not 0 < self.min_lr < self.max_lr < math.inf:
+            raise ValueError(
+                f"min_lr is {self.min_lr} and max_lr is {self.max_lr}; they must be positive, and "
+                "max_lr the larger."
+            )
+        if isinstance(self.num_training, bool) or not isinstance(self.num_training, int):
+            raise TypeError(f"num_training is {self.num_training!r}; it must be an int.")
+        if self.num_training < 2:
+            raise ValueError(f"num_training is {self.num_training}; it must be 2 or more.")
+        threshold = self.early_stop_threshold
+        if threshold is not None and not threshold > 1:
+            raise ValueError(
+                f"early_stop_threshold is {threshold}; it must be above 1, or None for no stop."
+            )
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"smoothing is {self.smoothing}; it must be 0 or more and below 1.")
+        if isinstance(self.groups, bool) or not isinstance(self.groups, (str, int)):
+            raise TypeError(f"groups is {self.groups!r}; it must be 'scaled', 'same' or an int.")
+        if isinstance(self.groups, str) and self.groups not in _GROUPS:
+            raise ValueError(f"{choose('groups', self.groups, _GROUPS)} Or the number of one.")
+        if isinstance(self.groups, int) and self.groups < 0:
+            raise ValueError(f"groups is {self.groups}; groups are counted from 0.")
+
+    def rate(self, step: int) -> float:
+        """The rate of an update, counted from 0."""
+        part = step / (self.num_training - 1)
+        if self.mode == "exponential":
+            return float(self.min_lr * (self.max_lr / self.min_lr) ** part)
+        return self.min_lr + (self.max_lr - self.min_lr) * part
+
+    def scales(self, groups: list[dict[str, Any]]) -> list[float | None]:
+        """What multiple of the tested rate each group gets; None leaves it alone.
+
+        Raises:
+            ValueError: There is no group of the number that was given.
+        """
+        if isinstance(self.groups, int):
+            if self.groups >= len(groups):
+                raise ValueError(
+                    f"groups is {self.groups}, but there are {len(groups)} parameter groups, "
+                    "counted from 0."
+                )
+            return [1.0 if number == self.groups else None for number in range(len(groups))]
+        if self.groups == "same":
+            return [1.0] * len(groups)
+        # A schedule may have set the rate to 0 already, for a warm-up say, and kept the user's.
+        rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        largest = max(rates)
+        return [rate / largest if largest > 0 else 1.0 for rate in rates]
+
+    def is_too_high(self, loss: float, lowest: float) -> bool:
+        """The smoothed loss says that the rate is too large for training."""
+        threshold = self.early_stop_threshold
+        return threshold is not None and loss > lowest + (threshold - 1) * abs(lowest)
+
+
+@dataclass
+class RangeTest(Callback):
+    """Sets the rate before each update and notes the loss.
+
+    Attributes:
+        sweep: What is tested.
+        raw: The losses seen.
+        smoothed: And their moving averages.
+        scales: Of the groups.
+        diverged: The test is over before its end.
+    """
+
+    sweep: Sweep
+    raw: list[float] = field(default_factory=list)
+    smoothed: list[float] = field(default_factory=list)
+    scales: list[float | None] = field(default_factory=list)
+    diverged: bool = False
+    _groups: list[dict[str, Any]] = field(default_factory=list)
+    _average: float = 0.0
+    _backward: list[Tensor] = field(default_factory=list)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Take the schedules' place."""
+        begin_trial(trainer, self.sweep.num_training)
+        if module.automatic_optimization:
+            trainer.pause_schedulers()
+        self._groups = [group for each in trainer.optimizers for group in each.param_groups]
+        self.scales = self.sweep.scales(self._groups)
+
+    def on_train_step_start(self, trainer: Trainer, module: TrainModule) -> None:
+        """Set the rate of the update that begins."""
+        rate = self.sweep.rate(trainer.global_step)
+        for group, scale in zip(self._groups, self.scales, strict=True):
+            if scale is None:
+                continue
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * scale)
+            else:
+                group["lr"] = rate * scale
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A micro-batch begins."""
+        self._backward.clear()
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
+        """In manual optimisation the step may not return what it goes back from."""
+        if not module.automatic_optimization:
+            self._backward.append(loss.detach())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the loss; the mean over micro-batches and processes is made with the metrics'."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is None and self._backward:
+            loss = torch.stack([each.reshape(()).double() for each in self._backward]).sum()
+        if not isinstance(loss, Tensor):
+            raise ValueError(
+                "lr_find found no loss: training_step returned none and called no "
+                "manual_backward. Return the loss, or a dict with it under 'loss'."
+            )
+        trainer.metrics.log(_LOSS, loss.detach(), on_step=True, on_epoch=False)
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """Read the loss, and stop where the test is over."""
+        trainer._fit_run("on_boundary").recorder.flush()  # a range test may wait for its device
+        if trainer.global_step == len(self.raw):
+            return  # in manual optimisation: a boundary without an update
+        loss = trainer.callback_metrics[_LOSS]
+        if not math.isfinite(loss):
+            self.diverged = trainer.should_stop = True
+            return
+        past = self.sweep.smoothing
+        self._average = past * self._average + (1 - past) * loss
+        self.raw.append(loss)
+        smoothed = self._average / (1 - past ** len(self.raw))
+        lowest = min(self.smoothed[_SETTLED:], default=math.inf)
+        self.smoothed.append(smoothed)
+        if self.sweep.is_too_high(smoothed, lowest):
+            self.diverged = trainer.should_stop = True
+
+    def result(self) -> LearningRateTest:
+        """What was seen."""
+        return LearningRateTest(
+            mode=self.sweep.mode,
+            lrs=[self.sweep.rate(step) for step in range(len(self.raw))],
+            losses=self.smoothed,
+            raw_losses=self.raw,
+            scales=self.scales,
+            diverged=self.diverged,
+        )
+
+
+def range_test(
+    trainer: Trainer, module: TrainModule, loaders: Any, datamodule: Any, sweep: Sweep
+) -> LearningRateTest:
+    """Train a copy of the module while the rate rises; collective."""
+    test = RangeTest(sweep)
+    with set_apart(module):
+        trial = make_trial(
+            trainer, test, sweep.num_training, alone=False, log_every=1, limit_val_batches=0
+        )
+        known = [trainer, trainer.accelerator]
+        twin, (loaders, datamodule) = copies(module, (loaders, datamodule), known)
+        trial.fit(twin, loaders, datamodule=datamodule)
+    return test.result()

@@ -1,0 +1,197 @@
+"""The helpers of the documented API under the name that scripts import them by.
+
+Most are at home in other modules: `probes` (what there is) and `trees` (over nested containers) are
+here for scripts alone. Nothing of Cadence imports this package.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from trainer.checkpoint import load_checkpoint_in_model
+from trainer.checkpoint.model import BIN_NAME as WEIGHTS_NAME
+from trainer.checkpoint.model import INDEX_SUFFIX
+from trainer.checkpoint.objects import load, save
+from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from trainer.configuration import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    FP8RecipeKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    LoggerType,
+    PrecisionType,
+    ProjectConfiguration,
+    RNGType,
+)
+from trainer.distributed.collectives import (
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+)
+from trainer.distributed.collectives import reduce as _reduce
+from trainer.environment import clear_environment, patch_environment
+from trainer.errors import DistributedOperationException, refuse_launcher
+from trainer.memory import find_executable_batch_size, release_memory
+from trainer.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    TorchDynamoPlugin,
+)
+from trainer.rng import set_seed, synchronize_rng_states
+from trainer.state import PartialState
+from trainer.strategies.model import unwrap_model
+from trainer.tree import (
+    concatenate,
+    convert_to_fp32,
+    send_to_device,
+    slice_tensors,
+)
+from trainer.tree import required_batch_size as find_batch_size
+from trainer.utils.probes import (
+    is_bf16_available,
+    is_comet_ml_available,
+    is_cuda_available,
+    is_deepspeed_available,
+    is_mps_available,
+    is_npu_available,
+    is_tensorboard_available,
+    is_torch_version,
+    is_torch_xla_available,
+    is_wandb_available,
+    is_xpu_available,
+    parse_flag_from_env,
+    str_to_bool,
+)
+from trainer.utils.trees import (
+    convert_outputs_to_fp32,
+    find_device,
+    get_data_structure,
+    honor_type,
+    initialize_tensors,
+    listify,
+    merge_dicts,
+    pad_input_tensors,
+    recursively_apply,
+)
+
+__all__ = [
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "AutocastKwargs",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedOperationException",
+    "DistributedType",
+    "DynamoBackend",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "MegatronLMPlugin",
+    "PrecisionType",
+    "ProjectConfiguration",
+    "RNGType",
+    "TorchDynamoPlugin",
+    "broadcast",
+    "broadcast_object_list",
+    "clear_environment",
+    "concatenate",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_device",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "get_data_structure",
+    "honor_type",
+    "initialize_tensors",
+    "is_bf16_available",
+    "is_comet_ml_available",
+    "is_cuda_available",
+    "is_deepspeed_available",
+    "is_mps_available",
+    "is_npu_available",
+    "is_tensorboard_available",
+    "is_torch_version",
+    "is_torch_xla_available",
+    "is_wandb_available",
+    "is_xpu_available",
+    "listify",
+    "load",
+    "load_checkpoint_in_model",
+    "merge_dicts",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "parse_flag_from_env",
+    "patch_environment",
+    "recursively_apply",
+    "reduce",
+    "release_memory",
+    "save",
+    "send_to_device",
+    "set_seed",
+    "slice_tensors",
+    "str_to_bool",
+    "synchronize_rng_states",
+    "tqdm",
+]
+
+WEIGHTS_INDEX_NAME = WEIGHTS_NAME + INDEX_SUFFIX
+SAFE_WEIGHTS_INDEX_NAME = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """As `Accelerator.reduce`, except that the mean is the default."""
+    return _reduce(tensor, reduction, scale)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, recursive: bool = False
+) -> nn.Module:
+    """As `Accelerator.unwrap_model`.
+
+    Raises:
+        NotImplementedError: `recursive`, for submodules that are wrapped by themselves.
+    """
+    if recursive:
+        raise NotImplementedError(
+            "extract_model_from_parallel unwraps the model and not its submodules; call it for "
+            "each of those, without recursive=True."
+        )
+    return unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """``tqdm.auto.tqdm``, which shows itself on the main process of each machine alone.
+
+    Args:
+        *args: What ``tqdm`` takes.
+        main_process_only: False shows one on every process.
+        **kwargs: What ``tqdm`` takes.
+    """
+    from tqdm.auto import tqdm as bar
+
+    hidden = main_process_only and not PartialState().is_local_main_process
+    return bar(*args, **kwargs | {"disable": True if hidden else kwargs.get("disable", False)})
+
+
+def __getattr__(name: str) -> Any:
+    refuse_launcher(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

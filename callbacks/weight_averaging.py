@@ -165,12 +165,8 @@ class WeightAveraging(Callback):
         """Train on with the weights."""
         self._end_evaluation(module)
 
-    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """The validation at hand was perhaps abandoned."""
-        self._end_evaluation(module)
-
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """It perhaps raised."""
+        """Put the weights back if an evaluation raised: somebody may save them."""
         self._end_evaluation(module)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -179,7 +175,7 @@ class WeightAveraging(Callback):
             self._put_in(trainer, module)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """The fit is over; the averages stay, for a save after it."""
+        """Put the weights back if an evaluation was abandoned; averages stay, for a later save."""
         self._end_evaluation(module)
         self._fitting = False
 

@@ -320,6 +320,20 @@ def test_of_several_optimizers_the_first_takes_it():
     assert trainer.optimizers[0].param_groups[1]["lr"] == pytest.approx(0.004)
 
 
+def test_a_backbone_that_another_optimizer_has_stays_there():
+    class Two(Net):
+        def configure_optimizers(self) -> Any:
+            return [
+                torch.optim.SGD(self.head.parameters(), lr=0.02),
+                torch.optim.SGD(self.backbone.parameters(), lr=0.01),
+            ]
+
+    trainer = quiet_trainer(max_epochs=3, callbacks=BackboneFinetuning(1))
+    trainer.fit(Two(), loader())
+    rates = [[group["lr"] for group in each.param_groups] for each in trainer.optimizers]
+    assert rates == [[0.02], [0.01]]
+
+
 def test_options_and_names_of_the_first_group_hold():
     class Named(Net):
         def configure_optimizers(self) -> Any:

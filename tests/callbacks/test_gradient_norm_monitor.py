@@ -171,7 +171,7 @@ def test_nothing_is_computed_where_nothing_is_recorded(monkeypatch):
     computed = []
     real = torch._foreach_norm
     monkeypatch.setattr(torch, "_foreach_norm", lambda *a, **k: computed.append(1) or real(*a, **k))
-    found, _ = logged(options={"max_epochs": 2, "log_every": 5})
+    found, _ = logged(Two, options={"max_epochs": 2, "log_every": 5})
     assert list(found) == [5, 10]
     assert len(computed) == 2
 

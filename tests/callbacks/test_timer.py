@@ -128,8 +128,9 @@ def test_a_new_run_starts_from_zero(clock):
     timer = Timer("4 seconds", verbose=False)
     for number in (1, 2):
         trainer = quiet_trainer(max_epochs=9, callbacks=timer, project_dir=f"run{number}")
-        trainer.fit(Slow(clock), loader(6))
-        assert (trainer.global_step, timer.time_elapsed()) == (4, 4.0)
+        trainer.fit(Slow(clock), loader(6), loader(2))
+        assert trainer.global_step == 3
+        assert (timer.time_elapsed(), timer.time_elapsed("validate")) == (13.0, 10.0)
 
 
 def test_an_error_stops_the_clocks(clock):

@@ -19,24 +19,22 @@ from callbacks import (
     Callback,
     GradientAccumulationScheduler,
     Interval,
-    ModelCheckpoint,
     PredictionWriter,
     Progress,
-    ProgressBar,
 )
 from trackers.base import Status
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import (
     DataLoaderConfiguration,
-    DynamoBackend,
     KwargsHandler,
     ProjectConfiguration,
 )
 from trainer.data.loader import Feed
 from trainer.errors import Preempted
-from trainer.hooks import HookTable, is_overridden
+from trainer.hooks import HookTable
 from trainer.loops import assemble
+from trainer.loops.arguments import chosen_accelerator, complete, project_dir_of
 from trainer.loops.batch_norm import require_readable, update_batch_norm
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
 from trainer.loops.fit import finished, fit
@@ -192,7 +190,7 @@ class Trainer:
                 "by itself; cpu=True keeps away from accelerators."
             )
         if project_config is not None:
-            project_dir = _project_dir_of(project_config, project_dir)
+            project_dir = project_dir_of(project_config, project_dir)
         if accelerator is not None and gradient_accumulation_steps == 1:
             gradient_accumulation_steps = accelerator.gradient_accumulation_steps
         settings = Settings(
@@ -222,7 +220,7 @@ class Trainer:
             settings = settings.for_a_trial(fast_dev_run)
         if seed is not None:
             set_seed(seed)
-        self.accelerator = accelerator = _chosen_accelerator(
+        self.accelerator = accelerator = chosen_accelerator(
             accelerator,
             gradient_accumulation_steps,
             mixed_precision=mixed_precision,
@@ -234,7 +232,7 @@ class Trainer:
             dynamo_backend=dynamo_backend,
             kwargs_handlers=kwargs_handlers,
         )
-        self.callbacks = _complete(
+        self.callbacks = complete(
             callbacks,
             progress_bar=progress_bar,
             checkpointing=checkpointing and not settings.fast_dev_run,
@@ -953,78 +951,3 @@ class Trainer:
             )
             self._recorder = self._run.recorder
             yield self._run, feeds
-
-
-def _chosen_accelerator(
-    ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
-) -> Accelerator:
-    """The one that was given, or one with these options, if the loop can work with it."""
-    if ready is None:
-        ready = Accelerator(
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            scheduler_tick="update",
-            **options,
-        )
-    elif said := [name for name, value in options.items() if value]:
-        raise ValueError(
-            f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
-        )
-    config = ready.dataloader_config
-    for name in ("split_batches", "dispatch_batches"):
-        if getattr(config, name):
-            raise ValueError(
-                f"{name}=True cannot be used with the Trainer, which shares out whole batches and "
-                "reads on every process. Leave it out; to keep the batch size of all processes "
-                "together, divide the loader's by their number."
-            )
-    if ready.dynamo_plugin.backend != DynamoBackend.NO:
-        raise NotImplementedError(
-            f"dynamo_backend is {str(ready.dynamo_plugin.backend)!r}, but the Trainer does not "
-            "compile steps yet. Compile parts of the module in configure_model: "
-            "self.net.compile()."
-        )
-    return ready
-
-
-def _project_dir_of(
-    config: ProjectConfiguration, project_dir: str | os.PathLike[str] | None
-) -> str | os.PathLike[str] | None:
-    """The folder that both say."""
-    if not isinstance(config, ProjectConfiguration):
-        raise TypeError(f"project_config is {config!r}; it must be a ProjectConfiguration.")
-    if config.total_limit:
-        raise ValueError(
-            f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "
-            "save_state, which the Trainer does not use; pass callbacks=[ModelCheckpoint("
-            "save_last=…)]."
-        )
-    return config.project_dir if project_dir is None else project_dir
-
-
-def _complete(
-    callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
-) -> list[Callback]:
-    """The user's callbacks with the defaults, those that save last."""
-    if isinstance(callbacks, Callback):
-        callbacks = [callbacks]
-    if not isinstance(callbacks, (list, tuple, type(None))):
-        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
-    given = list(callbacks or [])
-    for callback in given:
-        if not isinstance(callback, Callback):
-            raise TypeError(
-                f"callbacks holds {callback!r} of type {type(callback).__name__}; every one must "
-                "be an instance of callbacks.Callback."
-            )
-    keys = [one.state_key for one in given if is_overridden(one, "state_dict", Callback)]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(
-                f"Two callbacks have the state_key {key!r}, so that a checkpoint could not tell "
-                "them apart; override the property in one of them."
-            )
-    if progress_bar and not any(isinstance(one, ProgressBar) for one in given):
-        given.insert(0, ProgressBar())
-    if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
-        given.append(ModelCheckpoint())
-    return sorted(given, key=lambda callback: callback.runs_last)

@@ -787,7 +787,8 @@ def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
 
 
 def test_the_plot_with_matplotlib():
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib.pyplot
+
     matplotlib.use("agg")
     figure = made([5.0] * 12 + [4.0, 2.0, 1.9, 1.8]).plot(suggest=True)
     (axes,) = figure.axes

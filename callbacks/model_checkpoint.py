@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -164,12 +165,13 @@ class ModelCheckpoint(Callback):
         """Settle the folder."""
         if stage != "fit":
             return
-        self.directory = Path(self.dirpath or trainer.checkpoint_dir)
+        self.directory = Path(self.dirpath or trainer.checkpoint_dir).expanduser()
         for other in trainer.callbacks:
             if (
                 isinstance(other, ModelCheckpoint)
                 and other is not self
-                and other.directory == self.directory
+                and other.directory is not None
+                and other.directory.resolve() == self.directory.resolve()
             ):
                 raise ValueError(
                     f"Two ModelCheckpoints write to {self.directory}, where each would remove what "
@@ -212,8 +214,12 @@ class ModelCheckpoint(Callback):
         name = _name_at(trainer.global_step)
         if name not in self._newest and name not in self._scores:
             self._displaced = sorted({*self._displaced, name})
-        path = trainer.save_checkpoint(self._path(name))
-        trainer.accelerator.print(f"Saved to {path}; fit(ckpt_path='auto') goes on from there.")
+        path = trainer.save_checkpoint(self._path(name), required=self.on_save_error == "raise")
+        if path is not None:
+            with suppress(OSError):  # whoever read it may have ended by the same Ctrl-C
+                trainer.accelerator.print(
+                    f"Saved to {path}; fit(ckpt_path='auto') goes on from there."
+                )
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Save this process's weights, if asked for; not where somebody wants the end at once."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import threading
 from collections import namedtuple
 from importlib import import_module
@@ -19,7 +20,7 @@ from trainer import ProjectConfiguration, Trainer, TrainModule
 from trainer import checkpoint as disk
 from trainer.checkpoint.portions import HostCopies, tree_portion, weights_portion
 from trainer.checkpoint.writer import Writer
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, Preempted
 from trainer.state import PartialState
 
 save_module = import_module("trainer.checkpoint.save")  # the package has the function
@@ -102,9 +103,18 @@ def files_of(checkpoint):
     return read | {"trainer.json": json.dumps(state).encode()}
 
 
-def test_what_is_saved_is_what_the_update_left_though_training_went_on(gate):
-    at = At({6: gate.set, 7: gate.clear, 10: gate.set})  # three updates after each save
-    fit("background", at, ModelCheckpoint(every=4, save_top_k=-1))
+def test_what_is_saved_is_what_the_update_left_though_training_went_on(monkeypatch):
+    begins, real = threading.Semaphore(0), save_module.open_staging
+
+    def wait(target):
+        assert begins.acquire(timeout=LIMIT)
+        return real(target)
+
+    # Each save begins two updates after the one that it holds, the last one at once.
+    at = At({6: begins.release, 10: begins.release, 12: begins.release})
+    with monkeypatch.context() as patched:
+        patched.setattr(save_module, "open_staging", wait)
+        fit("background", at, ModelCheckpoint(every=4, save_top_k=-1))
     fit("blocking", At({}), ModelCheckpoint(every=4, save_top_k=-1, background=False))
     assert steps_in("background") == steps_in("blocking") == [4, 8, 12]
     for step in (4, 8, 12):
@@ -295,7 +305,7 @@ def test_no_space_is_told_before_the_first_update_and_before_each_save(monkeypat
         free[0] = 100
 
     with pytest.raises(CheckpointError, match=r"takes 0.0 MB, but 0.0 MB are free in "):
-        fit("second", At({5: fill}), ModelCheckpoint(every=4))
+        fit("second", At({5: fill}), ModelCheckpoint(every=4, background=False))
     assert os.listdir("second/checkpoints") == ["step-00000004"]
 
     updates = []
@@ -421,7 +431,114 @@ def test_damage_is_detected_and_auto_takes_the_newest_sound_one(sound, caplog, d
         assert file in caplog.text
 
 
+# -- what a review found ---------------------------------------------------------------------------
+
+
+def test_an_evaluation_beside_the_training_leaves_its_save_alone():
+    fit("run", ModelCheckpoint(every=4))
+    staging = disk.open_staging(Path("run/checkpoints/step-00000016"))  # of a save in flight
+    trainer = Trainer(project_dir="run", progress_bar=False, cpu=True)
+    trainer.validate(Net(), loader(1), ckpt_path="last")
+    assert staging.is_dir()
+    fit("run", ModelCheckpoint(every=4), ckpt_path="auto")
+    assert not staging.exists()
+
+
+def test_files_of_the_user_in_a_checkpoint_are_not_deleted_with_it(caplog):
+    def write():
+        Path("run/checkpoints/step-00000004/notes.txt").write_text("mine")
+
+    fit("run", At({6: write}), ModelCheckpoint(every=4))
+    assert Path("run/checkpoints/step-00000004/notes.txt").read_text() == "mine"
+    assert "holds files that are not the checkpoint's (notes.txt)" in caplog.text
+    assert steps_in("run") == [4, 12]
+
+
+def test_another_batch_size_inside_an_epoch_is_refused():
+    with pytest.raises(ArithmeticError):
+        fit("run", ModelCheckpoint(every=4), module=Net(fail_at=6))
+    trainer = Trainer(max_epochs=1, project_dir="run", progress_bar=False, cpu=True, seed=3)
+    other = DataLoader(loader().dataset, batch_size=8)
+    with pytest.raises(
+        CheckpointError, match=r"48 samples in batches of 4.*has 48 in batches of 8"
+    ):
+        trainer.fit(Net(), other, ckpt_path="auto")
+    fit("whole")
+    trainer = Trainer(max_epochs=2, project_dir="whole", progress_bar=False, cpu=True, seed=3)
+    trainer.fit(Net(), other, ckpt_path="auto")  # at the end of an epoch it may be
+    assert trainer.global_step == 12 + 6
+
+
+def test_a_sound_checkpoint_in_another_folder_is_found_where_one_is_damaged():
+    best = ModelCheckpoint(every=4, save_top_k=-1, dirpath="best")
+    fit("run", ModelCheckpoint(every=6), best)
+    flip(Path("run/checkpoints/step-00000012/model.safetensors"))
+    truncate(Path("best/step-00000012/model.safetensors"))
+    trainer = Trainer(
+        max_epochs=1,
+        project_dir="run",
+        callbacks=[ModelCheckpoint(), ModelCheckpoint(every=4, dirpath="best")],
+    )
+    assert trainer._parts.choose("auto") == Path("best/step-00000008")
+
+
+def test_one_folder_is_one_folder_however_it_is_spelled():
+    both = [ModelCheckpoint(), ModelCheckpoint(every=4, dirpath=Path("run/checkpoints").resolve())]
+    with pytest.raises(ValueError, match="Two ModelCheckpoints write to"):
+        fit("run", *both)
+
+
+def test_a_checkpoint_that_was_set_aside_is_gone_on_from_by_its_path():
+    fit("run", ModelCheckpoint(every=6, save_top_k=-1))
+    path = Path("run/checkpoints/step-00000006")
+    path.rename(path.with_name(f".cadence-replaced-{path.name}"))
+    assert fit("other", ckpt_path=path).global_step == 12
+
+
+def test_a_full_disk_when_a_signal_comes_does_not_hide_the_signal(monkeypatch):
+    full_at(monkeypatch, 6)
+    told = At({5: lambda: signal.raise_signal(signal.SIGTERM)})
+    with pytest.raises(Preempted) as ended:
+        fit("run", told, ModelCheckpoint(every=4, on_save_error="warn"))
+    assert ended.value.code == 143
+    assert steps_in("run") == [4]
+
+
 # -- several processes -----------------------------------------------------------------------------
+
+
+def test_a_hook_that_fails_on_one_rank_while_saving_ends_the_run_on_all(ranks2):
+    class Odd(Callback):
+        def on_save_checkpoint(self, trainer, module, checkpoint):
+            if trainer.accelerator.process_index == 1:
+                raise LookupError("mine")
+
+    def body():
+        with pytest.raises(CheckpointError, match=r"on rank 1: LookupError\('mine'\)"):
+            fit("run", Odd(), ModelCheckpoint(every=2))
+        return True
+
+    assert ranks2(body, timeout=60) == [True, True]
+
+
+def test_more_processes_than_saved_draw_numbers_of_their_own(ranks3):
+    class Draw(Callback):
+        def __init__(self):
+            self.drawn = []
+
+        def on_train_step_end(self, trainer, module):
+            self.drawn.append(torch.rand(1).item())
+
+    with pytest.raises(ArithmeticError):
+        fit("run", ModelCheckpoint(every=3), module=Net(fail_at=5))
+
+    def body():
+        draw = Draw()
+        fit("run", draw, ckpt_path="auto")
+        return draw.drawn
+
+    drawn = ranks3(body)
+    assert len({number for each in drawn for number in each}) == sum(map(len, drawn))
 
 
 def test_a_save_that_fails_on_one_rank_ends_the_run_on_all_at_the_same_update(ranks2):

@@ -241,6 +241,11 @@ def remove(path: Path) -> None:
             f"{path} has no manifest of this format, so it is not deleted. Delete it by hand if it "
             "is not needed."
         )
+    if others := _strangers(path):
+        raise CheckpointError(
+            f"{path} holds files that are not the checkpoint's ({', '.join(others[:3])}), so it is "
+            "not deleted. Move them away, or delete it by hand."
+        )
     trash = path.with_name(_TRASH + path.name)
     try:
         if trash.exists():
@@ -253,6 +258,15 @@ def remove(path: Path) -> None:
         raise CheckpointError(
             f"Deleting {path} failed: {error}. What is left lies in {rest}; delete it by hand."
         ) from error
+
+
+def _strangers(path: Path) -> list[str]:
+    """Files in a checkpoint's folder that its manifest does not list; none of a damaged one."""
+    try:
+        listed = {MANIFEST, *read_manifest(path)["files"]}
+    except CheckpointError:
+        return []
+    return sorted({file.relative_to(path).as_posix() for file in files_in(path)} - listed)
 
 
 def sweep(root: Path) -> list[Path]:

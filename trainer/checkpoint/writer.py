@@ -37,6 +37,10 @@ class Writer:
         self._abandoned = False
         self.copies = HostCopies()
 
+    def open(self) -> None:
+        """Make the group to agree over now, while all processes are here for sure; collective."""
+        assert self.group is not None or self._state.num_processes == 1
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The group to agree over, made when it is first asked for; None for one process."""

@@ -61,16 +61,16 @@ class Parts:
     def roots(self) -> list[Path]:
         """The folders of callbacks that save elsewhere than in the project."""
         savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
-        return [Path(one.dirpath) for one in savers if one.dirpath is not None]
+        return [Path(one.dirpath).expanduser() for one in savers if one.dirpath is not None]
 
-    def choose(self, ckpt_path: Any) -> Path | None:
-        """The checkpoint that ``ckpt_path`` means; collective."""
+    def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
+        """The checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""
         monitors = [
             (callback.monitor.name, callback.monitor.mode)
             for callback in self.callbacks
             if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
         ]
-        return self.project.choose(ckpt_path, self.roots(), monitors)
+        return self.project.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
 
 
 def fit_feeds(
@@ -107,7 +107,7 @@ def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
     """
     if ckpt_path is None:
         parts.project.check_fresh(parts.roots())
-    chosen = parts.choose(ckpt_path)
+    chosen = parts.choose(ckpt_path, sweeps=True)
     if chosen is not None:
         load_datamodule(datamodule, chosen)
     return chosen
@@ -154,6 +154,7 @@ def prepare_fit(
         stop_requested=stop_requested,
     )
     run.run_id = broadcast_object(uuid.uuid4().hex)
+    run.writer.open()
     offset = None
     if chosen is not None:
         offset = load_run(

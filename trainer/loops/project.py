@@ -127,7 +127,12 @@ class Project:
             )
 
     def choose(
-        self, ckpt_path: Any, roots: Sequence[Path], monitors: Sequence[tuple[str, str]]
+        self,
+        ckpt_path: Any,
+        roots: Sequence[Path],
+        monitors: Sequence[tuple[str, str]],
+        *,
+        sweeps: bool = False,
     ) -> Path | None:
         """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
 
@@ -135,6 +140,8 @@ class Project:
             ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
             roots: The folders that the run's callbacks save to, where that is not `checkpoints`.
             monitors: Metric and mode of each callback that ranks checkpoints.
+            sweeps: Clear what killed saves have left: for whoever saves there next. An evaluation
+                may run beside the training, whose save it must not take for a leftover.
 
         Raises:
             CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none.
@@ -146,14 +153,22 @@ class Project:
             return _existing(ckpt_path)
         state = PartialState()
         roots = list(dict.fromkeys([self.checkpoints, *roots]))
-        if disk.keeps(state, self.on_each_node):
-            for root in roots:
-                disk.sweep(root)
+        if sweeps:
+            keeper = disk.keeps(state, self.on_each_node)
+            what = "Clearing what killed saves have left"
+            disk.together(what, lambda: [disk.sweep(r) for r in roots if keeper], state)
         if ckpt_path == "best":
             return self._best(roots, monitors)
-        each = self.on_each_node
-        found = [disk.newest_sound(root, state, on_each_node=each) for root in roots]
-        newest = [path for path in found if path is not None]
+        newest, refused = [], []
+        for root in roots:
+            try:
+                found = disk.newest_sound(root, state, on_each_node=self.on_each_node)
+            except CheckpointError as error:  # on all processes alike
+                refused.append(error)
+            else:
+                newest += [] if found is None else [found]
+        if not newest and refused:
+            raise refused[0]
         if not newest and ckpt_path == "last":
             raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
         return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
@@ -238,7 +253,7 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
             f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
             f"a word. {choose('As a word it', str(ckpt_path), _WORDS)}"
         )
-    return path
+    return disk.locate(path)
 
 
 def _all(roots: Sequence[Path]) -> str:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -54,8 +54,10 @@ class SignalWatch:
             raise KeyboardInterrupt
         hint = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
         name = signal.Signals(number).name
-        # Not print: the signal may have come in the middle of one.
-        os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
+        # Not print: the signal may have come in the middle of one. Whoever reads it, such as tee,
+        # may have ended by the same Ctrl-C; that must not cost the save.
+        with suppress(OSError):
+            os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
 

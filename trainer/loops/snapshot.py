@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from trainer.loops.lengths import Schedule
 from trainer.loops.run import Counters, FitRun
 from trainer.module import TrainModule
 from trainer.optim.groups import names_of_groups, restore_groups
-from trainer.rng import rng_state
+from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,9 @@ def save_run(
     keeper = disk.keeps(state, on_each_node)
     shared: list[Portion] = []
     own: list[Encoded] = []
-    extra = {} if weights_only else _extra_of(run, trainer, callbacks)
+    # The error of a hook is the user's own; of several processes it must reach all.
+    alone = run.world_size == 1
+    extra = _extra_of(run, trainer, callbacks) if alone and not weights_only else {}
 
     def capture() -> Encoded | None:
         others, trained = _weights_of(run, trainer, callbacks)
@@ -91,12 +93,13 @@ def save_run(
             shared.append(weights_portion(others))
         if weights_only:
             return None
+        added = extra if alone else _extra_of(run, trainer, callbacks)
         if keeper:
             optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
             shared.append(tree_portion(optimizers, OPTIMIZER))
             if trained is not None:
                 shared.append(weights_portion(trained, TRAINED_NAME))
-            shared.append(tree_portion(_state_of(run, callbacks) | {"extra": extra}, TRAINER))
+            shared.append(tree_portion(_state_of(run, callbacks) | {"extra": added}, TRAINER))
             if data := _state_of_data(run.datamodule):
                 shared.append(tree_portion(data, DATA))
         mine = {
@@ -230,6 +233,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "items_seen": run.agreement.items_seen,
         "reference": run.weighting.reference,
         "data_seed": run.feed.seed,
+        "data": _data_of(run),
         "should_stop": run.stop_now,
         "unfinished": run.unfinished,
         "last_logged": run.last_logged,
@@ -341,6 +345,8 @@ def load_run(
             path,
             run.rank,
         )
+        with isolated_rng(mix(run.feed.seed, run.rank, run.counters.global_step) % 2**32):
+            run.saved_rng = rng_state()
     run.stop_now = stays_stopped and state["should_stop"]
     run.unfinished = state["unfinished"]
     run.last_logged = state["last_logged"]
@@ -354,6 +360,8 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters.rounds = -(-counters.epoch_batches // run.world_size)
     run.counters.__dict__.update(vars(counters))
     run.agreement.items_seen = state["items_seen"]
+    run.agreement.latest = replace(run.agreement.latest, seconds=counters.seconds)
+    _refuse_other_data(run, state["data"])
     if run.guard is not None and state["guard"] is not None:
         run.guard.load_state_dict(state["guard"])
     run.weighting.reference = state["reference"]
@@ -364,6 +372,28 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
         interval, before = state["schedules"][name]
         _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
+
+
+def _data_of(run: FitRun) -> list[int | None]:
+    """What the place inside an epoch is counted by: the batch size and the number of samples."""
+    sampler = run.feed.sampler
+    return [None, None] if sampler is None else [sampler.batch_size, len(run.feed.loader.dataset)]
+
+
+def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:
+    """Refuse to go on inside an epoch of other batches: samples would be left out or seen twice.
+
+    Raises:
+        CheckpointError: The batch size or the number of samples is another.
+    """
+    inside = run.counters.epoch_batches > 0 and not run.counters.epoch_complete
+    if inside and (here := _data_of(run)) != saved:
+        raise CheckpointError(
+            f"The checkpoint lies inside an epoch of {saved[1]} samples in batches of {saved[0]}, "
+            f"but the training loader has {here[1]} in batches of {here[0]}. Go on with the same, "
+            "also where the number of processes is another, or from a checkpoint at the end of an "
+            "epoch."
+        )
 
 
 def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:

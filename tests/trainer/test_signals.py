@@ -37,6 +37,22 @@ def test_a_signal_is_noted_and_the_other_handler_called(heard, number, capfd):
     assert exit_code(number) == 128 + number
 
 
+def test_nobody_who_reads_what_is_said_costs_the_save(heard):
+    reader, writer = os.pipe()
+    os.close(reader)  # as `tee` ends by the same Ctrl-C
+    kept = os.dup(2)
+    os.dup2(writer, 2)
+    try:
+        with watch_signals() as watch:
+            signal.raise_signal(signal.SIGINT)
+            watch.answered = True
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(writer)
+    assert watch.received == signal.SIGINT
+
+
 def test_the_handlers_are_put_back_also_after_an_error(heard):
     before = [signal.getsignal(number) for number in WATCHED]
 

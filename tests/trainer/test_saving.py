@@ -448,7 +448,7 @@ def test_files_of_the_user_in_a_checkpoint_are_not_deleted_with_it(caplog):
     def write():
         Path("run/checkpoints/step-00000004/notes.txt").write_text("mine")
 
-    fit("run", At({6: write}), ModelCheckpoint(every=4))
+    fit("run", At({6: write}), ModelCheckpoint(every=4, background=False))
     assert Path("run/checkpoints/step-00000004/notes.txt").read_text() == "mine"
     assert "holds files that are not the checkpoint's (notes.txt)" in caplog.text
     assert steps_in("run") == [4, 12]

@@ -39,13 +39,13 @@ class Writer:
 
     def open(self) -> None:
         """Make the group to agree over now, while all processes are here for sure; collective."""
-        assert self.group is not None or self._state.num_processes == 1
+        if self._group is None and self._state.num_processes > 1:
+            self._group = dist.new_group(backend="gloo")
 
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The group to agree over, made when it is first asked for; None for one process."""
-        if self._group is None and self._state.num_processes > 1:
-            self._group = dist.new_group(backend="gloo")
+        self.open()
         return self._group
 
     @property

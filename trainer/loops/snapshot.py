@@ -152,13 +152,13 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         CheckpointError: On all processes alike, if not even what there is by now would fit.
     """
     state = PartialState()
-    kept = [optimizer.state_dict() for optimizer in run.optimizers]
-    now = weights_portion(run.module.state_dict()).size + tree_portion(kept, OPTIMIZER).size
-    later = now + 2 * sum(p.nbytes for p in run.parameters if p.requires_grad)
 
     def check() -> None:
         if not disk.keeps(state, on_each_node):
             return
+        kept = [optimizer.state_dict() for optimizer in run.optimizers]
+        now = weights_portion(run.module.state_dict()).size + tree_portion(kept, OPTIMIZER).size
+        later = now + 2 * sum(p.nbytes for p in run.parameters if p.requires_grad)
         disk.require_space(folder, now)
         try:
             disk.require_space(folder, later)
@@ -311,7 +311,7 @@ def load_run(
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
     _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
     schedulers = [entry.scheduler for entry in run.schedulers]
-    for optimizer, groups in zip(run.optimizers, state.get("groups", ()), strict=False):
+    for optimizer, groups in zip(run.optimizers, state["groups"], strict=True):
         restore_groups(optimizer, groups, run.module, schedulers=schedulers)
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
         optimizer.load_state_dict(saved)
@@ -330,8 +330,7 @@ def load_run(
     run.module.on_load_checkpoint(state["extra"])
     saved_ranks = range(disk.read_manifest(path)["world_size"])
     ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in saved_ranks]
-    # The position is the same for all. (Checkpoints of earlier releases have none.)
-    run.feed.resume_at(ranks[min(run.rank, len(ranks) - 1)].get("stream"))
+    run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
     taken_in = [rank["metrics"] for rank in ranks]
     if len(ranks) == run.world_size:
         restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
@@ -377,7 +376,10 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
 def _data_of(run: FitRun) -> list[int | None]:
     """What the place inside an epoch is counted by: the batch size and the number of samples."""
     sampler = run.feed.sampler
-    return [None, None] if sampler is None else [sampler.batch_size, len(run.feed.loader.dataset)]
+    if sampler is None:
+        return [None, None]
+    data = run.feed.loader.dataset
+    return [sampler.batch_size, len(data) if hasattr(data, "__len__") else None]
 
 
 def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:

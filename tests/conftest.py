@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,13 @@ from trackers.base import _REGISTRY
 # The bar's monitor is a thread that never ends; compiling in place needs no pool of compilers.
 tqdm.tqdm.monitor_interval = 0
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# No test speaks to a service, nor do the SDKs tell their makers of errors, on threads that stay.
+os.environ |= {
+    "WANDB_MODE": "offline",
+    "WANDB_ERROR_REPORTING": "false",
+    "COMET_START_ONLINE": "false",
+    "COMET_ERROR_TRACKING_ENABLE": "false",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,6 +54,8 @@ def leave_no_trace(tmp_path: Path) -> Iterator[None]:
     os.chdir(home)
     _REGISTRY.clear()
     _REGISTRY.update(registered)
+    if "wandb" in sys.modules:  # its own process serves this one until it is told to end
+        sys.modules["wandb"].teardown()
     isolation.reset_trainer_state()
     isolation.destroy_process_group()
     isolation.reset_torch()

@@ -8,16 +8,22 @@ from trackers.base import (
     resolve_trackers,
     select_trackers,
 )
+from trackers.comet import CometMLTracker
+from trackers.csv import CSVTracker
 from trackers.jsonl import JsonlTracker, read_metrics
 from trackers.null import NullTracker
 from trackers.tensorboard import TensorBoardTracker
+from trackers.wandb import WandBTracker
 
 __all__ = [
     "BackgroundTracker",
+    "CSVTracker",
+    "CometMLTracker",
     "GeneralTracker",
     "JsonlTracker",
     "NullTracker",
     "TensorBoardTracker",
+    "WandBTracker",
     "available_trackers",
     "read_metrics",
     "register_tracker",

@@ -15,6 +15,7 @@ from trackers.copies import frozen
 
 _logger = logging.getLogger("trackers")
 _T = TypeVar("_T")
+_KEPT = ("log_artifact", "log_model")  # they are few, and each is dear
 
 
 class _Call(NamedTuple):
@@ -54,11 +55,6 @@ def _with_copies(
     return call
 
 
-def _start(tracker: GeneralTracker) -> None:
-    _mark(tracker, "running")  # an instance may have been through a run before
-    tracker.start()
-
-
 def _finish(tracker: GeneralTracker, *, status: Status) -> None:
     _mark(tracker, status)
     tracker.finish()
@@ -75,9 +71,9 @@ class BackgroundTracker(GeneralTracker):
 
     `log` and its kin copy the values, tensors too, put them into a queue and return. A call that
     raises is reported once, by a warning of the logger "trackers", and counted; it never raises
-    here. Images and tables that the tracker has no method for are left out, with one warning. A
-    full queue drops its oldest record and counts it. `finish` waits for the queue to empty, at most
-    `finish_timeout`, and reports what was lost.
+    here. Images, tables and so on that the tracker has no method for are left out, with one
+    warning. A full queue drops its oldest record and counts it. `finish` waits for the queue to
+    empty, at most `finish_timeout`, and reports what was lost.
 
     Public attributes that are not of the interface are the tracker's own, once it has started.
 
@@ -123,6 +119,7 @@ class BackgroundTracker(GeneralTracker):
         self._unsupported: set[str] = set()  # what was warned of
         self._thread: threading.Thread | None = None
         self._started: Future[None] | None = None
+        self._resumes: tuple[str | None, int | None] | None = None
 
     @property
     def tracker(self) -> Any:
@@ -144,6 +141,15 @@ class BackgroundTracker(GeneralTracker):
             self._started.result(self.finish_timeout)
         return getattr(self.wrapped, name)
 
+    @property
+    def run_id(self) -> str | None:  # type: ignore[override]  # the tracker sets it
+        """The tracker's, as soon as it knows it; waits for nothing."""
+        return self.wrapped.run_id
+
+    def resume(self, run_id: str | None, step: int | None) -> None:
+        """Tell the tracker, on the thread before it starts, that the run goes on."""
+        self._resumes = (run_id, step)
+
     def start(self) -> None:
         """Start the thread, and on it the tracker.
 
@@ -153,7 +159,7 @@ class BackgroundTracker(GeneralTracker):
         if self._thread is not None or self._finished:
             raise RuntimeError(f"The tracker {self.name!r} can be started once. Make another one.")
         self._started = Future()
-        call = _Call("start", _start, self._started)
+        call = _Call("start", self._begin, self._started)
         self._thread = threading.Thread(
             target=self._run, args=(call,), name=f"tracker-{self.name}", daemon=True
         )
@@ -173,20 +179,31 @@ class BackgroundTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue images to be recorded."""
-        if self._has("log_images", "images"):
-            call = _with_copies(
-                values, lambda tracker, copies: tracker.log_images(copies, step, **kwargs)
-            )
-            self._put(_Call("log_images", call, None))
+        self._relay("log_images", "images", values, step, **kwargs)
 
     def log_table(self, table_name: str, *args: Any, **kwargs: Any) -> None:
         """Queue a table to be recorded."""
-        if self._has("log_table", "tables"):
-            call = _with_copies(
-                (args, kwargs),
-                lambda tracker, copies: tracker.log_table(table_name, *copies[0], **copies[1]),
-            )
-            self._put(_Call("log_table", call, None))
+        self._relay("log_table", "tables", table_name, *args, **kwargs)
+
+    def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Queue histograms to be recorded."""
+        self._relay("log_histogram", "histograms", values, step, **kwargs)
+
+    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Draw figures, which the loop may go on with, and queue their pixels to be recorded."""
+        self._relay("log_figure", "figures", values, step, **kwargs)
+
+    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Queue texts to be recorded."""
+        self._relay("log_text", "texts", values, step, **kwargs)
+
+    def log_artifact(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Queue a file or a folder to be recorded; a full queue does not drop it."""
+        self._relay("log_artifact", "files", path, *args, **kwargs)
+
+    def log_model(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Queue a model to be recorded; a full queue does not drop it."""
+        self._relay("log_model", "models", path, *args, **kwargs)
 
     def submit(self, function: Callable[[GeneralTracker], _T]) -> "Future[_T]":
         """Call a function with the tracker on the thread, after all that is queued by now.
@@ -238,6 +255,24 @@ class BackgroundTracker(GeneralTracker):
                 if hangs
                 else "",
             )
+
+    def _begin(self, tracker: GeneralTracker) -> None:
+        _mark(tracker, "running")  # an instance may have been through a run before
+        if self._resumes is not None:
+            tracker.resume(*self._resumes)
+        tracker.start()
+
+    def _relay(self, method: str, what: str, *args: Any, **kwargs: Any) -> None:
+        if not self._has(method, what):
+            return
+        call = _with_copies(
+            (args, kwargs),
+            lambda tracker, copies: getattr(tracker, method)(*copies[0], **copies[1]),
+        )
+        if method in _KEPT:
+            self._submit(method, call)
+        else:
+            self._put(_Call(method, call, None))
 
     def _has(self, method: str, what: str) -> bool:
         own = getattr(getattr(self.wrapped, method), "__func__", None)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeAlias, TypeVar
 
+_logger = logging.getLogger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
+_GROUP = "cadence.trackers"
 # Services that scripts name and that no tracker here speaks to.
-_ELSEWHERE = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "wandb")
+_ELSEWHERE = ("aim", "clearml", "dvclive", "mlflow")
 
 # What a tracker class must define, and how.
 _REQUIRED = {
@@ -59,7 +63,26 @@ def register_tracker(cls: _Class) -> _Class:
 
 
 def available_trackers() -> list[str]:
-    """The sorted names of the registered trackers whose package is installed."""
+    """The sorted names of the registered trackers whose package is installed.
+
+    Other packages' trackers are among them: those that their entry points name in the group
+    "cadence.trackers". One that cannot be loaded, or whose name is taken, is told in the log.
+    """
+    for entry in _entries():
+        taken = _REGISTRY.get(entry.name)
+        if taken is not None and entry.value != f"{taken.__module__}:{taken.__qualname__}":
+            _logger.warning(
+                "The tracker %r of %s is not used: %s.%s has the name.",
+                entry.name,
+                _package_of(entry),
+                taken.__module__,
+                taken.__qualname__,
+            )
+        elif taken is None:
+            try:
+                _load(entry)
+            except ImportError as error:
+                _logger.warning("%s", error)
     return sorted(name for name, cls in _REGISTRY.items() if _is_installed(cls))
 
 
@@ -116,7 +139,8 @@ def resolve_trackers(
     """Make the trackers that `log_with` asks for. The caller starts them.
 
     A class is called as `cls(run_name, logging_dir, **init_kwargs[cls.name])`, without the
-    directory if it requires none. Instances are taken as they are.
+    directory if it requires none. If it `has_projects`, it is called with the name of the project,
+    and with `name=run_name` where there is one. Instances are taken as they are.
 
     Args:
         log_with: see `select_trackers`.
@@ -138,8 +162,11 @@ def resolve_trackers(
     for one in select_trackers(log_with, logging_dir=logging_dir):
         if isinstance(one, type):
             directory = [logging_dir] if one.requires_logging_directory else []
-            options = (init_kwargs or {}).get(one.name, {})
-            one = one(run_name or project_name, *directory, **options)
+            options = dict((init_kwargs or {}).get(one.name, {}))
+            if one.has_projects and run_name is not None:
+                options.setdefault("name", run_name)
+            first = project_name if one.has_projects else run_name or project_name
+            one = one(first, *directory, **options)
         trackers.append(one)
     return trackers
 
@@ -162,14 +189,17 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
         )
     if entry == _ALL:
         return [_REGISTRY[name] for name in available_trackers()]
-    if entry in _ELSEWHERE and entry not in _REGISTRY:
-        raise ValueError(
-            f"log_with={str(entry)!r}: none of {', '.join(_ELSEWHERE)} is part of Cadence yet. "
-            f"Choose from {[_ALL, *sorted(_REGISTRY)]}, or pass a subclass of GeneralTracker that "
-            "logs there, see docs/guides/metrics-and-trackers.md."
-        )
+    others = {} if entry in _REGISTRY else {each.name: each for each in _entries()}
+    if entry in others:
+        _load(others[entry])
     if entry not in _REGISTRY:
-        choices = [_ALL, *sorted(_REGISTRY)]
+        choices = [_ALL, *sorted({*_REGISTRY, *others})]
+        if entry in _ELSEWHERE:
+            raise ValueError(
+                f"log_with={str(entry)!r}: none of {', '.join(_ELSEWHERE)} is part of Cadence. "
+                f"Choose from {choices}, or pass a subclass of GeneralTracker that logs there, see "
+                "docs/trackers.md."
+            )
         nearest = difflib.get_close_matches(entry, choices, n=1)
         raise ValueError(
             f"log_with={str(entry)!r} is not a known tracker. Choose from {choices}"
@@ -179,10 +209,37 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
     return [_REGISTRY[entry]]
 
 
+def _entries() -> Sequence[EntryPoint]:
+    """The trackers that other packages say they have; none of them is imported."""
+    return sorted(entry_points(group=_GROUP), key=lambda entry: entry.name)
+
+
+def _package_of(entry: EntryPoint) -> str:
+    return f"the package {entry.dist.name!r}" if entry.dist else f"{entry.value!r}"
+
+
+def _load(entry: EntryPoint) -> None:
+    """Register the tracker of another package.
+
+    Raises:
+        ImportError: it cannot be loaded or is no tracker of that name.
+    """
+    where = f"The tracker {entry.name!r} of {_package_of(entry)} cannot be used"
+    try:
+        cls = register_tracker(entry.load())
+    # Whatever a foreign module raises; the others are none the worse for it.
+    except Exception as error:
+        raise ImportError(f"{where}: {type(error).__name__}: {error}") from error
+    if cls.name != entry.name:
+        raise ImportError(f"{where}: {cls.__qualname__}.name is {cls.name!r}.")
+
+
 def _is_installed(cls: type[GeneralTracker]) -> bool:
-    return (
-        cls.requires_package is None or importlib.util.find_spec(cls.requires_package) is not None
-    )
+    if cls.requires_package is None:
+        return True
+    # A mere folder of that name is no package: wandb makes one where it runs.
+    spec = importlib.util.find_spec(cls.requires_package)
+    return spec is not None and spec.origin is not None
 
 
 def _check_installed(cls: type[GeneralTracker]) -> None:
@@ -237,9 +294,12 @@ class GeneralTracker:
         requires_logging_directory: whether it writes files, and so takes a directory.
         main_process_only: whether only the main process has a run of it.
         requires_package: the import name of the package that it needs, or None.
+        has_projects: whether its service keeps runs in projects: the first argument is then the
+            name of the project, and the run's own name is given as `name`.
         status: "running" until `finish` is called, which finds "finished" here, "failed" if an
             error ended the run, or "preempted" if a signal did, after a save. It is set from
             outside: read it in `finish` to close the run at the service accordingly.
+        run_id: what the service knows the run by; `start` sets it, checkpoints keep it.
 
     Raises:
         NotImplementedError: a required attribute is missing.
@@ -250,7 +310,9 @@ class GeneralTracker:
     requires_logging_directory: bool
     main_process_only: bool = True
     requires_package: str | None = None
+    has_projects: bool = False
     status: Status = "running"
+    run_id: str | None = None
 
     # Not in `__init__`, which subclasses need not call.
     def __new__(cls: type[_Instance], *_args: Any, **_kwargs: Any) -> _Instance:
@@ -264,8 +326,17 @@ class GeneralTracker:
         """The object of the SDK underneath, for what this interface does not cover."""
         raise NotImplementedError
 
+    def resume(self, run_id: str | None, step: int | None) -> None:
+        """Be told, before `start`, that the run goes on from an earlier one.
+
+        Args:
+            run_id: what `run_id` was then; None if it was not known.
+            step: the update that it goes on from; what was logged for later ones by a run that was
+                killed is logged again. None if nothing is: an evaluation of what was trained.
+        """
+
     def start(self) -> None:
-        """Open the run. Called once, before anything else."""
+        """Open the run. Called once, before anything else but `resume`."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration of the run.
@@ -323,6 +394,93 @@ class GeneralTracker:
             NotImplementedError: this tracker takes no tables.
         """
         raise NotImplementedError(f"The tracker {self.name!r} takes no tables.")
+
+    def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record how numbers are distributed.
+
+        Args:
+            values: names and tensors or arrays of any shape; what is not finite is left out.
+            step: the number of optimizer updates so far.
+            **kwargs: for the SDK underneath.
+
+        Raises:
+            NotImplementedError: this tracker takes no histograms.
+            ValueError: there is no finite value.
+        """
+        raise NotImplementedError(f"The tracker {self.name!r} takes no histograms.")
+
+    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record figures as images.
+
+        Args:
+            values: names and figures of matplotlib, or their pixels: bytes of shape (height, width,
+                channels). `BackgroundTracker` draws a figure when it is called, and hands on those.
+            step: the number of optimizer updates so far.
+            **kwargs: for the SDK underneath.
+
+        Raises:
+            NotImplementedError: this tracker takes no figures.
+            TypeError: a value is no figure.
+        """
+        raise NotImplementedError(f"The tracker {self.name!r} takes no figures.")
+
+    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Record texts to be read, such as samples of a language model.
+
+        Args:
+            values: names and texts.
+            step: the number of optimizer updates so far.
+            **kwargs: for the SDK underneath.
+
+        Raises:
+            NotImplementedError: this tracker takes no texts.
+        """
+        raise NotImplementedError(f"The tracker {self.name!r} takes no texts.")
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        kind: str = "artifact",
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a file or a folder, such as a checkpoint.
+
+        Args:
+            path: the file or the folder. It is read on the tracker's own thread: leave it there
+                for a while.
+            name: what the service calls it, over its versions; that of the path by default.
+            kind: what sort of thing it is, such as "dataset".
+            step: the number of optimizer updates so far.
+            **kwargs: for the SDK underneath.
+
+        Raises:
+            NotImplementedError: this tracker takes no files.
+            FileNotFoundError: there is nothing at the path.
+        """
+        raise NotImplementedError(f"The tracker {self.name!r} takes no files.")
+
+    def log_model(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record the weights of a model, or a whole checkpoint, as a version of it.
+
+        Args:
+            path: the file or the folder, see `log_artifact`.
+            name: of the model at the service, which has one for the run by default.
+            step: the number of optimizer updates so far.
+            **kwargs: for the SDK underneath.
+
+        Raises:
+            NotImplementedError: this tracker takes no models.
+            FileNotFoundError: there is nothing at the path.
+        """
+        raise NotImplementedError(f"The tracker {self.name!r} takes no models.")
 
     def finish(self) -> None:
         """Write what is pending and close the run. Called once, last; see `status`."""

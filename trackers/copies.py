@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from trackers.media import rendered
+
 
 def frozen(value: Any, arrivals: list[Any]) -> Any:
     """A copy that later changes of the original do not reach; waits for no device.
@@ -9,8 +11,8 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
     Tensors of devices are sent to the host.
 
     Args:
-        value: a tensor, an array, a data frame, or dicts, lists and tuples of these; other objects
-            are taken as they are.
+        value: a tensor, an array, a data frame, or dicts, lists and tuples of these; a figure of
+            matplotlib, in whose place its pixels are; other objects are taken as they are.
         arrivals: gets an event for each tensor on its way: its copy may be read after the event's
             `synchronize()`.
     """
@@ -20,6 +22,8 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
         return type(value)(frozen(item, arrivals) for item in value)
     if hasattr(value, "detach"):
         return _to_host(value.detach(), arrivals)
+    if hasattr(value, "set_canvas"):
+        return rendered(value)
     return value.copy() if hasattr(value, "__array__") else value
 
 

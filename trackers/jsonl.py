@@ -159,6 +159,14 @@ class JsonlTracker(GeneralTracker):
         os.fsync(self._opened().fileno())
         return self.offset
 
+    def ends_record(self, offset: int) -> bool:
+        """Whether a record of the file ends at an offset in bytes; at 0 none has begun."""
+        if not 0 < offset <= self.offset:
+            return offset == 0
+        with open(self.path, "rb") as content:
+            content.seek(offset - 1)
+            return content.read(1) == b"\n"
+
     def truncate(self, offset: int) -> None:
         """Cut off the records behind an offset, as a run does that resumes from before them.
 
@@ -176,7 +184,7 @@ class JsonlTracker(GeneralTracker):
             if offset:
                 _logger.warning("%s begins here: the earlier records are elsewhere.", self.path)
             return
-        if not 0 <= offset <= size or not self._is_boundary(offset):
+        if not self.ends_record(offset):
             raise ValueError(
                 f"{self.path} of {size} bytes has no record that ends at byte {offset}. It is not "
                 f"the file that the offset was taken from: put that back or move this one away."
@@ -189,11 +197,6 @@ class JsonlTracker(GeneralTracker):
             self.sync()
             self._file.close()
             self._file = None
-
-    def _is_boundary(self, offset: int) -> bool:
-        with open(self.path, "rb") as content:
-            content.seek(max(offset - 1, 0))
-            return offset == 0 or content.read(1) == b"\n"
 
     def _opened(self) -> io.FileIO:
         if self._file is None:

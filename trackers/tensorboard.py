@@ -1,21 +1,13 @@
 """TensorBoard, through torch's own writer."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker, python_number, register_tracker
-
-
-def _plain(value: Any) -> Any:
-    """A nest of dicts, lists and primitive values; everything else as its text."""
-    value = python_number(value)
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    # The exact types: YAML's safe writer knows no subclasses.
-    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+from trackers.code import git_commit
+from trackers.media import finite, image_layout, plain, rendered, table_of
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -29,25 +21,13 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | fl
     return flat
 
 
-def _markdown(name: str, columns: list[Any] | None, rows: Any) -> str:
-    if rows is None:
-        raise ValueError(
-            f"The table {name!r} is empty: give `data`, a list of rows, or a data frame."
-        )
-    if columns is None:
-        columns = list(range(1, len(rows[0]) + 1)) if rows else []
-    for number, row in enumerate(rows):
-        if len(row) != len(columns):
-            raise ValueError(
-                f"Row {number} of the table {name!r} has {len(row)} cells, but there are "
-                f"{len(columns)} columns: {columns}."
-            )
+def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
 def _cell(value: Any) -> str:
-    text = str(python_number(value))
+    text = str(value)
     return text.replace("|", "\\|").replace("\r\n", "\n").replace("\n", "<br>")
 
 
@@ -80,6 +60,7 @@ class TensorBoardTracker(GeneralTracker):
     ) -> None:
         self.log_dir = Path(logging_dir) / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
+        self._purge_step: int | None = None
         self._writer: Any = None
 
     @property
@@ -100,14 +81,23 @@ class TensorBoardTracker(GeneralTracker):
         """The `SummaryWriter`, by the name that scripts of the documented API use."""
         return self.tracker
 
+    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
+        """Hide what was logged before behind a step, unless the arguments give a `purge_step`."""
+        if step is not None and self.writer_options["purge_step"] is None:
+            self._purge_step = step + 1
+
     def start(self) -> None:
         """Make the folder and the writer."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self.log_dir), **self.writer_options)
+        purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
+        self._purge_step = None
+        self._writer = SummaryWriter(str(self.log_dir), **{**self.writer_options, **purge})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".
+
+        The commit of the git repository around the working folder, if any, is the text "code".
 
         Args:
             values: names and values. Nested names are joined by dots in the table of
@@ -116,12 +106,14 @@ class TensorBoardTracker(GeneralTracker):
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        values = _plain(values)
+        values = plain(values)
         # The writer's own add_hparams opens a run of its own, in a folder named by the time.
         for summary in hparams(_flat(values), {}):
             self.tracker.file_writer.add_summary(summary)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.tracker.add_text("configuration", f"```yaml\n{text}```")
+        if (commit := git_commit(Path.cwd())) is not None:
+            self.tracker.add_text("code", commit)
         self.tracker.flush()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -148,14 +140,15 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: names and tensors or arrays of shape (height, width), (channels, height, width)
-                or (batch, channels, height, width): floats in [0, 1] or bytes.
+                or (batch, channels, height, width), or the same with the channels last: floats in
+                [0, 1] or bytes.
             step: the number of optimizer updates so far.
             **kwargs: for `add_image` or `add_images`, for example `dataformats="HWC"`.
         """
         for name, images in values.items():
-            add = self.tracker.add_images if images.ndim == 4 else self.tracker.add_image
-            layout = {"dataformats": "HW"} if images.ndim == 2 else {}
-            add(name, images, global_step=step, **{**layout, **kwargs})
+            layout = kwargs.get("dataformats") or image_layout(name, images)
+            add = self.tracker.add_images if "N" in layout else self.tracker.add_image
+            add(name, images, global_step=step, **{**kwargs, "dataformats": layout})
         self.tracker.flush()
 
     def log_table(
@@ -180,13 +173,44 @@ class TensorBoardTracker(GeneralTracker):
         Raises:
             ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
         """
-        if dataframe is not None:
-            columns = list(dataframe.columns)
-            rows = dataframe.rows() if hasattr(dataframe, "rows") else dataframe.to_numpy().tolist()
-        else:
-            rows = data
-        text = _markdown(table_name, columns, rows)
+        text = _markdown(*table_of(table_name, columns, data, dataframe))
         self.tracker.add_text(table_name, text, global_step=step, **kwargs)
+        self.tracker.flush()
+
+    def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record histograms, see `GeneralTracker.log_histogram`; `kwargs` for `add_histogram`."""
+        for name, value in values.items():
+            self.tracker.add_histogram(name, finite(name, value), global_step=step, **kwargs)
+        self.tracker.flush()
+
+    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record figures as images, see `GeneralTracker.log_figure`; `kwargs` for `add_image`."""
+        for name, value in values.items():
+            options = {"dataformats": "HWC", **kwargs}
+            self.tracker.add_image(name, rendered(value), global_step=step, **options)
+        self.tracker.flush()
+
+    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Record texts, which TensorBoard reads as Markdown; `kwargs` for `add_text`."""
+        for name, value in values.items():
+            self.tracker.add_text(name, value, global_step=step, **kwargs)
+        self.tracker.flush()
+
+    def log_graph(self, model: Any, example: Any) -> None:
+        """Record the graph of a model, which is traced where this is called.
+
+        Args:
+            model: a `torch.nn.Module`, in the mode that it is to be shown in. Batch norms in
+                training mode count the example.
+            example: its argument, or a tuple of them.
+
+        Raises:
+            Exception: what tracing raises: a model that branches on values cannot be traced.
+        """
+        with warnings.catch_warnings():
+            # torch's writer has no other way to see a graph.
+            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
+            self.tracker.add_graph(model, example)
         self.tracker.flush()
 
     def finish(self) -> None:

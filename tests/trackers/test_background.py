@@ -499,3 +499,111 @@ def test_values_of_a_device_are_read_when_they_have_arrived(monkeypatch):
         ("configuration", {"x": torch.tensor([7.0])}),
         ("log", {"x": {"y": [torch.tensor([7.0])]}}, 1, {}),
     ]
+
+
+class Rich(Recorder):
+    """It takes everything, and its run has an id once it has begun."""
+
+    def __init__(self):
+        super().__init__()
+        self.run_id = None
+
+    def resume(self, run_id, step):
+        self._note("resume", run_id, step)
+
+    def start(self):
+        super().start()
+        self.run_id = "an id"
+
+    def log_histogram(self, values, step, **kwargs):
+        self._note("histogram", values, step, kwargs)
+
+    def log_figure(self, values, step, **kwargs):
+        self._note("figure", values, step, kwargs)
+
+    def log_text(self, values, step, **kwargs):
+        self._note("text", values, step, kwargs)
+
+    def log_artifact(self, path, name=None, kind="artifact", step=None):
+        self._note("artifact", path, name, kind, step)
+
+    def log_model(self, path, name=None, step=None):
+        self._note("model", path, name, step)
+
+
+def test_rich_values_and_files_reach_the_tracker():
+    tracker = Rich()
+    background = BackgroundTracker(tracker)
+    background.start()
+    background.log_histogram({"h": 1}, 1, bins=3)
+    background.log_figure({"f": 1}, 2)
+    background.log_text({"t": "x"}, 3)
+    background.log_artifact("path", "name", "dataset", 4)
+    background.log_model("path", step=5)
+    background.finish()
+    assert tracker.calls[1:-1] == [
+        ("histogram", {"h": 1}, 1, {"bins": 3}),
+        ("figure", {"f": 1}, 2, {}),
+        ("text", {"t": "x"}, 3, {}),
+        ("artifact", "path", "name", "dataset", 4),
+        ("model", "path", None, 5),
+    ]
+    assert threading.current_thread() not in tracker.threads
+
+
+def test_rich_values_that_a_tracker_does_not_take_are_left_out(caplog):
+    background = BackgroundTracker(Recorder())
+    background.start()
+    for _ in range(2):
+        background.log_histogram({}, 1)
+        background.log_figure({}, 1)
+        background.log_text({}, 1)
+        background.log_artifact("path")
+        background.log_model("path")
+    background.finish()
+    kinds = ["histograms", "figures", "texts", "files", "models"]
+    assert caplog.messages == [
+        f"The tracker 'recorder' takes no {kind}. They are left out there." for kind in kinds
+    ]
+    assert (background.failures, background.dropped) == (0, 0)
+
+
+def test_a_full_queue_keeps_files():
+    class Blocked(Rich, Blocking):
+        pass
+
+    tracker = Blocked()
+    background = BackgroundTracker(tracker, capacity=1)
+    background.start()
+    background.log({}, 0)
+    tracker.entered.wait()
+    background.log_model("path", step=1)
+    background.log_artifact("path", step=1)
+    for step in range(1, 4):
+        background.log({}, step)
+    tracker.release.set()
+    background.finish()
+    assert [call[0] for call in tracker.calls if call[0] in ("model", "artifact")] == [
+        "model",
+        "artifact",
+    ]
+    assert background.dropped == 2
+    assert tracker.steps == [0, 3]
+
+
+def test_the_run_goes_on_with_an_id_that_is_known_once_it_has_begun():
+    tracker = Rich()
+    background = BackgroundTracker(tracker)
+    assert background.run_id is None
+    background.resume("earlier", 7)
+    background.start()
+    assert background.tracker is tracker.calls  # it has begun
+    assert background.run_id == "an id"
+    background.finish()
+    assert tracker.calls[:2] == [("resume", "earlier", 7), ("start",)]
+    assert background.run_id == "an id"
+    fresh = Rich()
+    background = BackgroundTracker(fresh)
+    background.start()
+    background.finish()
+    assert fresh.calls[0] == ("start",)

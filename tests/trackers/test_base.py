@@ -95,7 +95,18 @@ def test_base_methods():
     tracker.start()
     tracker.store_init_configuration({})
     tracker.finish()
-    for record in (tracker.log, tracker.log_images, tracker.log_table):
+    tracker.resume("an id", 3)
+    assert tracker.run_id is None
+    for record in (
+        tracker.log,
+        tracker.log_images,
+        tracker.log_table,
+        tracker.log_histogram,
+        tracker.log_figure,
+        tracker.log_text,
+        tracker.log_artifact,
+        tracker.log_model,
+    ):
         with pytest.raises(NotImplementedError, match="'memory'"):
             record({}, 0)
 
@@ -128,6 +139,116 @@ def test_constructor_arguments(tmp_path):
     assert (memory.run_name, memory.color) == ("run", "red")
     assert files.place == ("run", tmp_path)
     assert resolve(Memory)[0].run_name == "project"
+
+
+def test_a_service_with_projects_is_told_both_names():
+    class Service(Memory):
+        has_projects = True
+
+        def __init__(self, project, *, name=None, color=None):
+            self.told = (project, name, color)
+
+    assert resolve(Service, run_name="run")[0].told == ("project", "run", None)
+    assert resolve(Service)[0].told == ("project", None, None)
+    options = {"memory": {"name": "mine", "color": "red"}}
+    assert resolve(Service, run_name="run", init_kwargs=options)[0].told == (
+        "project",
+        "mine",
+        "red",
+    )
+    assert options == {"memory": {"name": "mine", "color": "red"}}
+
+
+PACKAGE = """
+from trackers import GeneralTracker
+
+class Theirs(GeneralTracker):
+    name = "theirs"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self, run_name):
+        self.run_name = run_name
+
+class Alias(Theirs):
+    name = "another"
+
+number = 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Installs a package that has the trackers given."""
+
+    def install(**entries):
+        (tmp_path / "site" / "their_package-1.0.dist-info").mkdir(parents=True)
+        about = tmp_path / "site" / "their_package-1.0.dist-info"
+        (about / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n"
+        )
+        lines = [f"{name} = {value}" for name, value in entries.items()]
+        (about / "entry_points.txt").write_text("\n".join(["[cadence.trackers]", *lines, ""]))
+        (tmp_path / "site" / "their_package.py").write_text(PACKAGE)
+        monkeypatch.syspath_prepend(tmp_path / "site")
+
+    yield install
+    sys.modules.pop("their_package", None)
+
+
+def test_a_package_adds_a_tracker_by_an_entry_point(package, registry):
+    package(theirs="their_package:Theirs")
+    with pytest.raises(ValueError, match="'theirs'"):  # among the choices
+        resolve("unknown")
+    assert "their_package" not in sys.modules  # nobody asked for it
+    for _ in range(2):
+        assert [one.run_name for one in resolve("theirs")] == ["project"]
+    registry.pop("theirs")
+    assert "theirs" in trackers.available_trackers()
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("no_such_module:Theirs", "ModuleNotFoundError"),
+        ("their_package:Missing", "AttributeError"),
+        ("their_package:number", "takes a subclass of GeneralTracker"),
+        ("their_package:Alias", "Alias.name is 'another'"),
+    ],
+)
+def test_an_entry_point_that_is_broken_is_told_and_the_others_are_found(
+    package, caplog, value, error
+):
+    package(broken=value, theirs="their_package:Theirs")
+    assert "theirs" in trackers.available_trackers()
+    (message,) = caplog.messages
+    assert "'broken' of the package 'their-package'" in message
+    assert error in message
+    with pytest.raises(ImportError, match=error):
+        resolve("broken")
+
+
+def test_a_name_of_ours_is_not_given_away(package, caplog, tmp_path):
+    package(tensorboard="their_package:Theirs")
+    (tracker,) = resolve("tensorboard", logging_dir=tmp_path)
+    assert type(tracker) is trackers.TensorBoardTracker
+    trackers.available_trackers()
+    assert "'tensorboard' of the package 'their-package' is not used" in caplog.text
+    assert "TensorBoardTracker has the name" in caplog.text
+
+
+def test_a_tracker_that_was_loaded_before_is_not_told_of(package, caplog):
+    package(theirs="their_package:Theirs")
+    resolve("theirs")
+    trackers.available_trackers()
+    assert not caplog.messages
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "a_package_that_nobody_has").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="pip install a_package_that_nobody_has"):
+        trackers.select_trackers(NeedsPackage)
 
 
 def test_duplicates_are_dropped_in_order():
@@ -167,14 +288,16 @@ def test_all_is_every_installed_one(registry, tmp_path):
 
 
 def test_unknown_name_gives_choices_and_nearest():
-    with pytest.raises(ValueError, match=r"'tensorbord'.*'all', 'tensorboard'.*mean 'tensorboard'"):
+    with pytest.raises(
+        ValueError, match=r"'tensorbord'.*'all', .*'tensorboard'.*mean 'tensorboard'"
+    ):
         resolve("tensorbord")
     with pytest.raises(ValueError, match="'signboard' is not a known tracker"):
         resolve("signboard")
     with pytest.raises(
-        ValueError, match=r"'wandb': none of aim, .*part of Cadence.*'tensorboard'.*md"
+        ValueError, match=r"'mlflow': none of aim, .*part of Cadence.*'tensorboard'.*md"
     ):
-        resolve("wandb")
+        resolve("mlflow")
 
 
 @pytest.mark.parametrize("wrong", [3, int, [None], [["memory"]]])

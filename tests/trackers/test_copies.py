@@ -77,3 +77,13 @@ def test_tensors_of_a_device_are_on_the_host_once_they_have_arrived():
         event.synchronize()
     assert copy.device.type == "cpu"
     assert torch.equal(copy, torch.full((1_000_000,), 100.0))
+
+
+def test_of_a_figure_there_are_the_pixels_of_now():
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2, 1), dpi=50, facecolor="red")
+    copies = frozen({"f": figure}, [])
+    figure.set_facecolor("blue")
+    assert copies["f"].shape == (50, 100, 3)
+    assert copies["f"][0, 0].tolist() == [255, 0, 0]

@@ -14,6 +14,12 @@ def test_null_tracker_takes_everything():
     tracker.log({"a": 1})
     tracker.log_images({"a": 1}, 1)
     tracker.log_table("a", columns=[], data=[], step=1)
+    for log in (tracker.log_histogram, tracker.log_figure, tracker.log_text):
+        log({"a": 1}, 1)
+    for log in (tracker.log_artifact, tracker.log_model):
+        log("a path", "a name", step=1)
+    tracker.resume("an id", 1)
+    assert tracker.run_id is None
     tracker.finish()
     assert tracker.name == "none"
     assert NullTracker("wandb").name == "wandb"

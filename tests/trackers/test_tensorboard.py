@@ -5,6 +5,7 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from trackers import TensorBoardTracker, resolve_trackers
@@ -204,3 +205,61 @@ def test_the_writer_has_a_name_of_its_own(tracker):
     assert tracker.writer is tracker.tracker
     tracker.log({"loss": 1.0})
     assert scalars(read(tracker), "loss") == [(0, 1.0)]
+
+
+def test_histograms_figures_texts_and_graphs(tracker):
+    from matplotlib.figure import Figure
+
+    tracker.log_histogram({"h": torch.tensor([0.0, 1.0, float("nan")])}, 2)
+    tracker.log_figure({"f": Figure(figsize=(2, 1), dpi=50)}, 3)
+    tracker.log_text({"t": "**bold**"}, 4)
+    tracker.log_graph(torch.nn.Linear(3, 2), torch.zeros(1, 3))
+    events = read(tracker)
+    (histogram,) = events.Histograms("h")
+    assert (histogram.step, histogram.histogram_value.num) == (2, 2)
+    (figure,) = events.Images("f")
+    assert (figure.step, figure.width, figure.height) == (3, 100, 50)
+    assert text(events, "t") == "**bold**"
+    assert any("Linear" in node.name for node in events.Graph().node)
+
+
+def test_channels_may_be_last(tracker):
+    tracker.log_images({"last": np.zeros((5, 8, 3)), "both": np.zeros((3, 4, 3))}, 1)
+    events = read(tracker)
+    assert [(one.width, one.height) for one in events.Images("last")] == [(8, 5)]
+    assert [(one.width, one.height) for one in events.Images("both")] == [(3, 4)]
+    with pytest.raises(ValueError, match=r"'flat' have the shape \(3,\)"):
+        tracker.log_images({"flat": np.zeros(3)}, 1)
+
+
+def purged(tmp_path):
+    """The steps from which on a run hides what was before, one for each of its files."""
+    found = []
+    for path in sorted((tmp_path / "run").iterdir(), key=lambda path: path.stat().st_ctime_ns):
+        events = EventFileLoader(str(path)).Load()
+        found += [[one.step for one in events if one.HasField("session_log")]]
+    return found
+
+
+def test_a_run_that_goes_on_hides_what_comes_again_once(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    mine = TensorBoardTracker("run", tmp_path, purge_step=7)
+    tracker.resume(None, 3)
+    mine.resume(None, 3)
+    for each in (tracker, tracker, mine):
+        each.start()
+        each.finish()
+    tracker.resume(None, None)  # an evaluation behind it hides nothing
+    tracker.start()
+    tracker.finish()
+    assert purged(tmp_path) == [[4], [], [7], []]
+
+
+def test_the_version_of_the_code(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "HEAD").write_text("a" * 40)
+    tracker.start()
+    tracker.store_init_configuration({})
+    assert text(read(tracker), "code") == "a" * 40
+    tracker.finish()

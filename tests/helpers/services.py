@@ -1,0 +1,148 @@
+"""What the SDKs of the services wrote in their offline modes, read back from the disk."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_BLOCK, _HEAD = 32768, 7
+_WHOLE, _LAST = 1, 4
+
+
+class WandBRun(NamedTuple):
+    """One `.wandb` file."""
+
+    run: Any
+    rows: list[dict[str, Any]]
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    metrics: list[Any]
+    artifacts: list[Any]
+    files: Path
+    preempting: bool
+    exit_code: int | None
+
+    def series(self, name: str) -> list[tuple[int, Any]]:
+        """The values of a metric with the updates that they belong to."""
+        return [(row["global_step"], row[name]) for row in self.rows if name in row]
+
+
+def wandb_runs(folder: Path) -> list[WandBRun]:
+    """The runs below a folder in the order in which they began."""
+    import wandb
+
+    wandb.teardown()  # its process writes on for a moment when a run is finished
+    found = sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_ctime_ns)
+    return [_read_run(path) for path in found]
+
+
+def _read_run(path: Path) -> WandBRun:
+    records = list(_records(path))
+
+    def all_of(kind: str) -> list[Any]:
+        return [getattr(one, kind) for one in records if one.WhichOneof("record_type") == kind]
+
+    config: dict[str, Any] = {}
+    for update in [one.config for one in all_of("run")] + all_of("config"):
+        _put(config, update.update)
+    summary: dict[str, Any] = {}
+    for update in all_of("summary"):
+        _put(summary, update.update)
+    rows = []
+    for record in all_of("history"):
+        row: dict[str, Any] = {}
+        _put(row, record.item)
+        rows.append(row)
+    exits = all_of("exit")
+    return WandBRun(
+        all_of("run")[-1],
+        rows,
+        config,
+        summary,
+        all_of("metric"),
+        all_of("artifact"),
+        path.parent / "files",
+        bool(all_of("preempting")),
+        exits[-1].exit_code if exits else None,
+    )
+
+
+def _put(into: dict[str, Any], items: Any) -> None:
+    for item in items:
+        *outer, last = list(item.nested_key) or [item.key]
+        place = into
+        for key in outer:
+            place = place.setdefault(key, {})
+        place[last] = json.loads(item.value_json)
+
+
+def _records(path: Path) -> Iterator[Any]:
+    """The records of the file, a log as LevelDB writes it, in the SDK's own protocol buffers."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    at, message = _HEAD, b""
+    while at + _HEAD <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _HEAD:  # a block ends with padding that no head fits into
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        message += data[at + _HEAD : at + _HEAD + length]
+        at += _HEAD + length
+        if kind in (_WHOLE, _LAST):
+            yield Record.FromString(message)
+            message = b""
+
+
+class CometRun(NamedTuple):
+    """One archive of Comet."""
+
+    experiment: dict[str, Any]
+    metrics: dict[str, list[tuple[int | None, float]]]
+    parameters: dict[str, Any]
+    others: dict[str, Any]
+    uploads: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    path: Path
+
+    @property
+    def key(self) -> str:
+        """What Comet knows the experiment by."""
+        return str(self.experiment["offline_id"])
+
+    def content(self, upload: dict[str, Any]) -> bytes:
+        """The bytes of an upload."""
+        with zipfile.ZipFile(self.path) as archive:
+            return archive.read(upload["file_path"])
+
+
+def comet_runs(folder: Path) -> list[CometRun]:
+    """The archives in a folder in the order in which they were made."""
+    found = sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_ctime_ns)
+    return [_read_archive(path) for path in found]
+
+
+def _read_archive(path: Path) -> CometRun:
+    with zipfile.ZipFile(path) as archive:
+        experiment = json.loads(archive.read("experiment.json"))
+        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+
+    def all_of(kind: str) -> list[dict[str, Any]]:
+        return [one["payload"] for one in messages if one["type"] == kind]
+
+    metrics: dict[str, list[tuple[int | None, float]]] = {}
+    for payload in all_of("metric_msg"):
+        one = payload["metric"]
+        metrics.setdefault(one["metricName"], []).append((one["step"], one["metricValue"]))
+    parameters = {
+        payload["param"]["paramName"]: payload["param"]["paramValue"]
+        for payload in all_of("parameter_msg")
+    }
+    others = {payload["key"]: payload["value"] for payload in all_of("log_other")}
+    return CometRun(experiment, metrics, parameters, others, all_of("file_upload"), messages, path)

@@ -1,0 +1,160 @@
+import csv
+import errno
+import math
+
+import pytest
+import torch
+
+from trackers import CSVTracker
+
+
+def table(path):
+    with open(path, newline="", encoding="utf-8") as text:
+        return list(csv.DictReader(text))
+
+
+@pytest.fixture
+def started(tmp_path):
+    opened = []
+
+    def start(**options):
+        tracker = CSVTracker("run", tmp_path, **options)
+        tracker.start()
+        opened.append(tracker)
+        return tracker
+
+    yield start
+    for tracker in opened:
+        tracker.finish()
+
+
+def test_one_row_a_step_and_one_column_a_name(started):
+    tracker = started()
+    tracker.log({"loss": 0.1, "note": 'say "a, b"\nü'}, 1)
+    tracker.log({"loss": 1 / 3, "note": None}, 2)
+    tracker.log({"loss": torch.tensor(0.5)}, 3)
+    tracker.log({"loss": math.nan}, 4)
+    assert table(tracker.path) == [
+        {"step": "1", "loss": "0.1", "note": 'say "a, b"\nü'},
+        {"step": "2", "loss": repr(1 / 3), "note": ""},
+        {"step": "3", "loss": "0.5", "note": ""},
+        {"step": "4", "loss": "nan", "note": ""},
+    ]
+
+
+def test_values_of_one_step_share_its_row(started):
+    tracker = started()
+    tracker.log({"loss": 1.0, "val": 5.0}, 1)
+    tracker.log({"loss": 2.0, "val": 123.456}, 2)
+    tracker.log({"val": 6.0}, 2)  # a shorter text than what it replaces
+    tracker.log({"loss": 3.0}, 3)
+    tracker.log({"val": 7.0}, 3)
+    tracker.log({"loss": 4.0})
+    tracker.log({"loss": 5.0})
+    rows = [(row["step"], row["loss"], row["val"]) for row in table(tracker.path)]
+    assert rows == [
+        ("1", "1.0", "5.0"),
+        ("2", "2.0", "6.0"),
+        ("3", "3.0", "7.0"),
+        ("", "4.0", ""),
+        ("", "5.0", ""),
+    ]
+
+
+def test_a_new_name_adds_a_column(started):
+    tracker = started()
+    tracker.log({"loss": 1.0}, 1)
+    tracker.log({"loss": 2.0}, 2)
+    tracker.log({"val": {"accuracy": 0.5}}, 2)
+    tracker.log({"lr": 0.1, "loss": 3.0}, 3)
+    tracker.log({"loss": 4.0}, 4)
+    assert tracker.path.read_text() == (
+        "step,loss,val/accuracy,lr\n1,1.0,,\n2,2.0,0.5,\n3,3.0,,0.1\n4,4.0,,\n"
+    )
+    assert [path.name for path in tracker.path.parent.iterdir()] == ["metrics.csv"]
+
+
+def test_a_resumed_run_has_no_step_twice_and_none_missing(started):
+    tracker = started()
+    for step in range(1, 6):
+        tracker.log({"loss": float(step)}, step)
+    tracker.finish()
+    with open(tracker.path, "a") as torn:
+        torn.write("6,6")
+    resumed = started(purge_step=4)
+    for step in range(4, 8):
+        resumed.log({"loss": float(step), "lr": 0.1}, step)
+    resumed.finish()
+    assert [(row["step"], row["loss"]) for row in table(tracker.path)] == [
+        (str(step), str(float(step))) for step in range(1, 8)
+    ]
+    with open(tracker.path, "a") as torn:
+        torn.write("1,1")  # of step 123: no row of its own
+    started(purge_step=8).log({"loss": 8.0}, 8)
+    assert [row["step"] for row in table(tracker.path)] == [str(step) for step in range(1, 9)]
+
+
+def test_a_new_run_keeps_the_table_of_another(started):
+    tracker = started()
+    tracker.log({"loss": 1.0}, 1)
+    tracker.finish()
+    other = started()
+    other.log({"loss": 2.0}, 1)
+    assert table(other.path) == [{"step": "1", "loss": "2.0"}]
+    assert table(other.path.with_name("metrics.1.csv")) == [{"step": "1", "loss": "1.0"}]
+
+
+def test_a_full_disk_leaves_whole_rows(started):
+    tracker = started()
+    tracker.log({"loss": 1.0}, 1)
+    file = tracker._file
+
+    class Full:
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, line):
+            return file.write(line[:3])
+
+    tracker._file = Full()
+    with pytest.raises(OSError, match=r"3 of \d+ bytes"):
+        tracker.log({"loss": 2.0}, 2)
+    tracker._file = file
+    tracker.log({"loss": 3.0}, 3)
+    assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
+
+
+def test_a_disk_without_room_for_another_column_leaves_the_table(started, monkeypatch):
+    tracker = started()
+    tracker.log({"loss": 1.0}, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pathlib.Path.write_bytes", full)
+        with pytest.raises(OSError, match="No space"):
+            tracker.log({"val": 2.0}, 2)
+    tracker.log({"loss": 3.0}, 3)
+    assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
+
+
+def test_it_is_opened_first():
+    with pytest.raises(RuntimeError, match="start"):
+        CSVTracker("run", "logs").log({"loss": 1.0}, 1)
+
+
+def test_a_run_that_goes_on_keeps_its_rows(tmp_path):
+    tracker = CSVTracker("run", tmp_path)
+    for previous, steps in ((None, range(1, 6)), (3, range(4, 6)), ("evaluation", [6])):
+        if previous is not None:
+            tracker.resume(None, previous if isinstance(previous, int) else None)
+        tracker.start()
+        for step in steps:
+            tracker.log({"loss": step}, step)
+        tracker.finish()
+    lines = tracker.path.read_text().split()
+    assert lines == ["step,loss", *(f"{step},{step}" for step in range(1, 7))]
+    tracker.start()  # another run: the table is kept under another name
+    tracker.finish()
+    assert len(list(tracker.path.parent.iterdir())) == 2

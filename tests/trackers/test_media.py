@@ -1,0 +1,75 @@
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from trackers.media import array_of, finite, image_layout, pixels, rendered, table_of
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((5, 7), "HW"),
+        ((3, 5, 7), "CHW"),
+        ((5, 7, 4), "HWC"),
+        ((3, 5, 3), "CHW"),  # either may be: the first wins
+        ((5, 7, 9), "CHW"),
+        ((2, 1, 5, 7), "NCHW"),
+        ((2, 5, 7, 1), "NHWC"),
+    ],
+)
+def test_layouts(shape, layout):
+    assert image_layout("x", np.zeros(shape)) == layout
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1)])
+def test_what_is_no_image(shape):
+    with pytest.raises(ValueError, match=r"'x' have the shape .*channels, height"):
+        pixels("x", np.zeros(shape))
+
+
+def test_floats_are_between_zero_and_one():
+    (image,) = pixels("x", torch.tensor([[0.0, 1.0], [0.5, 2.0], [-1.0, float("nan")]]))
+    assert image.dtype == np.uint8
+    assert image.tolist() == [[0, 255], [128, 255], [0, 0]]
+
+
+def test_a_list_is_a_batch_of_images_that_may_differ_in_size():
+    one, two, three = pixels("x", [torch.zeros(2, 3, 4, 5), np.zeros((6, 7))])
+    assert (one.shape, two.shape, three.shape) == ((4, 5, 3), (4, 5, 3), (6, 7))
+
+
+def test_arrays():
+    assert array_of(torch.tensor([1.5], dtype=torch.bfloat16, requires_grad=True)).tolist() == [1.5]
+    assert array_of(torch.tensor([3])).dtype == np.int64
+    assert array_of([1, 2]).tolist() == [1, 2]
+
+
+def test_a_figure_is_drawn_and_left_as_it_is():
+    figure = Figure(figsize=(2, 1), dpi=50, facecolor="red")
+    canvas = figure.canvas
+    image = rendered(figure)
+    assert image.shape == (50, 100, 3)
+    assert image[0, 0].tolist() == [255, 0, 0]
+    assert figure.canvas is canvas
+    assert rendered(image) is image
+    with pytest.raises(TypeError, match="matplotlib, got str"):
+        rendered("a figure")
+
+
+def test_histograms_leave_out_what_is_not_finite(caplog):
+    assert finite("h", torch.tensor([[1, 2], [3, 4]])).tolist() == [1, 2, 3, 4]
+    assert not caplog.messages
+    assert finite("h", np.array([1.0, np.inf, np.nan])).tolist() == [1.0]
+    assert caplog.messages == [
+        "The histogram 'h' leaves out 2 of 3 values, which are NaN or infinite."
+    ]
+    with pytest.raises(ValueError, match="'h' has no finite value among 1"):
+        finite("h", [np.nan])
+
+
+def test_tables():
+    assert table_of("t", None, [[1, torch.tensor(2)]], None) == ([1, 2], [[1, 2]])
+    assert table_of("t", ["a"], [], None) == (["a"], [])
+    with pytest.raises(ValueError, match="'t' is empty"):
+        table_of("t", ["a"], None, None)

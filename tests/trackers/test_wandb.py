@@ -1,0 +1,250 @@
+"""Against the real SDK in its offline mode: what is claimed is read back from its files."""
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+import torch
+import wandb
+from PIL import Image
+
+from tests.helpers.services import wandb_runs
+from trackers import BackgroundTracker, WandBTracker, resolve_trackers
+from trackers.wandb import Rows
+
+QUIET = {"mode": "offline", "settings": wandb.Settings(console="off", silent=True)}
+
+
+@pytest.fixture
+def tracker(tmp_path):
+    tracker = WandBTracker("project", dir=str(tmp_path), **QUIET)
+    tracker.start()
+    yield tracker
+    tracker.finish()
+
+
+def written(tracker, tmp_path, status="finished"):
+    tracker.status = status
+    tracker.finish()
+    return wandb_runs(tmp_path)[-1]
+
+
+def test_values_configuration_and_the_end(tracker, tmp_path):
+    tracker.store_init_configuration(
+        {"lr": 0.1, "model": {"shape": (3, 4), "path": Path("x")}, "dtype": torch.float32}
+    )
+    tracker.log({"loss": torch.tensor([0.5]), "note": "a text"}, 5)
+    tracker.log({"val": np.float64(2.0)}, 5)
+    tracker.log({"loss": 0.25, "parts": {"a": 1}}, 10)
+    run = written(tracker, tmp_path)
+    assert run.run.project == "project"
+    assert run.series("loss") == [(5, 0.5), (10, 0.25)]
+    assert run.series("val") == [(5, 2.0)]
+    assert run.series("note") == [(5, "a text")]
+    assert run.series("parts") == [(10, {"a": 1})]
+    assert [row["_step"] for row in run.rows] == [5, 10]
+    assert run.config["lr"] == 0.1
+    assert run.config["model"] == {"shape": [3, 4], "path": "x"}
+    assert run.config["dtype"] == "torch.float32"
+    assert run.summary["loss"] == 0.25
+    assert run.summary["status"] == "finished"
+    assert run.exit_code == 0
+    axes = {one.glob_name or one.name: one.step_metric for one in run.metrics}
+    assert axes["*"] == "global_step"
+
+
+@pytest.mark.parametrize(("status", "preempting"), [("failed", False), ("preempted", True)])
+def test_a_run_that_did_not_finish_is_no_success(tracker, tmp_path, status, preempting):
+    run = written(tracker, tmp_path, status)
+    assert (run.exit_code, run.preempting) == (1, preempting)
+    assert run.summary["status"] == status
+
+
+def test_where_nobody_says_how_it_ended_it_is_a_success(tracker, tmp_path):
+    run = written(tracker, tmp_path, "running")
+    assert run.exit_code == 0
+    assert "status" not in run.summary
+
+
+def test_values_that_arrive_late_are_kept_under_their_own_step(tracker, tmp_path):
+    tracker.log({"loss": 1.0}, 10)
+    tracker.log({"slow": 2.0}, 4)
+    tracker.log({"slow": 3.0})
+    tracker.log({"loss": 4.0}, 11)
+    tracker.log({"loss": 5.0}, 20)
+    run = written(tracker, tmp_path)
+    assert run.series("loss") == [(10, 1.0), (11, 4.0), (20, 5.0)]
+    assert [row["slow"] for row in run.rows if "slow" in row] == [2.0, 3.0]
+    assert (4, 2.0) in run.series("slow")
+    assert [row["_step"] for row in run.rows] == [10, 11, 12, 13, 20]
+
+
+def test_rows_of_a_run_that_goes_on():
+    """W&B had rows up to 19 when the run was killed, the last of them not yet whole."""
+    rows = Rows(20, 15)
+    assert [rows.place(step) for step in (16, 18)] == [None, None]
+    assert [rows.place(step) for step in (19, 19, 20, 30)] == [20, 20, 21, 30]
+    assert rows.place(12) == 31  # it was not told before: it belongs to before the checkpoint
+    rows = Rows(21, 20)  # it was saved at its end
+    assert [rows.place(step) for step in (21, 22)] == [21, 22]
+    rows = Rows(21, None)  # an evaluation behind it
+    assert rows.place(20) == 21
+    rows = Rows(21, 20)  # a validation that was still due
+    assert [rows.place(step) for step in (20, 21)] == [21, 22]
+    assert [Rows().place(None), Rows().place(0)] == [0, 0]
+
+
+def test_a_run_that_resumes_goes_on_in_the_same_run(tmp_path):
+    first = WandBTracker("project", dir=str(tmp_path), **QUIET)
+    assert first.run_id is None
+    first.start()
+    first.log({"loss": 1.0}, 1)
+    first.finish()
+    second = WandBTracker("project", dir=str(tmp_path), **QUIET)
+    second.resume(first.run_id, 1)
+    second.start()
+    second.log({"loss": 2.0}, 2)
+    second.finish()
+    one, two = wandb_runs(tmp_path)
+    assert one.run.run_id == two.run.run_id == first.run_id == second.run_id
+    assert two.run.resume
+    assert not one.run.resume
+    assert one.series("loss") + two.series("loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_the_users_own_id_stands(tmp_path):
+    tracker = WandBTracker("project", dir=str(tmp_path), id="mine", **QUIET)
+    tracker.resume("another", 1)
+    tracker.start()
+    tracker.finish()
+    assert wandb_runs(tmp_path)[0].run.run_id == tracker.run_id == "mine"
+
+
+def pictures(run, row, name):
+    entry = row[name]
+    names = entry.get("filenames") or [entry["path"]]
+    return [np.asarray(Image.open(run.files / each)) for each in names]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
+def test_images_of_every_shape(tracker, tmp_path, kind):
+    colours = np.arange(2 * 3 * 5 * 7, dtype=np.uint8).reshape(2, 3, 5, 7)
+    tracker.log_images(
+        {
+            "batch": kind(colours),
+            "last": kind(np.moveaxis(colours[0], 0, -1).copy()),
+            "gray": kind(colours[0, 0] / np.float32(255)),
+            "list": [kind(colours[1]), wandb.Image(np.zeros((5, 7), np.uint8))],
+        },
+        3,
+    )
+    run = written(tracker, tmp_path)
+    (row,) = run.rows
+    assert row["global_step"] == 3
+    expected = np.moveaxis(colours, 1, -1)
+    assert np.array_equal(pictures(run, row, "batch"), expected)
+    assert np.array_equal(pictures(run, row, "last")[0], expected[0])
+    assert np.array_equal(pictures(run, row, "gray")[0], colours[0, 0])
+    assert np.array_equal(pictures(run, row, "list")[0], expected[1])
+    assert len(row["list"]["filenames"]) == 2
+
+
+def test_tables_histograms_figures_and_texts(tracker, tmp_path, caplog):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(2, 1), dpi=50)
+    canvas = figure.canvas
+    tracker.log_table("named", columns=["a", "b"], data=[["x", torch.tensor(1)]], step=1)
+    tracker.log_histogram({"h": torch.tensor([[0.0, 1.0], [1.0, float("nan")]])}, 2)
+    tracker.log_figure({"f": figure}, 3)
+    tracker.log_text({"t": "a < b"}, 4)
+    run = written(tracker, tmp_path)
+    by_step = {row["global_step"]: row for row in run.rows}
+    table = json.loads((run.files / by_step[1]["named"]["path"]).read_text())
+    assert (table["columns"], table["data"]) == (["a", "b"], [["x", 1]])
+    assert sum(by_step[2]["h"]["values"]) == 3
+    assert "1 of 4 values" in caplog.text
+    assert (by_step[3]["f"]["width"], by_step[3]["f"]["height"]) == (100, 50)
+    assert figure.canvas is canvas
+    assert "<pre>a &lt; b</pre>" in (run.files / by_step[4]["t"]["path"]).read_text()
+    assert matplotlib.get_backend()  # drawing chose no other
+
+
+def test_a_checkpoint_is_a_model_with_its_step(tracker, tmp_path):
+    folder = tmp_path / "step-00000100"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    tracker.log_model(folder, step=100)
+    tracker.log_artifact(folder / "model.safetensors", "data", "dataset")
+    shutil.rmtree(folder)  # a later checkpoint takes its place
+    run = written(tracker, tmp_path)
+    model, data = run.artifacts
+    assert (model.type, model.name) == ("model", f"model-{run.run.run_id}")
+    assert set(model.aliases) == {"latest", "step-100"}
+    (entry,) = model.manifest.contents
+    assert entry.path == "model.safetensors"
+    assert Path(entry.local_path).read_bytes() == b"weights"
+    assert (data.type, data.name, list(data.aliases)) == ("dataset", "data", ["latest"])
+
+
+def test_what_is_not_there_cannot_be_an_artifact(tracker):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        tracker.log_model("nowhere")
+
+
+def test_the_version_of_the_code(tmp_path):
+    def git(*words):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x")
+    tracker = WandBTracker("project", dir=str(tmp_path), **QUIET)
+    tracker.start()
+    run = written(tracker, tmp_path)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.run.git.commit == head.stdout.strip()
+
+
+def test_by_name_with_a_project_and_a_name_of_the_run(tmp_path):
+    (tracker,) = resolve_trackers(
+        "wandb",
+        project_name="p",
+        run_name="r",
+        init_kwargs={"wandb": {"dir": str(tmp_path), **QUIET}},
+    )
+    background = BackgroundTracker(tracker)
+    background.start()
+    background.log({"loss": 1.0}, 1)
+    assert background.run.id == background.run_id
+    background.finish()
+    (run,) = wandb_runs(tmp_path)
+    assert (run.run.project, run.run.display_name) == ("p", "r")
+    assert run.series("loss") == [(1, 1.0)]
+    assert (background.failures, background.dropped) == (0, 0)
+
+
+def test_before_start_and_behind_finish(tmp_path):
+    tracker = WandBTracker("project", **QUIET)
+    tracker.finish()
+    with pytest.raises(RuntimeError, match="call `start` first"):
+        tracker.log({"loss": 1.0}, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_training_draws_what_it_would_draw_alone(tmp_path):
+    tracker = WandBTracker("p", dir=str(tmp_path), **QUIET)
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    tracker.start()
+    tracker.log({"loss": 1.0}, 1)
+    tracker.log_images({"x": np.zeros((4, 5))}, 1)
+    tracker.log_text({"t": "x"}, 1)
+    tracker.finish()
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert before == after

@@ -1,0 +1,199 @@
+"""A run that goes on does so in the same run of each service, and tells no step twice."""
+
+import pytest
+import torch
+import wandb
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, ModelCheckpoint
+from tests.helpers.services import comet_runs, wandb_runs
+from tests.numerics.running import quiet_trainer
+from trackers import CometMLTracker, GeneralTracker, WandBTracker
+from trainer import TrainModule
+
+COMET = {
+    "online": False,
+    "log_code": False,
+    "log_env_details": False,
+    "log_git_metadata": False,
+    "auto_output_logging": False,
+    "display_summary_level": 0,
+}
+WANDB = {"mode": "offline", "settings": wandb.Settings(console="off", silent=True)}
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).abs().mean())
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Service(GeneralTracker):
+    """A service in memory, which gives its runs their names; it has them all."""
+
+    name = "service"
+    requires_logging_directory = False
+    tracker = None
+    runs: dict = {}
+
+    def __init__(self, run_name="run"):
+        self.previous = None
+
+    def resume(self, run_id, step):
+        self.previous = (run_id, step)
+
+    def start(self):
+        previous, self.previous = self.previous, None
+        self.run_id = (previous and previous[0]) or f"run {len(Service.runs)}"
+        Service.runs.setdefault(self.run_id, []).append(previous)
+
+    def log(self, values, step, **kwargs):
+        Service.runs[self.run_id].append(step)
+
+
+class Begun(Callback):
+    """Waits for the services: these runs are shorter than their answers take."""
+
+    def on_train_start(self, trainer, module):
+        for tracker in trainer.trackers:
+            tracker.tracker
+
+
+@pytest.fixture(autouse=True)
+def no_runs():
+    Service.runs = {}
+
+
+def data():
+    values = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(values), batch_size=4)
+
+
+def fit(folder, trackers, steps, ckpt_path="auto"):
+    trainer = quiet_trainer(
+        max_steps=steps,
+        log_every=1,
+        val_every=2,
+        seed=5,
+        log_with=trackers,
+        project_dir=folder,
+        callbacks=[ModelCheckpoint(every=3, save_last=5, background=False), Begun()],
+    )
+    trainer.fit(Line(), data(), data(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def both(folder):
+    return [
+        WandBTracker("p", dir=str(folder), **WANDB),
+        CometMLTracker("p", offline_directory=str(folder / "comet"), **COMET),
+    ]
+
+
+def test_two_halves_are_the_whole_at_each_service(tmp_path):
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    for folder in (parts, whole):
+        folder.mkdir()
+    fit(whole / "run", both(whole), 8)
+    for steps in (3, 8):
+        fit(parts / "run", both(parts), steps)
+    (expected,), halves = wandb_runs(whole), wandb_runs(parts)
+    assert len({run.run.run_id for run in halves}) == 1
+    for name in ("loss", "val"):
+        found = [point for run in halves for point in run.series(name)]
+        assert found == expected.series(name)
+        assert len(found) == {"loss": 8, "val": 4}[name]
+    (expected,), halves = comet_runs(whole / "comet"), comet_runs(parts / "comet")
+    assert len(halves) == 2
+    assert len({run.key for run in halves}) == 1
+    for name in ("loss", "val"):
+        assert [point for run in halves for point in run.metrics[name]] == expected.metrics[name]
+    assert [run.summary["status"] for run in wandb_runs(parts)] == ["finished", "finished"]
+    assert expected.parameters["max_steps"] == 8  # the resolved configuration
+
+
+def test_the_tracker_is_told_which_run_goes_on_from_where(tmp_path):
+    fit(tmp_path, Service(), 3)
+    fit(tmp_path, Service(), 6)
+    assert Service.runs.keys() == {"run 0"}
+    first, *steps = Service.runs["run 0"]
+    second = steps.index(("run 0", 3))
+    assert first is None
+    assert max(steps[:second]) == 3
+    assert min(steps[second + 1 :]) == 4
+
+
+def test_each_of_two_trackers_of_a_name_goes_on_in_its_own_run(tmp_path):
+    for steps in (3, 6):
+        fit(tmp_path, [Service(), Service()], steps)
+    assert Service.runs.keys() == {"run 0", "run 1"}
+    for name, told in Service.runs.items():
+        assert (name, 3) in told
+
+
+def test_a_run_that_goes_back_is_another_one_at_the_service(tmp_path):
+    fit(tmp_path, Service(), 6)
+    fit(tmp_path, Service(), 6, ckpt_path=tmp_path / "checkpoints" / "step-00000003")
+    assert Service.runs.keys() == {"run 0", "run 1"}
+    assert Service.runs["run 1"][0] == (None, 3)
+    assert min(step for step in Service.runs["run 1"][1:]) == 4
+
+
+def test_a_path_to_the_newest_checkpoint_goes_on_in_the_same_run(tmp_path):
+    fit(tmp_path, Service(), 3)
+    fit(tmp_path, Service(), 6, ckpt_path=tmp_path / "checkpoints" / "step-00000003")
+    assert Service.runs.keys() == {"run 0"}
+
+
+def test_a_test_behind_a_fit_is_of_the_same_run(tmp_path):
+    trainer = fit(tmp_path, [service := Service()], 3)
+    trainer.test(Line(), data())
+    assert Service.runs.keys() == {"run 0"}
+    assert Service.runs["run 0"][-2:] == [("run 0", None), 3]
+    assert service.status == "finished"
+
+
+def test_another_fit_is_another_run(tmp_path):
+    service = Service()
+    fit(tmp_path / "a", service, 3)
+    fit(tmp_path / "b", service, 3)
+    assert Service.runs.keys() == {"run 0", "run 1"}
+    assert Service.runs["run 1"][0] is None
+
+
+def test_an_instance_of_a_service_begins_another_run_too(tmp_path):
+    tracker = WandBTracker("p", dir=str(tmp_path), **WANDB)
+    for folder in ("a", "b"):
+        fit(tmp_path / folder, tracker, 3)
+    assert len({run.run.run_id for run in wandb_runs(tmp_path)}) == 2
+
+
+def test_the_trackers_are_at_hand_for_what_log_cannot_take(tmp_path):
+    class Samples(Line):
+        def on_train_epoch_end(self):
+            for tracker in self.trainer.trackers:
+                tracker.log_images({"samples": torch.zeros(3, 4, 5)}, self.trainer.global_step)
+
+    trainer = quiet_trainer(
+        max_epochs=1,
+        log_with=WandBTracker("p", dir=str(tmp_path), **WANDB),
+        project_dir=tmp_path / "run",
+    )
+    assert trainer.trackers == []
+    trainer.fit(Samples(), data())
+    (run,) = wandb_runs(tmp_path)
+    ((step, images),) = run.series("samples")
+    assert (step, images["width"], images["height"]) == (6, 5, 4)

@@ -1,0 +1,268 @@
+"""Comet."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from trackers.base import GeneralTracker, python_number, register_tracker
+from trackers.media import finite, pixels, plain, rendered, table_of
+
+# Comet would patch torch and work inside the training's own calls; what to record is said here.
+_QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}
+
+
+def _draw_apart() -> None:
+    """Let comet_ml draw from a generator of its own.
+
+    It would shift that of the training, and, where a run and the one that resumes it begin with the
+    same seed, give their archives the same name: the second would replace the first.
+    """
+    own = random.SystemRandom()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("comet_ml.") and vars(module).get("random") is random:
+            module.random = own  # type: ignore[attr-defined]
+
+
+def _picture(image: Any) -> Any:
+    """An array as a picture: comet_ml would first try it as the name of a file."""
+    from PIL import Image
+
+    return Image.fromarray(image.squeeze()) if hasattr(image, "shape") else image
+
+
+@register_tracker
+class CometMLTracker(GeneralTracker):
+    """An experiment at Comet, or in an archive on the disk with ``online=False``.
+
+    A run that resumes goes on in the same experiment. Comet itself records the version of the code,
+    the output and the machine; it does not hook into torch here unless asked to.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: for `comet_ml.start`, for example `workspace`, `experiment_key`, `online`; all
+            others for `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
+
+    Raises:
+        ImportError: comet_ml is not installed.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+    requires_package = "comet_ml"
+    has_projects = True
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self._experiment: Any = None
+        self._previous: str | None = None
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment of comet_ml.
+
+        Raises:
+            RuntimeError: the tracker is not started, or finished.
+        """
+        if self._experiment is None:
+            raise RuntimeError(
+                f"The Comet experiment of {self.run_name!r} is not open: call `start` first."
+            )
+        return self._experiment
+
+    @property
+    def writer(self) -> Any:
+        """The experiment, by the name that scripts of the documented API use."""
+        return self.tracker
+
+    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
+        """Go on with an experiment, unless the arguments name another one."""
+        self._previous = run_id
+
+    def start(self) -> None:
+        """Begin the experiment, or go on with it."""
+        previous, self._previous = self._previous, None
+        self.run_id = previous
+        import comet_ml
+
+        _draw_apart()
+        options = {"project_name": self.run_name, **self.init_kwargs}
+        if previous is not None:
+            options = {"experiment_key": previous, "mode": "get_or_create", **options}
+        of_start = inspect.signature(comet_ml.start).parameters
+        direct = {name: options.pop(name) for name in list(options) if name in of_start}
+        if options or "experiment_config" not in direct:
+            direct["experiment_config"] = comet_ml.ExperimentConfig(**{**_QUIET, **options})
+        self._experiment = comet_ml.start(**direct)
+        self.run_id = self._experiment.get_key()
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration as parameters.
+
+        Args:
+            values: names and values; what is not a number, a text, a truth value or a nest of these
+                is stored as its text.
+        """
+        self.tracker.log_parameters(plain(values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record numbers as metrics, texts as others, and a dict under names "outer/inner".
+
+        Args:
+            values: names and numbers, tensors or arrays of one element, texts, or dicts of these.
+            step: the number of optimizer updates so far.
+            **kwargs: for `log_metric` of the experiment, for example `epoch`.
+
+        Raises:
+            TypeError: a value is none of these. The others are recorded.
+        """
+        if rejected := self._add(values, step, kwargs):
+            raise TypeError(
+                f"Comet takes numbers, tensors of one element, texts and dicts of these, which "
+                f"these values are not: {', '.join(rejected)}. Use log_images for images."
+            )
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images; those of a batch are named "name/0", "name/1" and so on.
+
+        Args:
+            values: names and tensors or arrays of one image or a batch, with the channels first or
+                last: floats in [0, 1] or bytes; or what the experiment's `log_image` takes.
+            step: the number of optimizer updates so far.
+            **kwargs: for `log_image` of the experiment.
+
+        Raises:
+            ValueError: a shape is none of an image.
+        """
+        for name, images in values.items():
+            arrays = hasattr(images, "shape") or isinstance(images, (list, tuple))
+            each = pixels(name, images) if arrays else [images]
+            for number, image in enumerate(each):
+                label = name if len(each) == 1 else f"{name}/{number}"
+                self.tracker.log_image(_picture(image), name=label, step=step, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a table as a CSV file.
+
+        Args:
+            table_name: its name.
+            columns: the names of the columns; numbers from 1 by default.
+            data: the rows, each as long as the others.
+            dataframe: of pandas or polars, instead of `columns` and `data`.
+            step: the number of optimizer updates so far.
+            **kwargs: for `log_table` of the experiment.
+
+        Raises:
+            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
+        """
+        names, rows = table_of(table_name, columns, data, dataframe)
+        if step is not None:
+            self.tracker.set_step(step)  # a table takes none
+        headers = [str(name) for name in names]
+        self.tracker.log_table(f"{table_name}.csv", tabular_data=rows, headers=headers, **kwargs)
+
+    def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as a histogram over the steps, see `GeneralTracker.log_histogram`."""
+        for name, value in values.items():
+            self.tracker.log_histogram_3d(finite(name, value), name=name, step=step, **kwargs)
+
+    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as an image, see `GeneralTracker.log_figure`."""
+        for name, value in values.items():
+            self.tracker.log_image(_picture(rendered(value)), name=name, step=step, **kwargs)
+
+    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as a text with its name, see `GeneralTracker.log_text`."""
+        for name, value in values.items():
+            about = {"name": name, **kwargs.get("metadata", {})}
+            self.tracker.log_text(value, step=step, **{**kwargs, "metadata": about})
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        kind: str = "artifact",
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a file or a folder as a version of an artifact; offline, as files of the archive.
+
+        Args:
+            path: the file or the folder.
+            name: of the artifact; that of the path by default.
+            kind: what Comet calls its type.
+            step: the number of optimizer updates so far.
+            **kwargs: for `comet_ml.Artifact`, for example `aliases`.
+
+        Raises:
+            FileNotFoundError: there is nothing at the path.
+        """
+        import comet_ml
+
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"There is no file and no folder at {path} for an artifact.")
+        if not isinstance(self.tracker, comet_ml.OfflineExperiment):
+            artifact = comet_ml.Artifact(name or path.name, kind, **kwargs)
+            artifact.add(str(path))
+            self.tracker.log_artifact(artifact)
+            return
+        # An archive holds no artifacts. Copies: the folder may be gone before the archive is made.
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                label = f"{name or path.name}/{file.relative_to(path)}" if file != path else name
+                self.tracker.log_asset(str(file), label or path.name, step=step, copy_to_tmp=True)
+
+    def log_model(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record weights or a checkpoint as a model, ``model`` by default.
+
+        Raises:
+            FileNotFoundError: there is nothing at the path.
+        """
+        if not Path(path).exists():
+            raise FileNotFoundError(f"There is no file and no folder at {path} for a model.")
+        about = {**({} if step is None else {"step": step}), **kwargs.pop("metadata", {})}
+        self.tracker.log_model(name or "model", str(path), metadata=about, **kwargs)
+
+    def finish(self) -> None:
+        """Record how the run ended as the experiment's "status", and close it."""
+        experiment, self._experiment = self._experiment, None
+        if experiment is None:
+            return
+        if self.status != "running":  # nobody says how it ended
+            experiment.log_other("status", self.status)
+        experiment.end()
+
+    def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
+        rejected = []
+        for name, value in values.items():
+            value = python_number(value)
+            if isinstance(value, dict):
+                inner = {f"{name}/{key}": item for key, item in value.items()}
+                rejected += self._add(inner, step, options)
+            elif isinstance(value, str):
+                self.tracker.log_other(name, value)
+            elif isinstance(value, (int, float)):
+                self.tracker.log_metric(name, value, step=step, **options)
+            else:
+                rejected.append(f"{name} ({type(value).__name__})")
+        return rejected

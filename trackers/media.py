@@ -1,0 +1,166 @@
+"""Images, figures, tables, histograms and configurations, in the forms that services take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from trackers.base import python_number
+
+_logger = logging.getLogger("trackers")
+_CHANNELS = (1, 3, 4)
+
+
+def plain(value: Any) -> Any:
+    """A nest of dicts, lists and primitive values; everything else as its text."""
+    value = python_number(value)
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    # The exact types: YAML's safe writer knows no subclasses.
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+
+def array_of(value: Any) -> Any:
+    """The NumPy array of a tensor, an array or a list; bfloat16, which NumPy lacks, as float32."""
+    import numpy as np
+
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value
+    return np.asarray(value)
+
+
+def image_layout(name: str, images: Any) -> str:
+    """What the dimensions of an image or a batch of them are.
+
+    Args:
+        name: of the images, for the error.
+        images: a tensor or an array.
+
+    Returns:
+        "HW", "CHW", "HWC", "NCHW" or "NHWC". Channels come first, unless only the last dimension
+        can be theirs, being 1, 3 or 4.
+
+    Raises:
+        ValueError: it has not two to four dimensions.
+    """
+    shape = tuple(images.shape)
+    if not 2 <= len(shape) <= 4:
+        raise ValueError(
+            f"The images {name!r} have the shape {shape}; give (height, width), (channels, height, "
+            "width) or (batch, channels, height, width), or the same with the channels last."
+        )
+    if len(shape) == 2:
+        return "HW"
+    last = shape[-1] in _CHANNELS and shape[-3] not in _CHANNELS
+    return ("N" if len(shape) == 4 else "") + ("HWC" if last else "CHW")
+
+
+def pixels(name: str, images: Any) -> list[Any]:
+    """Bytes of shape (height, width) or (height, width, channels), for each of some images.
+
+    Args:
+        name: of the images, for the error.
+        images: a tensor or an array of one image or a batch, see `image_layout`: floats in [0, 1]
+            or bytes; or a list of these.
+
+    Raises:
+        ValueError: the shape is none of an image.
+    """
+    import numpy as np
+
+    if isinstance(images, (list, tuple)):
+        return [one for item in images for one in pixels(name, item)]
+    array = array_of(images)
+    layout = image_layout(name, array)
+    if array.dtype.kind == "f":
+        array = (np.nan_to_num(array).clip(0, 1) * 255).round()
+    array = array.astype(np.uint8)
+    if layout.endswith("CHW"):
+        array = np.moveaxis(array, -3, -1)
+    return list(array) if layout.startswith("N") else [array]
+
+
+def rendered(figure: Any) -> Any:
+    """Draw a figure of matplotlib.
+
+    Args:
+        figure: the figure, or its pixels, which are returned as they are.
+
+    Returns:
+        Bytes of shape (height, width, 3).
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if hasattr(figure, "shape"):
+        return figure
+    if not hasattr(figure, "set_canvas"):
+        raise TypeError(
+            f"log_figure takes figures of matplotlib, got {type(figure).__name__}. For other "
+            "libraries give their image to log_images, or use the service's own object."
+        )
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    own = figure.canvas
+    try:
+        canvas: Any = FigureCanvasAgg(figure)  # it takes the figure's own canvas away
+        canvas.draw()
+        return array_of(canvas.buffer_rgba())[..., :3].copy()
+    finally:
+        figure.set_canvas(own)
+
+
+def finite(name: str, values: Any) -> Any:
+    """The values of a histogram in one dimension; NaN and infinity are left out, which is told.
+
+    Raises:
+        ValueError: there is no finite value.
+    """
+    import numpy as np
+
+    array = array_of(values).reshape(-1).astype(np.float64)
+    kept = array[np.isfinite(array)]
+    if not len(kept):
+        raise ValueError(f"The histogram {name!r} has no finite value among {len(array)}.")
+    if len(kept) < len(array):
+        _logger.warning(
+            "The histogram %r leaves out %d of %d values, which are NaN or infinite.",
+            name,
+            len(array) - len(kept),
+            len(array),
+        )
+    return kept
+
+
+def table_of(
+    name: str, columns: Sequence[Any] | None, data: Any, dataframe: Any
+) -> tuple[list[Any], list[list[Any]]]:
+    """The columns and the rows of a table.
+
+    Args:
+        name: its name.
+        columns: the names of the columns; numbers from 1 by default.
+        data: the rows.
+        dataframe: of pandas or polars, instead of `columns` and `data`.
+
+    Raises:
+        ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
+    """
+    if dataframe is not None:
+        columns = list(dataframe.columns)
+        data = dataframe.rows() if hasattr(dataframe, "rows") else dataframe.to_numpy().tolist()
+    if data is None:
+        raise ValueError(f"The table {name!r} is empty: give `data`, a list of rows, or a frame.")
+    if columns is None:
+        columns = range(1, len(data[0]) + 1) if data else []
+    for number, row in enumerate(data):
+        if len(row) != len(columns):
+            raise ValueError(
+                f"Row {number} of the table {name!r} has {len(row)} cells, but there are "
+                f"{len(columns)} columns: {list(columns)}."
+            )
+    return list(columns), [[python_number(cell) for cell in row] for row in data]

@@ -1,0 +1,267 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import html
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from trackers.base import GeneralTracker, python_number, register_tracker
+from trackers.media import finite, pixels, plain, rendered, table_of
+
+
+class Rows:
+    """Which row of a W&B history each record goes to.
+
+    Rows can only be appended, and W&B drops what comes for an earlier one. A row has the number of
+    its step, and so have all records of a step that follow on each other. Values that arrive late,
+    for a step that is past, get a row of their own at the end, whose ``global_step`` says what they
+    belong to; what is behind it moves on by one until the steps leave room again.
+
+    Args:
+        begun: how many rows the service has from before.
+        step: the update that the run goes on from, if it resumes.
+    """
+
+    def __init__(self, begun: int = 0, step: int | None = None) -> None:
+        self._last = begun - 1
+        self._step: int | None = None
+        # What a killed run told after its last checkpoint. Its last row may not be whole.
+        self._known = range(0) if step is None else range(step + 1, begun - 1)
+
+    def place(self, step: int | None) -> int | None:
+        """The row for a record of a step; None where the service has it from before."""
+        if step in self._known:
+            return None
+        if step is None or step != self._step:
+            self._last = max(self._last + 1, step or 0)
+            self._step = step
+        return self._last
+
+
+@register_tracker
+class WandBTracker(GeneralTracker):
+    """A run at Weights & Biases, or on the disk with ``mode="offline"``.
+
+    Every value is recorded under its ``global_step``, which is the horizontal axis of the charts.
+    A run that resumes goes on in the same W&B run, and tells no step again that W&B has. W&B itself
+    records the version of the code, the output and the machine.
+
+    A W&B run that the script has open already is taken over, as `wandb.init` does; give
+    `reinit="create_new"` for one of its own.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: for `wandb.init`, for example `entity`, `name`, `mode`, `dir`, `tags`, `settings`.
+
+    Raises:
+        ImportError: wandb is not installed.
+    """
+
+    name = "wandb"
+    requires_logging_directory = False
+    requires_package = "wandb"
+    has_projects = True
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self._run: Any = None
+        self._previous: tuple[str | None, int | None] = (None, None)
+        self._rows = Rows()
+
+    @property
+    def tracker(self) -> Any:
+        """The `wandb.Run`.
+
+        Raises:
+            RuntimeError: the tracker is not started, or finished.
+        """
+        if self._run is None:
+            raise RuntimeError(f"The W&B run of {self.run_name!r} is not open: call `start` first.")
+        return self._run
+
+    @property
+    def run(self) -> Any:
+        """The `wandb.Run`, by the name that scripts of the documented API use."""
+        return self.tracker
+
+    def resume(self, run_id: str | None, step: int | None) -> None:
+        """Go on with a run, unless the arguments of `wandb.init` name another one."""
+        self._previous = (run_id, step)
+
+    def start(self) -> None:
+        """Begin the run, or go on with it."""
+        (previous, step), self._previous = self._previous, (None, None)
+        self.run_id = previous
+        import wandb
+
+        options = {"project": self.run_name, **self.init_kwargs}
+        if previous is not None:
+            options = {"id": previous, "resume": "allow", **options}
+        elif wandb.setup().settings.run_id is None:  # the environment does not say it
+            # Known before W&B has answered, which may take longer than the first checkpoint.
+            options.setdefault("id", secrets.token_hex(4))
+        self.run_id = options.get("id")
+        self._run = run = wandb.init(**options)
+        self.run_id = run.id
+        self._rows = Rows(run.starting_step, step)
+        run.define_metric("global_step", hidden=True)
+        run.define_metric("*", step_metric="global_step", step_sync=True)
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the configuration in the run's `config`.
+
+        Args:
+            values: names and values; what is not a number, a text, a truth value or a nest of these
+                is stored as its text.
+        """
+        self.tracker.config.update(plain(values), allow_val_change=True)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record values.
+
+        Args:
+            values: names and what `wandb.Run.log` takes: numbers, texts, objects of wandb, dicts of
+                these.
+            step: the number of optimizer updates so far.
+            **kwargs: for `wandb.Run.log`, for example `commit`.
+        """
+        row = self._rows.place(step)
+        if row is None:
+            return
+        numbers = {name: python_number(value) for name, value in values.items()}
+        if step is not None:
+            numbers["global_step"] = step
+        self.tracker.log(numbers, step=row, **kwargs)
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record images.
+
+        Args:
+            values: names and tensors or arrays of one image or a batch, with the channels first or
+                last: floats in [0, 1] or bytes; or lists of what `wandb.Image` takes.
+            step: the number of optimizer updates so far.
+            **kwargs: for `wandb.Run.log`.
+
+        Raises:
+            ValueError: a shape is none of an image.
+        """
+        import wandb
+
+        def made(name: str, images: Any) -> list[Any]:
+            if isinstance(images, (list, tuple)):
+                return [one for item in images for one in made(name, item)]
+            if isinstance(images, wandb.Image):
+                return [images]
+            each = pixels(name, images) if hasattr(images, "shape") else [images]
+            return [wandb.Image(one) for one in each]
+
+        self.log({name: made(name, value) for name, value in values.items()}, step, **kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a table as a `wandb.Table`.
+
+        Args:
+            table_name: its name.
+            columns: the names of the columns; numbers from 1 by default.
+            data: the rows, each as long as the others.
+            dataframe: of pandas or polars, instead of `columns` and `data`.
+            step: the number of optimizer updates so far.
+            **kwargs: for `wandb.Run.log`.
+
+        Raises:
+            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
+        """
+        import wandb
+
+        names, rows = table_of(table_name, columns, data, dataframe)
+        table = wandb.Table(columns=[str(name) for name in names], data=rows)
+        self.log({table_name: table}, step, **kwargs)
+
+    def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as a `wandb.Histogram`, see `GeneralTracker.log_histogram`."""
+        import wandb
+
+        made = {name: wandb.Histogram(finite(name, value)) for name, value in values.items()}
+        self.log(made, step, **kwargs)
+
+    def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as an image, see `GeneralTracker.log_figure`."""
+        import wandb
+
+        made = {name: wandb.Image(rendered(value)) for name, value in values.items()}
+        self.log(made, step, **kwargs)
+
+    def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Record each as a page of preformatted text, see `GeneralTracker.log_text`."""
+        import wandb
+
+        def page(text: str) -> Any:
+            return wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
+
+        self.log({name: page(value) for name, value in values.items()}, step, **kwargs)
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        kind: str = "artifact",
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a file or a folder as a version of an artifact.
+
+        Args:
+            path: the file or the folder.
+            name: of the artifact; that of the path by default.
+            kind: what W&B calls its type.
+            step: the number of optimizer updates so far: the version has the alias ``step-100``.
+            **kwargs: for `wandb.Artifact`, for example `metadata`.
+
+        Raises:
+            FileNotFoundError: there is nothing at the path.
+        """
+        import wandb
+
+        path = Path(path)
+        if not path.exists():
+            raise FileNotFoundError(f"There is no file and no folder at {path} for an artifact.")
+        artifact = wandb.Artifact(name or path.name, type=kind, **kwargs)
+        if path.is_dir():
+            artifact.add_dir(str(path))
+        else:
+            artifact.add_file(str(path))
+        aliases = ["latest", *([] if step is None else [f"step-{step}"])]
+        self.tracker.log_artifact(artifact, aliases=aliases)
+
+    def log_model(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Record weights or a checkpoint as a version of a model, ``model-<run id>`` by default."""
+        self.log_artifact(path, name or f"model-{self.tracker.id}", "model", step, **kwargs)
+
+    def finish(self) -> None:
+        """Close the run as finished, failed or preempted."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if self.status == "preempted":
+            run.mark_preempting()  # with an exit code that is not 0, W&B then shows it as such
+        if self.status != "running":  # nobody says how it ended
+            run.summary["status"] = self.status
+        run.finish(exit_code=0 if self.status in ("running", "finished") else 1)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import gzip
 import importlib.util
 import inspect
+import itertools
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import sysconfig
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import numpy
 import pytest
@@ -53,6 +59,14 @@ def run(*arguments: object, processes: int = 1, expect: int = 0) -> str:
             started.communicate()
     assert started.returncode == expect, f"{output}\n{errors}"
     return errors if expect else output
+
+
+def load_example(name: str) -> ModuleType:
+    """An example as a module, for its functions."""
+    spec = importlib.util.spec_from_file_location("example", EXAMPLES / name)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
 
 
 def printed(output: str, name: str) -> str:
@@ -278,9 +292,7 @@ def test_fashion_mnist_says_where_missing_files_are_to_be_had(tmp_path):
 
 
 def test_fashion_mnist_reads_idx_files_as_they_were_written(tmp_path):
-    spec = importlib.util.spec_from_file_location("example", EXAMPLES / "fashion_mnist.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("fashion_mnist.py")
     array = numpy.arange(3 * 4 * 5).reshape(3, 4, 5)
     for name in ("plain", "packed.gz"):
         write_idx(tmp_path / name, array)
@@ -288,3 +300,190 @@ def test_fashion_mnist_reads_idx_files_as_they_were_written(tmp_path):
     (tmp_path / "other").write_bytes(b"no idx file")
     with pytest.raises(SystemExit, match="other is not an idx file of bytes"):
         example.read_idx(tmp_path / "other")
+
+
+# -- cross-validation ------------------------------------------------------------------------------
+
+KILL_AT_A_SAVE = """
+import os, runpy, signal, sys
+
+saves = 0
+
+def kill(event, arguments):
+    global saves
+    if event == "os.rename" and "fold-2/checkpoints/step-" in str(arguments[1]):
+        saves += 1
+        if saves == 3:  # the third is not there yet
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def folds(project_dir: Path) -> list[dict[str, object]]:
+    """All that the folds left: the final weights, and the metrics without the times."""
+    left = []
+    for folder in sorted(project_dir.iterdir()):
+        records = list(read_metrics(folder / "metrics.jsonl"))
+        newest = max((folder / "checkpoints").iterdir())
+        weights = load_file(newest / "model.safetensors")
+        left.append(
+            {
+                "metrics": [{k: v for k, v in record.items() if k != "time"} for record in records],
+                "weights": {name: tensor.tolist() for name, tensor in weights.items()},
+            }
+        )
+    return left
+
+
+def test_cross_validation_goes_on_in_the_fold_that_was_killed(tmp_path):
+    options = ("cross_validation.py", "--folds", 3, "--max-epochs", 4, "--batch-size", 64)
+    output = run(*options, "--project-dir", "whole")
+    accuracies = [float(value) for value in re.findall(r"^fold-\d  (\S+)$", output, re.MULTILINE)]
+    assert len(set(accuracies)) == 3  # each fold has images of its own to judge it
+    mean, deviation = map(float, re.findall(r"0\.\d{4}", printed(output, "accuracy")))
+    assert mean == pytest.approx(numpy.mean(accuracies), abs=1e-4)
+    assert deviation == pytest.approx(numpy.std(accuracies, ddof=1), abs=1e-4)
+    assert mean > 0.8
+    for accuracy in accuracies:  # a share of a third of the images, to what is printed
+        assert accuracy * 599 == pytest.approx(round(accuracy * 599), abs=0.031)
+
+    command = [str(EXAMPLES / options[0]), *map(str, options[1:]), "--project-dir", "killed"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILL_AT_A_SAVE, *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
+        timeout=240,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    first = tmp_path / "killed/fold-1"
+    done = {path: path.stat().st_mtime_ns for path in first.rglob("*.safetensors")}
+    again = run(*options, "--project-dir", "killed")
+    gone_on_from = re.findall(r"^Going on from killed/(\S+)/checkpoints/(\S+)", again, re.MULTILINE)
+    assert gone_on_from == [("fold-1", "step-00000076"), ("fold-2", "step-00000038")]
+    assert {path: path.stat().st_mtime_ns for path in first.rglob("*.safetensors")} == done
+    assert folds(tmp_path / "killed") == folds(tmp_path / "whole")
+    assert [line for line in again.splitlines() if " from " not in line] == output.splitlines()
+
+
+def test_cross_validation_is_the_same_estimate_on_two_processes(tmp_path):
+    options = ("cross_validation.py", "--folds", 2, "--max-epochs", 2)
+    for processes in (1, 2):
+        split = ("--project-dir", processes, "--batch-size", 64 // processes)
+        output = run(*options, *split, processes=processes)
+        assert len(output.splitlines()) == 3
+    for fold in ("fold-1", "fold-2"):
+        one, two = (series(tmp_path / str(n) / fold, "val/accuracy") for n in (1, 2))
+        assert two == pytest.approx(one, abs=1e-7)
+
+
+def test_cross_validation_keeps_the_shares_of_the_digits_and_judges_each_image_once(monkeypatch):
+    example = load_example("cross_validation.py")
+    parts = []
+    monkeypatch.setattr(
+        example, "run_fold", lambda folder, train, val, _: parts.append((train, val)) or 1.0
+    )
+    monkeypatch.setattr(sys, "argv", ["cross_validation.py", "--folds", "4"])
+    example.main()
+    judged = [index for _, val in parts for index in val.indices.tolist()]
+    assert sorted(judged) == list(range(1797))
+    for train, val in parts:
+        assert not set(train.indices.tolist()) & set(val.indices.tolist())
+        assert len(train) + len(val) == 1797
+        shares = torch.bincount(torch.tensor([label for _, label in val]))
+        assert shares.min() >= 174 // 4  # of the rarest digit
+        assert shares.max() <= -(-183 // 4)
+
+
+# -- language model --------------------------------------------------------------------------------
+
+
+def entropy(counts: Counter[str]) -> float:
+    """Bits, of the shares that the counts are of all."""
+    total = counts.total()
+    return -sum(n / total * math.log2(n / total) for n in counts.values())
+
+
+def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(tmp_path):
+    options = ("language_model.py", "--max-steps", 32, "--project-dir", "runs/lm")
+    output = run(*options)
+    bits = {
+        name: float(printed(output, name).split()[0])
+        for name in ("unigram", "bigram", "untrained", "trained")
+    }
+    _, val = load_example("language_model.py").load_texts()
+    # The frequencies of the text itself cost least, those of other text a little more.
+    least = entropy(Counter("".join(f"{text}\0" for text in val)))
+    assert least - 0.01 < bits["unigram"] < least + 0.2
+    assert bits["bigram"] < bits["unigram"] - 0.5
+    assert bits["trained"] < least - 0.1
+    assert bits["untrained"] > 6.5
+
+    folder = tmp_path / "runs/lm"
+    # Recorded at update 20, half way from 8, where the warm-up ends, to 32.
+    assert series(folder, "lr-AdamW") == [pytest.approx(3e-3 / 2)]
+    losses = series(folder, "val/loss")
+    assert f"{losses[-1] / math.log(2):.3f}" == f"{bits['trained']:.3f}"
+    newest = max((folder / "checkpoints").iterdir())
+    averages, weights = (load_file(newest / f"{n}.safetensors") for n in ("model", "trained"))
+    assert not torch.equal(averages["positions.weight"], weights["positions.weight"])
+    assert output.count("-" * 80) == 3
+
+    again = run(*options)
+    assert again.startswith("Going on from runs/lm/checkpoints/step-00000032")
+    assert again.partition("\n")[2] == output
+    assert series(folder, "val/loss") == losses
+
+
+def test_language_model_makes_the_same_updates_however_a_batch_is_split(tmp_path):
+    options = ("language_model.py", "--max-steps", 2, "--precision", "no")
+    for processes, batch_size, accumulation in ((1, 32, 1), (2, 8, 2)):
+        split = ("--batch-size", batch_size, "--accumulation", accumulation)
+        run(*options, "--project-dir", processes, *split, processes=processes)
+    one, two = (series(tmp_path / str(n), "val/loss") for n in (1, 2))
+    assert len(one) == 3  # one an update, and one of the end
+    # Unweighted, short documents would count as much as long ones: 1e-2 apart.
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_the_text_of_the_language_model_is_cut_so_that_each_character_is_predicted_once():
+    example = load_example("language_model.py")
+    texts = ["short", "", "x" * 126, "y" * 127, "z" * 128, "äö" + "0123456789" * 40]
+    pieces = example.encode(texts)
+    assert max(map(len, pieces)) == example.CONTEXT + 1
+    predicted = bytes(code for piece in pieces for code in piece[1:].tolist())
+    assert predicted.decode("ascii") == "".join(f"{text}\0" for text in texts).replace("äö", "??")
+    for before, piece in itertools.pairwise(pieces):  # each begins where the one before ended
+        assert piece[0] == before[-1]
+    batch = example.collate(pieces)
+    assert batch.shape == (len(pieces), example.CONTEXT + 1)
+    assert example.LanguageModel(8, 1, 1).count_items(batch) == len(predicted)
+
+
+def test_the_text_of_the_language_model_is_that_of_python_and_no_document_is_in_both_parts():
+    example = load_example("language_model.py")
+    train, val = example.load_texts()
+    assert (train, val) == example.load_texts()
+    assert len(set(train + val)) == len(train) + len(val)
+    for source in (argparse, argparse.ArgumentParser, json.JSONDecoder.raw_decode, Path.touch):
+        assert inspect.getdoc(source) in train + val
+    licence = Path(sysconfig.get_path("stdlib"), "LICENSE.txt")  # some installations lack it
+    found = any("PYTHON SOFTWARE FOUNDATION LICENSE" in text for text in train + val)
+    assert found == licence.is_file()
+    assert 0.02 < len("".join(val)) / len("".join(train)) < 0.2
+
+
+def test_the_baselines_of_the_language_model_are_cross_entropies():
+    example = load_example("language_model.py")
+    unigram, bigram = example.baselines(example.encode(["aabab"]), example.encode(["ab", "c"]))
+    pairs = Counter(itertools.pairwise("\0aabab\0"))
+    firsts, seconds = Counter("\0aabab"), Counter("aabab\0")
+    judged = [*itertools.pairwise("\0ab\0"), *itertools.pairwise("\0c\0")]
+    # Each of the 128 × 128 pairs was seen 0.01 times more.
+    after = [(pairs[a, b] + 0.01) / (firsts[a] + 1.28) for a, b in judged]
+    alone = [(seconds[b] + 1.28) / (6 + 163.84) for _, b in judged]
+    assert bigram == pytest.approx(-numpy.log2(after).mean())
+    assert unigram == pytest.approx(-numpy.log2(alone).mean())

@@ -17,6 +17,7 @@ from callbacks.monitor import Monitor
 from callbacks.prediction_writer import PredictionWriter
 from callbacks.profiler import Profiler
 from callbacks.progress_bar import ProgressBar
+from callbacks.rich_progress_bar import RichProgressBar
 from callbacks.slow_rank_detector import SlowRankDetector
 from callbacks.spike_detection import SpikeDetection
 from callbacks.stochastic_weight_averaging import StochasticWeightAveraging
@@ -45,6 +46,7 @@ __all__ = [
     "Profiler",
     "Progress",
     "ProgressBar",
+    "RichProgressBar",
     "SlowRankDetector",
     "SpikeDetection",
     "StochasticWeightAveraging",

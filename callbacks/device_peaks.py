@@ -3,42 +3,61 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import torch
 
-# Dense peaks in TFLOP/s: data sheets often give twice as much, for matrices of which half is zero.
-# "fp32" are ordinary units, "tf32" and "half" (bf16 and fp16) matrix units.
-# The first pattern that is in the device's name counts. Sources:
-#   NVIDIA data sheets: GB200 NVL72 and HGX B200 (a 72nd and an 8th of what they say), H200,
-#   H100 (SXM, PCIe, NVL), A100, A800/H800 (the same chips), L40S, L40, L4, A40, A30, A10, V100, T4;
-#   NVIDIA Ada and Ampere GA102 architecture white papers, appendices: RTX 4090, 3090.
-#   AMD data sheets: Instinct MI250X, MI300X, MI325X.
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"\bGB200", {"fp32": 80.0, "tf32": 1250.0, "half": 2500.0}),
-    (r"\bB200", {"fp32": 75.0, "tf32": 1125.0, "half": 2250.0}),
-    (r"H200", {"fp32": 67.0, "tf32": 494.5, "half": 989.5}),
-    (r"H[18]00.*PCIe", {"fp32": 51.0, "tf32": 378.0, "half": 756.5}),
-    (r"H100.*NVL", {"fp32": 60.0, "tf32": 417.5, "half": 835.5}),
-    (r"GH200|H[18]00", {"fp32": 67.0, "tf32": 494.5, "half": 989.5}),
-    (r"\bA[18]00\b", {"fp32": 19.5, "tf32": 156.0, "half": 312.0}),
-    (r"\bL40S\b", {"fp32": 91.6, "tf32": 183.0, "half": 362.05}),
-    (r"\bL40\b", {"fp32": 90.5, "tf32": 90.5, "half": 181.05}),
-    (r"\bL4\b", {"fp32": 30.3, "tf32": 60.0, "half": 121.0}),
-    (r"RTX A6000", {"fp32": 38.7, "tf32": 77.4, "half": 154.8}),
-    (r"\bA40\b", {"fp32": 37.4, "tf32": 74.8, "half": 149.7}),
-    (r"\bA30\b", {"fp32": 10.3, "tf32": 82.0, "half": 165.0}),
-    (r"\bA10\b", {"fp32": 31.2, "tf32": 62.5, "half": 125.0}),
-    (r"V100S", {"fp32": 16.4, "half": 130.0}),
-    (r"V100.*SXM", {"fp32": 15.7, "half": 125.0}),
-    (r"V100", {"fp32": 14.0, "half": 112.0}),
-    (r"\bT4\b", {"fp32": 8.1, "half": 65.0}),
-    (r"RTX 4090\b(?! D| Laptop)", {"fp32": 82.6, "tf32": 82.6, "half": 165.2}),
-    (r"RTX 3090\b(?! Ti)", {"fp32": 35.6, "tf32": 35.6, "half": 71.0}),
-    (r"MI325X", {"fp32": 163.4, "tf32": 653.7, "half": 1307.4}),
-    (r"MI300X", {"fp32": 163.4, "tf32": 653.7, "half": 1307.4}),
-    (r"MI250X", {"fp32": 47.9, "half": 383.0}),  # two devices for torch: halved below
+
+class _Peak(NamedTuple):
+    """A device's dense peaks in TFLOP/s.
+
+    Data sheets often show twice as much, for matrices of which half is zero; here that is halved.
+
+    Attributes:
+        name: A pattern in what ``torch.cuda.get_device_name`` says; the first that fits counts.
+        fp32: Of products in full float32.
+        tf32: Of float32 rounded to TF32 by matrix units; None where there is no such thing.
+        half: Of bf16 and fp16, summed in float32.
+        source: Where the numbers are from.
+    """
+
+    name: str
+    fp32: float
+    tf32: float | None
+    half: float
+    source: str
+
+
+# A device is here only if a document of its maker gives its numbers. Those of the same chip at
+# another clock, with fewer units or for other markets differ (H800, H20, A10G, laptops' GPUs).
+_PEAKS = (
+    _Peak(r"\bGB200\b", 80.0, 1250.0, 2500.0, "NVIDIA Blackwell data sheet, GB200 NVL72, per GPU"),
+    # Its 2.2 sparse PFLOPS of TF32 are rounded: they are half of the 4.5 of fp16.
+    _Peak(r"\bB200\b", 75.0, 1125.0, 2250.0, "NVIDIA Blackwell data sheet, HGX B200, per GPU"),
+    _Peak(r"\bGH200\b", 67.0, 494.5, 989.5, "NVIDIA GH200 Grace Hopper Superchip data sheet"),
+    _Peak(r"\bH200$", 67.0, 494.5, 989.5, "NVIDIA H200 data sheet, SXM"),
+    _Peak(r"\bH100 NVL\b", 60.0, 417.5, 835.5, "NVIDIA H100 data sheet, NVL, per GPU"),
+    _Peak(r"\bH100 (PCIe|80GB HBM2e)\b", 51.0, 378.0, 756.5, "NVIDIA H100 data sheet, PCIe"),
+    _Peak(r"\bH100 80GB HBM3$", 67.0, 494.5, 989.5, "NVIDIA H100 data sheet, SXM"),
+    _Peak(r"\bA100\b", 19.5, 156.0, 312.0, "NVIDIA A100 data sheet (SXM and PCIe alike)"),
+    _Peak(r"\bL40S\b", 91.6, 183.0, 362.05, "NVIDIA L40S data sheet"),
+    _Peak(r"\bL40\b", 90.5, 90.5, 181.05, "NVIDIA L40 data sheet"),
+    _Peak(r"\bL4\b", 30.3, 60.0, 121.0, "NVIDIA L4 data sheet"),
+    _Peak(r"\bRTX A6000\b", 38.7, 77.4, 154.8, "NVIDIA Ampere GA102 white paper, appendix C"),
+    _Peak(r"\bA40\b", 37.4, 74.8, 149.7, "NVIDIA A40 data sheet"),
+    _Peak(r"\bA30\b", 10.3, 82.0, 165.0, "NVIDIA A30 data sheet"),
+    _Peak(r"\bA10\b", 31.2, 62.5, 125.0, "NVIDIA A10 data sheet"),
+    _Peak(r"\bV100S-PCIE\b", 16.4, None, 130.0, "NVIDIA V100 data sheet"),
+    _Peak(r"\bV100-SXM2\b", 15.7, None, 125.0, "NVIDIA V100 data sheet"),
+    _Peak(r"\bV100-PCIE\b", 14.0, None, 112.0, "NVIDIA V100 data sheet"),
+    _Peak(r"\bT4\b", 8.1, None, 65.0, "NVIDIA T4 data sheet"),
+    _Peak(r"\bRTX 4090$", 82.6, 82.6, 165.2, "NVIDIA Ada white paper, appendix A"),
+    _Peak(r"\bRTX 3090$", 35.6, 35.6, 71.0, "NVIDIA Ampere GA102 white paper, appendix A"),
+    _Peak(r"\bMI3(00|25)X\b", 163.4, 653.7, 1307.4, "AMD Instinct MI300X and MI325X data sheets"),
+    # Half a module, which torch shows as two devices. Matrix units take float32 as it is.
+    _Peak(r"\bMI250X$", 47.85, None, 191.5, "AMD Instinct MI200 series data sheet, halved"),
 )
-_HALVED = r"MI250X"
+_SLICE = r"MIG|-\d+[A-Z]$"  # a part of a device, or a share of its time
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
@@ -52,14 +71,13 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
     Returns:
         Operations a second, an addition and a multiplication counted as two; None if unknown.
     """
-    if "MIG" in device_name:
-        return None  # a slice of it
-    kind = "half" if dtype in (torch.bfloat16, torch.float16) else "fp32"
+    if re.search(_SLICE, device_name):
+        return None
+    peak = next((peak for peak in _PEAKS if re.search(peak.name, device_name)), None)
+    if peak is None:
+        return None
     if dtype is torch.bfloat16 and re.search(r"V100|\bT4\b", device_name):
         return None  # they have no units for it
-    for pattern, peaks in _PEAKS:
-        if re.search(pattern, device_name):
-            peak = peaks.get("tf32", peaks["fp32"]) if kind == "fp32" and tf32 else peaks[kind]
-            halved = 0.5 if re.search(_HALVED, device_name) else 1.0
-            return peak * 1e12 * halved
-    return None
+    if dtype in (torch.bfloat16, torch.float16):
+        return peak.half * 1e12
+    return (peak.tf32 if tf32 and peak.tf32 is not None else peak.fp32) * 1e12

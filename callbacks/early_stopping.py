@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,8 @@ from callbacks.monitor import Mode, Monitor
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
+
+logger = logging.getLogger(__name__)
 
 _STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
 
@@ -107,6 +110,11 @@ class EarlyStopping(Callback):
         if self.verbose and (reason is not None or self.best_score != best):
             news = reason or f"{self.monitor.name} improved to {value}"
             trainer.accelerator.print(f"Step {trainer.global_step}: {news}.")
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Tell it if there was nothing to judge."""
+        if self.best_score is None and self.reason is None and trainer.global_step > 0:
+            logger.warning("EarlyStopping saw no value of %r in this run.", self.monitor.name)
 
     def _judge(self, value: float) -> str | None:
         """Count ``value``; returns why to stop, or None to go on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from trainer import Trainer, TrainModule
 
-Per = Literal["module", "parameter", "group"]
+Per = Literal["module", "parameter", "group", "optimizer"]
 
 
 class GradientNormMonitor(Callback):
@@ -28,8 +28,9 @@ class GradientNormMonitor(Callback):
 
     Args:
         per: Also log the norm of the parameters below each ``"module"``, of each ``"parameter"``,
-            or of each ``"group"`` of the optimizers (its ``"name"``, or ``pg1``, ``pg2``, … as
-            `LearningRateMonitor` calls them; with several optimizers ``opt1/pg1``, …).
+            of each ``"optimizer"``, or of each ``"group"`` of the optimizers (its ``"name"``, or
+            ``pg1``, ``pg2``, … as `LearningRateMonitor` calls them; with several optimizers
+            ``<optimizer>/pg1``, …).
         depth: How many names of a path make a module: 1 is ``"net"``, 2 is ``"net.0"``. The
             module's own parameters have their own name.
         norm_type: The order of the norm; ``inf`` is the largest magnitude.
@@ -41,8 +42,10 @@ class GradientNormMonitor(Callback):
     def __init__(
         self, per: Per | None = None, *, depth: int = 1, norm_type: float | str = 2.0
     ) -> None:
-        if per not in (None, "module", "parameter", "group"):
-            raise ValueError(f"per is {per!r}; it must be 'module', 'parameter', 'group' or None.")
+        if per is not None and per not in get_args(Per):
+            raise ValueError(
+                f"per is {per!r}; it must be one of {', '.join(map(repr, get_args(Per)))}, or None."
+            )
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ValueError(f"depth is {depth!r}; it must be an int of 1 or more.")
         order = float(norm_type)
@@ -86,14 +89,16 @@ class GradientNormMonitor(Callback):
 
     def _parts(self, trainer: Trainer, module: TrainModule) -> dict[str, list[Tensor]]:
         parts: dict[str, list[Tensor]] = {}
-        if self.per == "group":
+        if self.per in ("group", "optimizer"):
             several = len(trainer.optimizers) > 1
-            for number, optimizer in enumerate(trainer.optimizers, 1):
+            for own, optimizer in zip(trainer.optimizer_names, trainer.optimizers, strict=True):
                 for index, group in enumerate(optimizer.param_groups, 1):
                     name = str(group.get("name", f"pg{index}"))
-                    parts.setdefault(f"opt{number}/{name}" if several else name, []).extend(
-                        group["params"]
-                    )
+                    if self.per == "optimizer":
+                        name = own
+                    elif several:
+                        name = f"{own}/{name}"
+                    parts.setdefault(name, []).extend(group["params"])
         elif self.per is not None:
             for name, parameter in module.named_parameters():
                 path = name.split(".")

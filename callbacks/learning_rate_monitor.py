@@ -34,10 +34,11 @@ def _momentum(group: dict[str, Any]) -> Any:
 class LearningRateMonitor(Callback):
     """Log every parameter group's learning rate whenever the update's values are recorded.
 
-    A value is named ``lr-<optimizer class>``, with ``-1``, ``-2`` for further optimizers of that
-    class and ``/pg1``, ``/pg2`` (or the group's ``"name"``) for several groups. The ``name`` of a
-    scheduler's configuration takes the place of ``lr-<optimizer class>``. What step *n* records is
-    the rate after *n* ticks of the schedule.
+    A value is named ``lr-<optimizer>``: by the ``"name"`` that ``configure_optimizers`` gives it,
+    else by its class, with ``-1``, ``-2`` for further ones of that class; and ``/pg1``, ``/pg2``
+    (or the group's ``"name"``) for several groups. The ``"name"`` of a scheduler in a dict of its
+    own takes the place of ``lr-<optimizer>``. What step *n* records is the rate after *n* ticks of
+    the schedule.
 
     Args:
         log_momentum: Also log ``<name>-momentum`` (``betas[0]`` where the optimizer has betas).
@@ -61,12 +62,11 @@ class LearningRateMonitor(Callback):
         custom = {id(s.scheduler.optimizer): s.name for s in trainer.schedulers if s.name}
         seen: Counter[str] = Counter()
         values: dict[str, Any] = {}
-        for prepared in trainer.optimizers:
+        for prepared, own in zip(trainer.optimizers, trainer.optimizer_names, strict=True):
             optimizer = getattr(prepared, "optimizer", prepared)
-            name = custom.get(id(optimizer)) or custom.get(id(prepared))
-            name = name or f"lr-{type(optimizer).__name__}"
+            name = custom.get(id(optimizer)) or custom.get(id(prepared)) or f"lr-{own}"
             seen[name] += 1
-            if seen[name] > 1:
+            if seen[name] > 1:  # of schedules
                 name = f"{name}-{seen[name] - 1}"
             groups = prepared.param_groups
             for key, group in zip(_group_names(name, groups), groups, strict=True):

@@ -48,7 +48,7 @@ class ModelCheckpoint(Callback):
         on_exception: Save the weights of a process that fails, for a look at them, as
             ``exception-<step>-rank-<rank>``. No run goes on from them.
         save_weights_only: Leave out what a run needs to go on; ``ckpt_path="auto"`` and ``"last"``
-            pass such checkpoints over.
+            pass such checkpoints over, and are an error where there are no others.
         background: Write while the training goes on: the update that saves waits only until the
             state is copied to memory of the host. The checkpoint is there a little later, at the
             latest when the next is due or `fit` ends.
@@ -136,9 +136,11 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with what tells two of a run apart."""
+        """The class with what tells two of a run apart; a resumed run may change the rest."""
         ranked = f"{self.monitor.name}, {self.monitor.mode}" if self.monitor else "newest"
-        return f"{super().state_key}({ranked}, every {self.every})"
+        # Not the folder's whole path: a project may move.
+        folder = "" if self.dirpath is None else f", in {Path(self.dirpath).name}"
+        return f"{super().state_key}({ranked}{folder})"
 
     def state_dict(self) -> dict[str, Any]:
         """The decisions so far, with names relative to the directory."""
@@ -180,9 +182,9 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Take up the decisions of the run that goes on, or begin anew."""
-        if trainer.global_step == 0:
+        if trainer.global_step == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
-        elif self._restored:
+        else:
             self._forget_missing(trainer)
             # A run that died between a commit and the removal of what it displaced; but never the
             # checkpoint that this one goes on from.
@@ -240,6 +242,13 @@ class ModelCheckpoint(Callback):
         if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
             self._save(trainer, self._score(trainer))
         self._settle(trainer)
+        if self.monitor and self.save_top_k and not self._scores and trainer.global_step > 0:
+            logger.warning(
+                "No checkpoint was ranked by %r: at no update was it reduced and a save due (every "
+                "%s), or it was not finite. Let every be a multiple of val_every.",
+                self.monitor.name,
+                self.every,
+            )
 
     def _path(self, name: str) -> Path:
         if self.directory is None:
@@ -277,6 +286,8 @@ class ModelCheckpoint(Callback):
             ours = {*self._scores, *self._newest, *self._displaced}
             kept = {*scores, name, *(newest if self.save_last else [])}
             self._displaced = sorted(ours - kept)
+        else:  # what a signal saved at this very update is now saved to stay
+            self._displaced = [each for each in self._displaced if each != name]
         self._scores, self._newest = scores, newest
         trainer.save_checkpoint(
             self._path(name),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from tqdm import tqdm
 
 from callbacks.base import Callback
+from callbacks.flops import Flops, flops_of
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -34,20 +38,37 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> str:
     return {(): "-", (True,): "yes", (False,): "no"}.get(tuple(flags), "partly")
 
 
-def _row(name: str, kind: str, parameters: list[nn.Parameter]) -> tuple[str, str, str, str]:
-    return name, kind, _count(parameters), _trainable(parameters)
+Row = tuple[str, ...]
 
 
-def _rows(module: nn.Module, max_depth: int) -> Iterator[tuple[str, str, str, str]]:
+def _row(name: str, kind: str, parameters: list[nn.Parameter], flops: Flops | None) -> Row:
+    row = (name, kind, _count(parameters), _trainable(parameters))
+    if flops is None:
+        return row
+    return *row, f"{flops.by_module[name]:,}" if name in flops.by_module else "-"
+
+
+def _rows(module: nn.Module, max_depth: int, flops: Flops | None) -> Iterator[Row]:
     # what the module holds itself is in none of its children's rows
     for name, parameter in module.named_parameters(recurse=False):
-        yield _row(name, type(parameter).__name__, [parameter])
+        yield _row(name, type(parameter).__name__, [parameter], flops)
     for name, child in module.named_modules():
         if name and (max_depth == -1 or name.count(".") < max_depth):
-            yield _row(name, type(child).__name__, list(child.parameters()))
+            yield _row(name, type(child).__name__, list(child.parameters()), flops)
 
 
-def summarize(module: nn.Module, max_depth: int = 1) -> str:
+def _table(rows: list[Row]) -> list[str]:
+    """Lines with columns of one width; the numbers' are flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    signs = "<<><>"
+    lines = [
+        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths))  # noqa: B905 - without FLOPs one sign is left over
+        for row in rows
+    ]
+    return [line.rstrip() for line in lines]
+
+
+def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None) -> str:
     """A table of the parts of ``module`` with their numbers of parameters, and the totals.
 
     A row counts everything below it. A parameter that several parts share (tied weights) is in the
@@ -56,6 +77,8 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
     Args:
         module: Any module.
         max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
+        flops: What :func:`callbacks.flops.flops_of` counted, for a column more: the operations of
+            each part that was called, an addition and a multiplication being two.
 
     Raises:
         ValueError: If ``max_depth`` is less than -1.
@@ -64,21 +87,22 @@ def summarize(module: nn.Module, max_depth: int = 1) -> str:
         raise ValueError(f"max_depth must be -1 (all levels), 0 or a number, got {max_depth!r}.")
     lines: list[str] = []
     if max_depth != 0:
-        table = [("Name", "Type", "Parameters", "Trainable"), *_rows(module, max_depth)]
-        name, kind, count, _ = (max(map(len, column)) for column in zip(*table, strict=True))
-        lines = [f"{a:<{name}}  {b:<{kind}}  {c:>{count}}  {d}" for a, b, c, d in table]
+        head = ("Name", "Type", "Parameters", "Trainable", *(() if flops is None else ("FLOPs",)))
+        lines = _table([head, *_rows(module, max_depth, flops)])
         rule = "-" * max(map(len, lines))
         lines = [lines[0], rule, *lines[1:], rule]
     parameters = list(module.parameters())  # each once, however often it is used
     size = sum(_numel(parameter) * parameter.dtype.itemsize for parameter in parameters) / 1e6
-    return "\n".join(
-        [
-            *lines,
-            f"{_count(p for p in parameters if p.requires_grad)} trainable parameters",
-            f"{_count(p for p in parameters if not p.requires_grad)} frozen parameters",
-            f"{_count(parameters)} parameters, {size:,.3f} MB",
-        ]
-    )
+    lines += [
+        f"{_count(p for p in parameters if p.requires_grad)} trainable parameters",
+        f"{_count(p for p in parameters if not p.requires_grad)} frozen parameters",
+        f"{_count(parameters)} parameters, {size:,.3f} MB",
+    ]
+    if flops is not None:
+        lines.append(f"{flops.total:,} FLOPs in the forward pass of one batch")
+        if flops.uncounted:
+            lines.append(f"not counted: {', '.join(flops.uncounted)}")
+    return "\n".join(lines)
 
 
 class ModelSummary(Callback):
@@ -86,13 +110,69 @@ class ModelSummary(Callback):
 
     Args:
         max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
+        flops: Count the floating-point operations of the first batch's forward pass, up to its
+            first backward, in all and by module, and print the table then. Nothing runs a second
+            time, and no number changes; that batch alone runs without the graphs of
+            ``torch.compile``. Each process counts its own batch, the first one prints. What a
+            custom kernel does is not seen, and named; an operation outside any module's call is in
+            the total alone.
+
+    Attributes:
+        flops: What was counted, a :class:`callbacks.flops.Flops`; None before.
+
+    Raises:
+        ValueError: If ``max_depth`` is less than -1.
     """
 
-    def __init__(self, max_depth: int = 1) -> None:
+    def __init__(self, max_depth: int = 1, *, flops: bool = False) -> None:
         if max_depth < -1:
             raise ValueError(f"max_depth must be -1 (all), 0 or a number, got {max_depth!r}.")
         self.max_depth = max_depth
+        self.flops: Flops | None = None
+        self._count_flops = flops
+        self._due = False
+        self._contexts = ExitStack()
+        self._counting: Flops | None = None
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Print the table on the main process."""
-        trainer.accelerator.print(summarize(module, self.max_depth))
+        """Print the table on the main process, unless FLOPs are to be in it."""
+        self.flops = None
+        self._due = self._count_flops
+        if not self._due:
+            trainer.accelerator.print(summarize(module, self.max_depth))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count in the first batch."""
+        if self._due and self._counting is None:
+            self._counting = self._contexts.enter_context(flops_of(module))
+
+    def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
+        """The forward pass is over: print the table."""
+        self._finish(trainer, module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """So it is where nothing went backward."""
+        self._finish(trainer, module)
+
+    def _finish(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._counting is not None:
+            self._contexts.close()
+            self.flops, self._counting = self._counting, None
+            self._print(trainer, module)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        """Print what is known where the first batch failed, or there was none."""
+        self._contexts.close()
+        self._counting = None
+        if self._due:
+            self._print(trainer, module)
+
+    def _print(self, trainer: Trainer, module: TrainModule) -> None:
+        self._due = False
+        if trainer.accelerator.is_main_process:
+            # a bar may be on the line
+            tqdm.write(summarize(module, self.max_depth, self.flops), file=sys.stdout)

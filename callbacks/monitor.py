@@ -42,7 +42,7 @@ class Monitor:
 
         Raises:
             ValueError: If the metric was never logged although it had its chance: an epoch has just
-                ended and, where there is validation data, a validation has run.
+                ended and, where validations are to come, one has run.
         """
         metrics = trainer.callback_metrics
         if self.name in metrics:
@@ -53,6 +53,8 @@ class Monitor:
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
             near = difflib.get_close_matches(self.name, metrics, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
+            if not trainer.has_validation:
+                hint += " No validation runs in this fit."
             raise ValueError(
                 f"The monitored metric {self.name!r} was never logged. "
                 f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "

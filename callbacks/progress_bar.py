@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from callbacks.base import Callback
 
@@ -15,14 +15,29 @@ if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
 
 
-def _in_notebook() -> bool:
+class View(Protocol):
+    """One bar as it is seen; what it shows, and when, is for :class:`ProgressBar` to say."""
+
+    def show(self, done: int, text: str) -> None:
+        """So many batches are done, and these are the metrics."""
+
+    def close(self, done: int) -> None:
+        """It moves no more."""
+
+
+# The name of a bar, its batches if known, and whether it stays on the screen when it is closed.
+OpenView = Callable[[str, int | None, bool], View]
+
+
+def in_notebook() -> bool:
+    """Whether output goes to the cells of a notebook."""
     # a notebook has loaded IPython; nothing else needs it loaded
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython else None
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def _choose_bar() -> type[tqdm[Any]] | None:
+def _choose_tqdm() -> type[tqdm[Any]] | None:
     """The kind of bar that can be shown here, or None.
 
     ``tqdm.auto`` makes the same choice, with warnings in a notebook.
@@ -30,7 +45,7 @@ def _choose_bar() -> type[tqdm[Any]] | None:
     from tqdm import tqdm
 
     base: type[tqdm[Any]] = tqdm
-    if _in_notebook():
+    if in_notebook():
         from tqdm import notebook
 
         if getattr(notebook, "IProgress", None) is not None:  # there are ipywidgets
@@ -39,6 +54,27 @@ def _choose_bar() -> type[tqdm[Any]] | None:
         return None
     # The thread that tqdm would start redraws bars that have not moved; it outlives the bars.
     return type("Bar", (base,), {"monitor_interval": 0})
+
+
+class _TqdmView:
+    """A bar of tqdm's."""
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._fresh = True
+
+    def show(self, done: int, text: str) -> None:
+        if self._fresh and done > 1:
+            # a resumed epoch: what was done before must not count for the speed
+            self._bar.initial = self._bar.n = self._bar.last_print_n = done - 1
+        self._fresh = False
+        self._bar.set_postfix_str(text, refresh=False)
+        if not self._bar.update(done - self._bar.n):
+            self._bar.refresh()
+
+    def close(self, done: int) -> None:
+        self._bar.n = max(self._bar.n, done)
+        self._bar.close()
 
 
 class _NoBar:
@@ -57,22 +93,13 @@ class _NoBar:
 
 
 class _Bar(_NoBar):
-    """One line on the screen, redrawn at most once every ``seconds``.
+    """One bar, redrawn at most once every ``seconds``: only then are the metrics read."""
 
-    tqdm has its own limit but would need the text of the metrics at every call.
-    """
-
-    def __init__(
-        self,
-        bar: tqdm[Any],
-        values: Callable[[], dict[str, float]],
-        seconds: float,
-    ) -> None:
-        self._bar = bar
+    def __init__(self, view: View, values: Callable[[], dict[str, float]], seconds: float) -> None:
+        self._view = view
         self._values = values
         self._seconds = seconds
         self._next_draw = 0.0
-        self._fresh = True
 
     def advance(self, done: int) -> None:
         self.done = done
@@ -82,20 +109,13 @@ class _Bar(_NoBar):
     def draw(self) -> None:
         if not self.done:
             return
-        if self._fresh and self.done > 1:
-            # a resumed epoch: what was done before must not count for the speed
-            self._bar.initial = self._bar.n = self._bar.last_print_n = self.done - 1
-        self._fresh = False
         text = ", ".join(f"{name}={value:.4g}" for name, value in self._values().items())
-        self._bar.set_postfix_str(text, refresh=False)
-        if not self._bar.update(self.done - self._bar.n):
-            self._bar.refresh()
+        self._view.show(self.done, text)
         self._next_draw = monotonic() + self._seconds
 
     def close(self) -> None:
         # no metrics here: after an error their device may not answer
-        self._bar.n = max(self._bar.n, self.done)
-        self._bar.close()
+        self._view.close(self.done)
 
 
 class ProgressBar(Callback):
@@ -116,29 +136,41 @@ class ProgressBar(Callback):
         if not refresh_rate >= 0:
             raise ValueError(f"refresh_rate must be 0 (no bar) or above, got {refresh_rate!r}.")
         self.refresh_rate = refresh_rate
-        self._kind: type[tqdm[Any]] | None = None
+        self._open_view: OpenView | None = None
         self._train = _NoBar()
         self._evaluation = _NoBar()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Choose the kind of bar, once."""
         show = self.refresh_rate > 0 and trainer.accelerator.is_main_process
-        self._kind = _choose_bar() if show else None
+        self._open_view = self.choose_view() if show else None
+
+    def choose_view(self) -> OpenView | None:
+        """What opens a bar in this place; None if nothing can be shown here.
+
+        Another look is a subclass with this method.
+        """
+        kind = _choose_tqdm()
+        if kind is None:
+            return None
+        return lambda name, total, leave: _TqdmView(
+            kind(
+                total=total,
+                desc=name,
+                leave=leave,
+                unit="batch",
+                dynamic_ncols=True,
+                mininterval=0,
+                miniters=1,
+            )
+        )
 
     def _open(self, trainer: Trainer, name: str, total: int | None, *, leave: bool) -> _NoBar:
-        if self._kind is None:
+        if self._open_view is None:
             return _NoBar()
-        bar = self._kind(
-            total=total,
-            desc=name,
-            leave=leave,
-            unit="batch",
-            dynamic_ncols=True,
-            mininterval=0,
-            miniters=1,
-        )
+        view = self._open_view(name, total, leave)
         # an evaluation inside an epoch has nothing to say about the metrics of the training
-        return _Bar(bar, trainer.progress_values if leave else dict, 1 / self.refresh_rate)
+        return _Bar(view, trainer.progress_values if leave else dict, 1 / self.refresh_rate)
 
     def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
         self._train.draw()  # it stands still meanwhile, so let it show where

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections import deque
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import torch
 
 from callbacks.base import Callback
 from callbacks.device_peaks import peak_flops
+from callbacks.flops import counting_flops
 
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
@@ -33,18 +33,6 @@ class _Mark(NamedTuple):
     batches: int
     samples: int
     items: float
-
-
-class _NoModules:
-    """In place of the counter's own, whose hooks on all modules compiled ones warn of."""
-
-    parents = frozenset({"Global"})
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class ThroughputMonitor(Callback):
@@ -149,14 +137,7 @@ class ThroughputMonitor(Callback):
             return
         self._batches += 1
         if self._batches == 2:  # the first may be what compiles, and is to be as without counting
-            from torch.utils.flop_counter import FlopCounterMode
-
-            counter = FlopCounterMode(display=False)
-            counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-            if "torch._dynamo" in sys.modules:
-                # Under the counter it would decide to leave functions uncompiled, for good.
-                self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
-            self._counter = self._contexts.enter_context(counter)
+            self._counter = self._contexts.enter_context(counting_flops())
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int

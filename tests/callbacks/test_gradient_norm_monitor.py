@@ -134,7 +134,9 @@ def test_one_process_and_accumulation_see_the_norm_of_the_big_batch():
             {"scale": "scale", "net.0": "net.0", "net.1": "net.1", "head": "head"},
         ),
         (Net, {"per": "group"}, {"body": "net", "pg2": "rest"}),
-        (Two, {"per": "group"}, {"opt1/pg1": "net", "opt2/pg1": "rest"}),
+        (Two, {"per": "group"}, {"SGD/pg1": "net", "SGD-1/pg1": "rest"}),
+        (Two, {"per": "optimizer"}, {"SGD": "net", "SGD-1": "rest"}),
+        (Net, {"per": "optimizer"}, {"SGD": "grad_norm"}),
     ],
 )
 @pytest.mark.parametrize("order", [2.0, 1.0, math.inf])

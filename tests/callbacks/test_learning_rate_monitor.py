@@ -5,15 +5,24 @@ import torch
 
 from callbacks import LearningRateMonitor
 from tests.helpers.stand_in import TrainerStandIn
+from trainer.optim.configure import OptimizerEntry, names_of
 
 
 def parameters(count=1):
     return [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
 
 
-def logged(optimizers, *, schedulers=(), log_due=True, **arguments):
+def logged(optimizers, *, names=(), schedulers=(), log_due=True, **arguments):
+    bare = [getattr(each, "optimizer", each) for each in optimizers]
+    entries = [
+        OptimizerEntry(optimizer=optimizer, name=name)
+        for optimizer, name in zip(bare, names or [None] * len(bare), strict=True)
+    ]
     trainer = TrainerStandIn(
-        optimizers=list(optimizers), schedulers=list(schedulers), log_due=log_due
+        optimizers=list(optimizers),
+        optimizer_names=names_of(entries),
+        schedulers=list(schedulers),
+        log_due=log_due,
     )
     LearningRateMonitor(**arguments).on_train_step_end(trainer, trainer.module)
     return trainer.module.logged
@@ -43,6 +52,16 @@ def test_groups_and_optimizers_are_told_apart():
         "lr-SGD-2": 0.4,
         "lr-Adam/part0.5": 0.5,
         "lr-Adam/part0.75": 0.75,
+    }
+
+
+def test_an_optimizers_own_name_takes_the_place_of_its_class():
+    groups = [{"params": parameters(), "lr": lr} for lr in (0.5, 0.25)]
+    optimizers = [torch.optim.SGD(parameters(), lr=0.1), torch.optim.SGD(groups)]
+    assert logged(optimizers, names=["body", "head"]) == {
+        "lr-body": 0.1,
+        "lr-head/pg1": 0.5,
+        "lr-head/pg2": 0.25,
     }
 
 

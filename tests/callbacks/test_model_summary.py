@@ -1,10 +1,17 @@
+import contextlib
+import io
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import ModelSummary
+from callbacks.flops import flops_of
 from callbacks.model_summary import summarize
 from tests.helpers.stand_in import TrainerStandIn
+from trainer import Trainer, TrainModule
 
 
 class Model(nn.Module):
@@ -88,3 +95,222 @@ def test_wrong_depth_is_refused():
         ModelSummary(max_depth=-2)
     with pytest.raises(ValueError, match="-2"):
         summarize(Model(), -2)
+
+
+class Everything(nn.Module):
+    """One of each that has a formula, and of each kind that has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 5)
+        self.unused = nn.Linear(8, 5)
+        self.bilinear = nn.Bilinear(8, 8, 2)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x)).relu().flatten(2).permute(2, 0, 1)
+        y, _ = self.attention(y, y, y, need_weights=False)
+        self.bilinear(y, y)
+        torch.fft.fft(y)
+        torch.linalg.inv(torch.eye(2))
+        nn.functional.linear(y, self.head.weight)
+        return self.head(self.head(y)[..., :1].expand(-1, -1, 8)).softmax(-1).lgamma()
+
+
+def test_flops_are_those_of_the_closed_formulas():
+    model, x = Everything(), torch.randn(2, 3, 8, 8)
+    with flops_of(model) as flops:
+        model(x)
+    places, batch, width = 4 * 4, 2, 8
+    projections = 2 * places * batch * width * 4 * width  # of query, key, value and the result
+    products = 2 * (2 * batch * 2 * places * places * (width // 2))  # of 2 heads
+    head = 2 * places * batch * width * 5
+    expected = {
+        "conv": 2 * batch * places * 8 * (3 * 3 * 3),
+        "norm": 0,
+        "attention": projections + products,
+        "head": 2 * head,  # it is called twice
+        "bilinear": 0,
+    }
+    # the third product with the head's weight is outside its calls
+    assert flops.total == flops.by_module.pop("") == sum(expected.values()) + head
+    assert {name: n for name, n in flops.by_module.items() if "." not in name} == expected
+    assert flops.uncounted == ["aten._fft_r2c", "aten._trilinear", "aten.linalg_inv_ex"]
+    lines = summarize(model, flops=flops).splitlines()
+    assert lines[0].split() == ["Name", "Type", "Parameters", "Trainable", "FLOPs"]
+    column = {line.split()[0]: line.split()[-1] for line in lines[2:8]}
+    assert column == {name: f"{n:,}" for name, n in expected.items()} | {"unused": "-"}
+    assert lines[-2:] == [
+        f"{flops.total:,} FLOPs in the forward pass of one batch",
+        "not counted: aten._fft_r2c, aten._trilinear, aten.linalg_inv_ex",
+    ]
+
+
+def test_attention_on_the_cpu_counts_forward_and_backward():
+    q, k, v = (torch.randn(2, 3, 16, 8, requires_grad=True) for _ in range(3))
+    with flops_of(nn.Identity()) as flops:
+        nn.functional.scaled_dot_product_attention(q, k, v).sum().backward()
+    product = 2 * (2 * 3 * 16 * 16 * 8)
+    assert flops.total == (2 + 5) * product  # the weights are computed a second time
+    assert flops.uncounted == []
+
+
+def test_what_is_made_of_counted_operations_is_not_named():
+    layer = nn.Linear(3, 2)
+    with torch.inference_mode(), flops_of(layer) as flops:
+        layer(torch.ones(4, 3))
+    assert (flops.total, flops.uncounted) == (2 * 4 * 3 * 2, [])
+
+
+def test_a_module_that_calls_itself_counts_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, again=True):
+            return self(self.layer(x), again=False) if again else self.layer(x)
+
+    model = Twice()
+    with flops_of(model) as flops:
+        model(torch.ones(4, 3))
+    assert flops.by_module == {"": flops.total, "layer": flops.total}
+    assert flops.total == 2 * (2 * 4 * 3 * 3)
+
+
+@torch.library.custom_op("cadence_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_custom_operations_are_named():
+    with flops_of(nn.Identity()) as flops:
+        twice(torch.ones(2)) @ torch.ones(2)
+    assert flops.uncounted == ["aten.dot", "cadence_tests.twice"]
+
+
+def test_counting_leaves_no_hooks_and_no_mode_also_after_an_error():
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="shapes"), flops_of(model):
+        model(torch.ones(3))
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+class Digits(TrainModule):
+    def __init__(self, *, fails=False, manual=False):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 3))
+        self.fails = fails
+        self.automatic_optimization = not manual
+        self.forwards = 0
+
+    def training_step(self, batch, batch_idx):
+        self.forwards += 1
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        if self.fails:
+            raise KeyError("stop")
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+            return None
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+FORWARD = 2 * 5 * (6 * 4 + 4 * 3)  # of a batch of 5
+
+
+def fit(module, *callbacks, **options):
+    defaults = {"max_epochs": 2, "progress_bar": False, "checkpointing": False, "seed": 0}
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(20, 6, generator=generator))
+    trainer = Trainer(cpu=True, callbacks=list(callbacks), **(defaults | options))
+    trainer.fit(module, DataLoader(data, 5))
+    return dict(trainer.callback_metrics), module.state_dict()
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_callback_counts_the_first_forward_pass_and_prints_once(manual, capsys):
+    summary, module = ModelSummary(flops=True), Digits(manual=manual)
+    fit(module, summary)
+    assert summary.flops.total == summary.flops.by_module["net"] == FORWARD
+    assert capsys.readouterr().out == summarize(module, flops=summary.flops) + "\n"
+    assert module.forwards == 8  # none runs a second time
+
+
+def test_counting_changes_no_number():
+    results = []
+    for callbacks in ([], [ModelSummary(flops=True)]):
+        torch.manual_seed(0)
+        results.append(fit(Digits(), *callbacks, project_dir=f"run{len(results)}"))
+    (metrics, weights), (own_metrics, own_weights) = results
+    assert metrics == own_metrics
+    assert all(torch.equal(weights[name], own_weights[name]) for name in weights)
+
+
+def test_a_first_batch_that_fails_leaves_the_table_without_flops(capsys):
+    summary, module = ModelSummary(flops=True), Digits(fails=True)
+    with pytest.raises(KeyError):
+        fit(module, summary)
+    assert capsys.readouterr().out == summarize(module) + "\n"
+    assert summary.flops is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    module.fails = False
+    fit(module, summary, project_dir="again")
+    assert summary.flops.total == FORWARD
+    module.fails = True
+    with pytest.raises(KeyError):
+        fit(module, summary, project_dir="and again")
+    assert summary.flops is None  # not those of the fit before
+
+
+def test_the_table_does_not_break_the_bar(terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", terminal.stderr)
+    monkeypatch.setattr(sys, "stdout", terminal.stderr)
+    summary, module = ModelSummary(flops=True), Digits()
+    fit(module, summary, progress_bar=True, max_epochs=1)
+    table = summarize(module, flops=summary.flops).splitlines()
+    assert terminal.screen()[: len(table)] == table
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 4), nn.Linear(4, 3)])
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x).relu())
+
+
+def test_compiled_parts_are_counted_and_compiled_afterwards():
+    from torch._dynamo.testing import CompileCounter
+
+    compiled = CompileCounter()
+    summary, module = ModelSummary(2, flops=True), Digits()
+    module.net = Block()
+    module.net.compile(backend=compiled)
+    fit(module, summary)
+    assert summary.flops.total == FORWARD
+    assert summary.flops.by_module["net.layers.0"] == 2 * 5 * 6 * 4
+    assert compiled.frame_count == 1
+    torch.compiler.reset()
+
+
+def counted_on_ranks():
+    summary = ModelSummary(flops=True)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        fit(Digits(), summary)
+    return summary.flops.total, "FLOPs" in output.getvalue()
+
+
+def test_each_process_counts_and_one_prints(ranks2):
+    assert ranks2(counted_on_ranks) == [(FORWARD, True), (FORWARD, False)]

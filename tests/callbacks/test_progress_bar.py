@@ -1,114 +1,13 @@
-import fcntl
-import os
-import pty
 import re
-import struct
 import sys
-import termios
 import threading
 
 import pytest
 from tqdm import tqdm
 
 from callbacks import ProgressBar
-from tests.helpers.stand_in import AcceleratorStandIn, TrainerStandIn
-
-COLUMNS = 100
-
-
-def screen(written):
-    """What a terminal shows after ``written``: carriage returns and cursor-up are obeyed."""
-    rows, row, column = [""], 0, 0
-    for token in re.findall(r"\x1b\[A|[\r\n]|[^\r\n\x1b]+", written):
-        if token == "\x1b[A":
-            row -= 1
-        elif token == "\r":
-            column = 0
-        elif token == "\n":
-            row += 1
-            rows += [""] * (row + 1 - len(rows))
-        else:
-            line = rows[row].ljust(column)
-            rows[row] = line[:column] + token + line[column + len(token) :]
-            column += len(token)
-    return [line.rstrip() for line in rows]
-
-
-class Terminal:
-    """A pseudo-terminal in the place of standard error."""
-
-    def __init__(self, monkeypatch):
-        self.monkeypatch = monkeypatch
-        self.master, slave = pty.openpty()
-        size = struct.pack("HHHH", 24, COLUMNS, 0, 0)
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, size)
-        os.set_blocking(self.master, False)
-        self.stderr = os.fdopen(slave, "w")
-        self.written = ""
-
-    def loop(self, **arguments):
-        # here and not in the fixture: pytest sets its own standard error between the two
-        self.monkeypatch.setattr(sys, "stderr", self.stderr)
-        return Loop(**arguments)
-
-    def read(self):
-        """What was written since the last call."""
-        self.stderr.flush()
-        new = b""
-        try:
-            while chunk := os.read(self.master, 65536):
-                new += chunk
-        except BlockingIOError:
-            pass
-        self.written += new.decode()
-        return new.decode()
-
-    def screen(self):
-        self.read()
-        return screen(self.written)
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    terminal = Terminal(monkeypatch)
-    yield terminal
-    terminal.stderr.close()
-    os.close(terminal.master)
-
-
-class Loop:
-    """The hooks of the bar in the order of the loop."""
-
-    def __init__(self, *, stage="fit", refresh_rate=1e9, **trainer):
-        self.trainer = TrainerStandIn(**trainer)
-        self.bar = ProgressBar(refresh_rate=refresh_rate)
-        self.bar.setup(self.trainer, self.trainer.module, stage)
-
-    def call(self, hook, *arguments):
-        getattr(self.bar, hook)(self.trainer, self.trainer.module, *arguments)
-
-    def batches(self, indices):
-        for index in indices:
-            self.call("on_train_batch_end", None, None, index)
-
-    def evaluate(self, kind, sizes):
-        self.trainer.num_eval_batches = sizes
-        self.call(f"on_{kind}_start")
-        for loader, size in enumerate(sizes):
-            for index in range(size or 3):
-                self.call(f"on_{kind}_batch_end", None, None, index, loader)
-
-    def fit(self, epochs):
-        for epoch in range(epochs):
-            self.trainer.global_step = epoch * 10 + 1
-            self.call("on_train_epoch_start")
-            self.batches(range(10))
-            self.trainer.bar_values = {"loss": 1 / (epoch + 3)}
-            self.evaluate("validation", [2, 2])
-            self.call("on_validation_end")
-            self.call("on_train_epoch_end")
-        self.call("on_train_end")
-        self.call("teardown", "fit")
+from tests.helpers.stand_in import AcceleratorStandIn
+from tests.helpers.terminal import COLUMNS, Loop
 
 
 def test_finished_epochs_stay_and_validations_go(terminal):

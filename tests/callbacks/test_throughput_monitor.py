@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks import Callback, ModelCheckpoint, ThroughputMonitor, throughput_monitor
-from callbacks.device_peaks import peak_flops
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
 
@@ -295,44 +294,6 @@ def test_a_process_with_too_few_batches_to_count_waits_for_nobody(ranks2):
     assert (own, other_own) == (FORWARD_AND_BACKWARD, None)
     assert metrics == other
     assert metrics["throughput/device/flops_per_sec"] > 0
-
-
-PEAKS = [
-    ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.5),
-    ("NVIDIA H100 PCIe", torch.bfloat16, 756.5),
-    ("NVIDIA H100 NVL", torch.float16, 835.5),
-    ("NVIDIA H200", torch.bfloat16, 989.5),
-    ("NVIDIA GH200 480GB", torch.bfloat16, 989.5),
-    ("NVIDIA B200", torch.bfloat16, 2250.0),
-    ("NVIDIA GB200", torch.bfloat16, 2500.0),
-    ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312.0),
-    ("NVIDIA A100-SXM4-80GB", torch.float32, 19.5),
-    ("Tesla V100-SXM2-16GB", torch.float16, 125.0),
-    ("Tesla V100-SXM2-16GB", torch.bfloat16, None),
-    ("Tesla T4", torch.float16, 65.0),
-    ("NVIDIA L40S", torch.bfloat16, 362.05),
-    ("NVIDIA L4", torch.bfloat16, 121.0),
-    ("NVIDIA A10", torch.bfloat16, 125.0),
-    ("NVIDIA A10G", torch.bfloat16, None),
-    ("NVIDIA RTX A1000", torch.bfloat16, None),
-    ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2),
-    ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, None),
-    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),
-    ("AMD Instinct MI300X", torch.bfloat16, 1307.4),
-    ("AMD Instinct MI250X", torch.bfloat16, 191.5),
-    ("Something else", torch.bfloat16, None),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype", "teraflops"), PEAKS)
-def test_peaks_are_dense_ones(name, dtype, teraflops):
-    found = peak_flops(name, dtype)
-    assert found == (None if teraflops is None else pytest.approx(teraflops * 1e12))
-
-
-def test_the_peak_of_float32_depends_on_tf32():
-    assert peak_flops("NVIDIA A100-PCIE-40GB", torch.float32, tf32=True) == 156e12
-    assert peak_flops("Tesla T4", torch.float32, tf32=True) == 8.1e12
 
 
 def test_the_peak_is_that_of_the_precision_of_the_run(monkeypatch):

@@ -60,6 +60,7 @@ class TrainerStandIn:
     sanity_checking: bool = False
     log_due: bool = True
     optimizers: list[Any] = field(default_factory=list)
+    optimizer_names: list[str] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     states: dict[str, list[Any]] = field(default_factory=dict)  # by name of the checkpoint
     kinds: dict[str, tuple[bool, bool, bool]] = field(default_factory=dict)

@@ -1,0 +1,145 @@
+"""Count the floating-point operations of what runs: matrix products, convolutions, attention."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+# What torch's own operations are made of that take as much work as those that have a formula.
+# Operations on single elements, copies and reductions never count.
+_HEAVY = re.compile(
+    r"^(?!_linalg_check)(.*_)?(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|vdot|addr|linear|transformer"
+    r"|convolution|attention|rnn|lstm|gru|fft|linalg|cholesky|lu|triangular|cdist|trilinear)(_|$)"
+)
+_LIGHT_NAMESPACES = frozenset({"prim", "prims", "profiler", "c10d", "_c10d_functional", "inductor"})
+
+
+@dataclass
+class Flops:
+    """How many operations ran; an addition and a multiplication are two.
+
+    Attributes:
+        total: Of everything.
+        by_module: Of the calls of each part of the module that was called, by its name; those of
+            the parts below it among them.
+        uncounted: Operations without a formula, which are not in the numbers.
+    """
+
+    total: int = 0
+    by_module: dict[str, int] = field(default_factory=dict)
+    uncounted: list[str] = field(default_factory=list)
+
+
+class _NoModules:
+    """In place of the counter's own, whose hooks on all modules compiled ones warn of."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _Uncounted(TorchDispatchMode):
+    """Notes what the counter has no formula for."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, formulas: dict[Any, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = formulas
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, OpOverload) and func.overloadpacket not in self._formulas:
+            heavy = func.namespace not in _LIGHT_NAMESPACES
+            if func.namespace == "aten":
+                heavy = _HEAVY.search(func.overloadpacket.__name__) is not None
+            if heavy:
+                self.names.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting_flops() -> Iterator[FlopCounterMode]:
+    """Inside, torch's counter counts what this thread runs, without compiled graphs.
+
+    Nothing can be counted in a graph of ``torch.compile``. No number that is computed changes.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    gpu = torch.ops.aten._scaled_dot_product_flash_attention
+    cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    counter.flop_registry.setdefault(cpu, counter.flop_registry[gpu])  # torch leaves the CPU's out
+    gpu = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    counter.flop_registry.setdefault(cpu, counter.flop_registry[gpu])
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    with ExitStack() as contexts:
+        if "torch._dynamo" in sys.modules:
+            # Under the counter it would decide to leave functions uncompiled, for good.
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        yield contexts.enter_context(counter)
+
+
+@contextmanager
+def flops_of(module: nn.Module) -> Iterator[Flops]:
+    """Count what runs inside, in all and by the parts of ``module`` that are called.
+
+    Nothing is run for it, and no number changes::
+
+        with flops_of(net) as flops:
+            net(batch)
+        print(flops.total)
+
+    Yields:
+        The numbers; they are there when the block has ended without an error.
+    """
+    flops = Flops()
+    seen: dict[str, int] = defaultdict(int)
+    with ExitStack() as contexts:
+        # Outside the counter, which takes operations apart that others are made of.
+        uncounted = contexts.enter_context(_Uncounted({}))
+        counter = contexts.enter_context(counting_flops())
+        uncounted._formulas = counter.flop_registry
+        for name, part in module.named_modules():
+            before, after = _hooks(seen, name, counter)
+            contexts.callback(part.register_forward_pre_hook(before).remove)
+            contexts.callback(part.register_forward_hook(after).remove)
+        yield flops
+        flops.total = counter.get_total_flops()
+    flops.by_module = dict(seen)
+    flops.uncounted = sorted(uncounted.names)
+
+
+def _hooks(seen: dict[str, int], name: str, counter: FlopCounterMode) -> tuple[Any, Any]:
+    """Two forward hooks that add the operations between them to ``seen[name]``."""
+    begun: list[int] = []  # one for each call at hand: a module may call itself
+
+    def before(*_: Any) -> None:
+        begun.append(counter.get_total_flops())
+
+    def after(*_: Any) -> None:
+        first = begun.pop()
+        if not begun:
+            seen[name] += counter.get_total_flops() - first
+
+    return before, after

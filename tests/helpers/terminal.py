@@ -1,0 +1,114 @@
+"""A terminal for progress bars, what it shows, and the hooks in the order of the loop."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+
+from callbacks import ProgressBar
+from tests.helpers.stand_in import TrainerStandIn
+
+COLUMNS = 100
+TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]|[^\r\n\x1b]+")
+
+
+def screen(written):
+    """What a terminal shows after ``written``; colours do not matter, other codes are an error."""
+    rows, row, column = [""], 0, 0
+    for token in TOKENS.finditer(written):
+        number, code = token[1], token[2]
+        if code == "A":
+            row -= int(number or 1)
+        elif code == "K":
+            assert number == "2"
+            rows[row] = ""
+        elif code:
+            assert code in "mhl", token[0]
+        elif token[0] == "\r":
+            column = 0
+        elif token[0] == "\n":
+            row += 1
+            rows += [""] * (row + 1 - len(rows))
+        else:
+            line = rows[row].ljust(column)
+            rows[row] = line[:column] + token[0] + line[column + len(token[0]) :]
+            column += len(token[0])
+    return [line.rstrip() for line in rows]
+
+
+class Terminal:
+    """A pseudo-terminal in the place of standard error, and of standard output if asked."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch = monkeypatch
+        self.master, slave = pty.openpty()
+        size = struct.pack("HHHH", 24, COLUMNS, 0, 0)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, size)
+        os.set_blocking(self.master, False)
+        self.stderr = os.fdopen(slave, "w")
+        self.written = ""
+
+    def loop(self, *, stdout=False, **arguments):
+        # here and not in the fixture: pytest sets its own standard error between the two
+        self.monkeypatch.setattr(sys, "stderr", self.stderr)
+        if stdout:
+            self.monkeypatch.setattr(sys, "stdout", self.stderr)
+        return Loop(**arguments)
+
+    def read(self):
+        """What was written since the last call."""
+        self.stderr.flush()
+        new = b""
+        try:
+            while chunk := os.read(self.master, 65536):
+                new += chunk
+        except BlockingIOError:
+            pass
+        self.written += new.decode()
+        return new.decode()
+
+    def screen(self):
+        self.read()
+        return screen(self.written)
+
+    def close(self):
+        self.stderr.close()
+        os.close(self.master)
+
+
+class Loop:
+    """The hooks of the bar in the order of the loop."""
+
+    def __init__(self, *, kind=ProgressBar, stage="fit", refresh_rate=1e9, **trainer):
+        self.trainer = TrainerStandIn(**trainer)
+        self.bar = kind(refresh_rate=refresh_rate)
+        self.bar.setup(self.trainer, self.trainer.module, stage)
+
+    def call(self, hook, *arguments):
+        getattr(self.bar, hook)(self.trainer, self.trainer.module, *arguments)
+
+    def batches(self, indices):
+        for index in indices:
+            self.call("on_train_batch_end", None, None, index)
+
+    def evaluate(self, kind, sizes):
+        self.trainer.num_eval_batches = sizes
+        self.call(f"on_{kind}_start")
+        for loader, size in enumerate(sizes):
+            for index in range(size or 3):
+                self.call(f"on_{kind}_batch_end", None, None, index, loader)
+
+    def fit(self, epochs):
+        for epoch in range(epochs):
+            self.trainer.global_step = epoch * 10 + 1
+            self.call("on_train_epoch_start")
+            self.batches(range(10))
+            self.trainer.bar_values = {"loss": 1 / (epoch + 3)}
+            self.evaluate("validation", [2, 2])
+            self.call("on_validation_end")
+            self.call("on_train_epoch_end")
+        self.call("on_train_end")
+        self.call("teardown", "fit")

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = 21  # three epochs of seven
-CALLS = 700  # fewer than the run makes of those that put files on the disk
+CALLS = 480  # fewer than the run makes of those that put files on the disk
 
 
 def sweep(folder: Path, kinds: list[dict[str, Any]], limit: int) -> int:

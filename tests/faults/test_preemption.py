@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,61 @@ def test_two_processes_end_together_and_go_on(tmp_path):
     assert code == 0, errors
     assert "Going on from" in output
     assert record(tmp_path / "run") == record(tmp_path / "whole")
+
+
+BLOCKED = """
+import os, signal, sys, threading
+import torch.distributed as dist
+from trainer.loops.signals import watch_signals
+
+def names(frame):
+    return [frame.f_code.co_name, *names(frame.f_back)] if frame else []
+
+def tell():
+    "Says so once the main thread is where it waits for the other process."
+    while "all_reduce" not in names(sys._current_frames()[main]):
+        pass
+    print("now", flush=True)
+
+if __name__ == "__main__":
+    rank = int(sys.argv[1])
+    store = dist.FileStore(sys.argv[2], 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    if rank == 1:
+        sys.stdin.readline()  # it never enters
+        os._exit(0)
+    import torch
+    main = threading.main_thread().ident
+    with watch_signals():
+        threading.Thread(target=tell, daemon=True).start()
+        dist.all_reduce(torch.zeros(1))
+"""
+
+
+def test_a_second_ctrl_c_ends_a_process_that_waits_for_another_in_vain(tmp_path):
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    both = [
+        subprocess.Popen(
+            [sys.executable, "blocked.py", str(rank), str(tmp_path / "store")],
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        wait_for(both[0], "now")
+        for _ in range(LIMIT):
+            both[0].send_signal(signal.SIGINT)  # two that come at once are one
+            with suppress(subprocess.TimeoutExpired):
+                both[0].wait(1)
+                break
+        code, _, errors = finish(both[0])
+    finally:
+        finish(both[1], "\n")
+    assert code in (130, -signal.SIGINT), errors
+    assert "all_reduce" in errors  # where it waited

@@ -16,8 +16,9 @@ A folder is a checkpoint exactly if it has a manifest, and it gets its name, by 
 when every file is on the disk and every rank has said so. Reading never runs code from a file.
 
 ``layout`` has the names, the commit and the removal, ``tensors`` the trees, ``weights`` the
-weights, and ``save`` what the ranks do together. ``portions`` are what one rank adds, copied if
-training goes on while ``writer`` writes.
+weights, and ``save`` what the ranks do together. ``lock`` keeps a second run out of a folder, and
+``branch`` sets aside what a run leaves behind that goes back. ``portions`` are what one rank adds,
+copied if training goes on while ``writer`` writes.
 
 The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``restore`` puts it
 back, with what ``gradients`` has kept of a window, ``folder`` commits it where other files lie,
@@ -30,6 +31,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.checkpoint.branch import leave_branch, refuse_other_runs
     from trainer.checkpoint.layout import (
         FORMAT_VERSION,
         checkpoint_name,
@@ -45,11 +47,14 @@ if TYPE_CHECKING:
         verify,
     )
     from trainer.checkpoint.load import load_checkpoint_in_model
+    from trainer.checkpoint.lock import alone_in, holder_of
     from trainer.checkpoint.model import save_model
     from trainer.checkpoint.save import (
         holds_weights_only,
         keeps,
         newest_sound,
+        refuse_together,
+        refuse_weights_alone,
         remove_or_tell,
         require_space,
         save_checkpoint,
@@ -61,11 +66,14 @@ if TYPE_CHECKING:
 _HOME = {
     "FORMAT_VERSION": "layout",
     "WEIGHTS_NAME": "weights",
+    "alone_in": "lock",
     "checkpoint_name": "layout",
     "commit": "layout",
     "committed": "layout",
+    "holder_of": "lock",
     "holds_weights_only": "save",
     "keeps": "save",
+    "leave_branch": "branch",
     "load_checkpoint_in_model": "load",
     "load_into": "weights",
     "load_tree": "tensors",
@@ -75,6 +83,9 @@ _HOME = {
     "open_staging": "layout",
     "rank_stem": "layout",
     "read_manifest": "layout",
+    "refuse_other_runs": "branch",
+    "refuse_together": "save",
+    "refuse_weights_alone": "save",
     "remove": "layout",
     "remove_or_tell": "save",
     "require_space": "save",
@@ -91,11 +102,14 @@ _HOME = {
 __all__ = [
     "FORMAT_VERSION",
     "WEIGHTS_NAME",
+    "alone_in",
     "checkpoint_name",
     "commit",
     "committed",
+    "holder_of",
     "holds_weights_only",
     "keeps",
+    "leave_branch",
     "load_checkpoint_in_model",
     "load_into",
     "load_tree",
@@ -105,6 +119,9 @@ __all__ = [
     "open_staging",
     "rank_stem",
     "read_manifest",
+    "refuse_other_runs",
+    "refuse_together",
+    "refuse_weights_alone",
     "remove",
     "remove_or_tell",
     "require_space",

@@ -110,11 +110,8 @@ def is_shared(target: Path) -> bool:
     if target.is_symlink() or os.path.ismount(target) or target.resolve() == Path.cwd().resolve():
         return True
     if not is_ours(target):
-        return True
-    try:
-        listed = {MANIFEST, *read_manifest(target)["files"]}
-    except CheckpointError:
-        return True  # damaged: what is ours in it cannot be told
+        return True  # also a damaged one: what is ours in it cannot be told
+    listed = {MANIFEST, *read_manifest(target)["files"]}
     folders = {parent.as_posix() for name in listed for parent in Path(name).parents}
     names = {entry.relative_to(target).as_posix() for entry in target.rglob("*")}
     return bool(names - listed - folders)

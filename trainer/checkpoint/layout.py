@@ -8,7 +8,12 @@ manifest last and renames the folder to the target's name, so that no reader mee
     root/.cadence-replaced-step-00000100/   what a save over an existing checkpoint replaces
     root/.cadence-trash-step-00000050/      a removal that runs, or was killed
 
-Folders under the last three names are ours alone; :func:`sweep` clears them.
+Folders under the last three names are ours alone; :func:`sweep` clears them. What stands in the way
+and may be somebody's is renamed, and never deleted (:func:`set_aside`)::
+
+    root/damaged-step-00000100/             it had no manifest that can be read
+    root/replaced-step-00000100/            a checkpoint with files that are not the checkpoint's
+    root/abandoned-step-00000100/           the run went on from an earlier one
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer.errors import CheckpointError
 
@@ -32,6 +37,7 @@ _STAGING = ".cadence-staging-"
 _REPLACED = ".cadence-replaced-"
 _TRASH = ".cadence-trash-"
 LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
+ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
 NUMBERED = re.compile(r"checkpoint_(\d+)")  # as the Accelerator's projects name theirs
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _OWN_FIELDS = ("format_version", "files", "sha256")
@@ -69,11 +75,17 @@ def staging_path(target: Path) -> Path:
 def open_staging(target: Path) -> Path:
     """Make the empty staging folder of ``target``, clearing what a killed save left in it.
 
+    What is no checkpoint but named by step, a damaged one or the user's, is set aside as
+    ``damaged-…``: it must not stop the run from saving that step.
+
     Raises:
-        CheckpointError: If ``target`` exists and is not a checkpoint: told before anything is
-            written, not after.
+        CheckpointError: If there is something else under another name, or a checkpoint of a later
+            release: told before anything is written, not after.
         OSError: If the folder cannot be made.
     """
+    there = step_of(target) is not None and os.path.lexists(target)
+    if there and not is_ours(target) and not is_newer(target):
+        logger.warning("%s is no sound checkpoint. It is now %s.", target, set_aside(target))
     _refuse_foreign(target)
     staging = staging_path(target)
     if staging.exists():
@@ -125,7 +137,7 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
         os.rename(staging, target)
     sync(target.parent)
     if aside.exists():
-        discard(aside)
+        _discard_replaced(aside)
     return target
 
 
@@ -133,6 +145,25 @@ def locate(path: Path) -> Path:
     """``path``, or where a save that was killed while replacing it had set it aside."""
     aside = _aside(path)
     return aside if aside.is_dir() and not path.exists() else path
+
+
+def set_aside(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "damaged") -> Path:
+    """Give a folder or file a name that no reader takes and nobody clears, numbered if taken.
+
+    Returns:
+        Its new path, such as ``damaged-step-00000100`` beside the old one.
+
+    Raises:
+        OSError: If the disk refuses.
+    """
+    name = f"{why}-{path.name.removeprefix(_REPLACED)}"
+    number, target = 1, path.with_name(name)
+    while os.path.lexists(target):
+        number += 1
+        target = path.with_name(f"{name}-{number}")
+    os.rename(path, target)
+    sync(path.parent)
+    return target
 
 
 def committed(root: Path) -> list[Path]:
@@ -148,6 +179,14 @@ def committed(root: Path) -> list[Path]:
         (path for path in found if (path / MANIFEST).is_file()),
         key=lambda path: step_of(path) or 0,
     )
+
+
+def without_manifest(root: Path) -> list[Path]:
+    """The folders named by step that have no manifest: damaged checkpoints, or not ours."""
+    if not root.is_dir():
+        return []
+    named = (each for each in root.iterdir() if _STEP_NAME.fullmatch(each.name) and each.is_dir())
+    return sorted(path for path in named if not (path / MANIFEST).is_file())
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -211,22 +250,27 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether we may replace or delete a folder: it has a manifest that this release can read.
+    """Whether we may replace or delete a folder: its manifest is sound, and says what is in it."""
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        return False
+    return True
 
-    A manifest that is no longer JSON counts where the folder is named by step: a damaged checkpoint
-    must not stop the run from saving that step again.
-    """
+
+def is_newer(path: Path) -> bool:
+    """Whether a later release wrote a checkpoint: it is no damage, but cannot be read here."""
+    version = peek(path).get("format_version")
+    return isinstance(version, int) and version > FORMAT_VERSION
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """A folder's manifest as it is, of any version and unchecked; empty where there is none."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except ValueError:
-        return step_of(path) is not None
-    return (
-        isinstance(manifest, dict)
-        and manifest.get("format_version") in range(1, FORMAT_VERSION + 1)
-        and "files" in manifest
-    )
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
 
 
 def remove(path: Path) -> None:
@@ -261,11 +305,8 @@ def remove(path: Path) -> None:
 
 
 def _strangers(path: Path) -> list[str]:
-    """Files in a checkpoint's folder that its manifest does not list; none of a damaged one."""
-    try:
-        listed = {MANIFEST, *read_manifest(path)["files"]}
-    except CheckpointError:
-        return []
+    """Files in a checkpoint's folder that its manifest does not list."""
+    listed = {MANIFEST, *read_manifest(path)["files"]}
     return sorted({file.relative_to(path).as_posix() for file in files_in(path)} - listed)
 
 
@@ -290,8 +331,10 @@ def sweep(root: Path) -> list[Path]:
         if not target.exists():
             os.rename(entry, target)
             sync(root)
-        elif target == entry or is_ours(target):
+        elif target == entry:
             discard(entry)
+        elif is_ours(target):
+            _discard_replaced(entry)
     return leftovers
 
 
@@ -304,7 +347,29 @@ def discard(path: Path) -> None:
             logger.warning("%s is not needed any more but could not be deleted: %s", path, error)
 
 
+def _discard_replaced(aside: Path) -> None:
+    """Delete what a save has replaced, unless there is more in it than a checkpoint."""
+    try:
+        if not is_ours(aside) or _strangers(aside):
+            kept = set_aside(aside, "replaced")
+            logger.warning("A checkpoint was replaced that held other files: it is now %s.", kept)
+            return
+        trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
+        if trash.exists():
+            shutil.rmtree(trash)
+        os.rename(aside, trash)  # of which a part is a leftover, and not a checkpoint of somebody's
+    except OSError as error:
+        logger.warning("%s is not needed any more but could not be moved: %s", aside, error)
+    else:
+        discard(trash)
+
+
 def _refuse_foreign(target: Path) -> None:
+    if is_newer(target):
+        raise CheckpointError(
+            f"{target} was written by a later release, so it is not replaced. Go on with that "
+            "release, or save elsewhere."
+        )
     if os.path.lexists(target) and not is_ours(target):
         raise CheckpointError(
             f"{target} exists and has no manifest of this format, so it is not replaced. Save "
@@ -315,7 +380,7 @@ def _refuse_foreign(target: Path) -> None:
 def _replace(staging: Path, target: Path, aside: Path) -> None:
     """Put ``staging`` in the place of ``target``: no single rename replaces a folder with files."""
     if aside.exists():
-        shutil.rmtree(aside)
+        _discard_replaced(aside)
     os.rename(target, aside)
     try:
         os.rename(staging, target)

@@ -18,6 +18,7 @@ import torch
 from trainer.checkpoint.weightfiles import compare, renames
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
+from trainer.optim.state import load_state
 from trainer.rng import load_rng_state, mix, seed_generators
 
 logger = logging.getLogger(__name__)
@@ -213,6 +214,14 @@ def _check_optimizer(what: str, optimizer: Any, state: Any) -> None:
         )
 
 
+def dtypes_of(
+    model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
+) -> dict[int, torch.dtype]:
+    """The types of saved weights by the ``id`` of the parameters that are loaded with them."""
+    named = model.named_parameters()
+    return {id(each): weights[name].dtype for name, each in named if name in weights}
+
+
 def apply(
     stored: Stored,
     models: Sequence[torch.nn.Module],
@@ -223,10 +232,13 @@ def apply(
     model_kwargs: Mapping[str, Any],
 ) -> None:
     """Put everything back, the generators last."""
+    dtypes: dict[int, torch.dtype] = {}
+    for model, weights in zip(models, stored.weights, strict=False):
+        dtypes |= dtypes_of(model, weights)
     for model, weights in zip(models, stored.weights, strict=False):
         model.load_state_dict(weights, strict=strict, **model_kwargs)
     for optimizer, state in zip(prepared.optimizers, stored.optimizers, strict=False):
-        optimizer.load_state_dict(state)
+        load_state(optimizer, state, dtypes)
     for scheduler, state in zip(prepared.schedulers, stored.schedulers, strict=False):
         scheduler.load_state_dict(state)
     for loader, state in zip(prepared.dataloaders, stored.loaders or [], strict=False):

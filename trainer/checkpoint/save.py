@@ -21,11 +21,13 @@ from trainer.checkpoint.layout import (
     commit,
     committed,
     discard,
+    is_newer,
     open_staging,
     read_manifest,
     remove,
     step_of,
     verify,
+    without_manifest,
 )
 from trainer.distributed.meeting import parted, share
 from trainer.errors import CheckpointError, DistributedOperationException
@@ -205,8 +207,9 @@ def newest_sound(
     """The newest checkpoint of a run whose every byte is as it was written; alike on all ranks.
 
     The candidates are read in full, newest first, until one is sound; where each machine has its
-    disk, one that all have. Damage is told in a warning of the log. Folders that hold weights alone
-    are left out. Call :func:`trainer.checkpoint.sweep` before.
+    disk, one that all have. Damage is told in a warning of the log. A later release's is no damage:
+    to go back behind it would throw away what it has trained. Folders that hold weights alone are
+    left out. Call :func:`trainer.checkpoint.sweep` before.
 
     Args:
         root: The folder of checkpoints.
@@ -219,11 +222,13 @@ def newest_sound(
 
     Raises:
         CheckpointError: On every rank alike, if there are checkpoints but none is sound: to start
-            from nothing then would throw a run away.
+            from nothing then would throw a run away; or if a later release has written a newer one.
     """
     keeper, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
 
     def list_() -> dict[int, Path] | None:
+        for path in without_manifest(root) if keeper else ():
+            logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
         here = [path for path in committed(root) if not holds_weights_only(path)]
         return {step_of(path) or 0: path for path in here} if keeper else None
 
@@ -251,6 +256,33 @@ def holds_weights_only(path: Path) -> bool:
         return bool(read_manifest(path).get("weights_only", False))
     except CheckpointError:
         return False  # damaged: whoever wants to use it will be told
+
+
+def refuse_weights_alone(
+    roots: Iterable[Path], state: Ranks, *, instead: str, on_each_node: bool = False
+) -> None:
+    """Tell that there is nothing but checkpoints of weights, from which no run goes on; collective.
+
+    Args:
+        roots: The folders of checkpoints.
+        state: The ranks.
+        instead: What to do.
+        on_each_node: The machines share no disk.
+
+    Raises:
+        CheckpointError: On every rank alike, if there are such.
+    """
+
+    def find() -> list[Path]:
+        here = (path for root in roots for path in committed(root))
+        return [path for path in here if keeps(state, on_each_node) and holds_weights_only(path)]
+
+    lists = together("Looking for checkpoints", find, state)
+    if found := [path for paths in lists for path in paths]:
+        raise CheckpointError(
+            f"{found[-1]} holds weights alone (save_weights_only=True), as do all checkpoints "
+            f"there; no run can go on from them. {instead}"
+        )
 
 
 def refuse_together(
@@ -285,6 +317,10 @@ def _is_sound(path: Path) -> bool:
     try:
         verify(path)
     except CheckpointError as error:
+        if is_newer(path):
+            raise CheckpointError(
+                f"{error} To go on from an older checkpoint all the same, pass its path."
+            ) from error
         logger.warning("%s is not used: %s", path, error)
         return False
     return True

@@ -106,7 +106,7 @@ def save_state(
         own = {
             "step": prepared.step,
             "rng": rng_state(),
-            "gradients": gradients.take(prepared),
+            "gradients": gradients.take(_named(prepared)) if prepared.window_open else None,
         }
         save_tree(own, staging, _random_states(processes.process_index))
         return len(weights)
@@ -228,7 +228,7 @@ def load_state(
             model_kwargs=load_model_func_kwargs,
         )
         if stored.gradients is not None or prepared.window_open:
-            gradients.put(prepared, stored.gradients or {})
+            gradients.put(_named(prepared), stored.gradients or {})
 
     step("read", read)
     step("load", load, f"{what}, of which a part is loaded,")
@@ -337,16 +337,26 @@ def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
             f"{'not ' if stored.scaler is None else ''}scaled as those of fp16 are. Load it with "
             "the precision it was saved with."
         )
-    return gradients.check(prepared, stored.gradients or {})
+    return gradients.check(_named(prepared), stored.gradients or {})
+
+
+def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
+    return gradients.named_parameters(prepared.models, prepared.optimizers)
 
 
 def _gradients(
-    path: Path, own: dict[str, Any] | None, first: dict[str, Any], saved_by: int, here: int
+    path: Path,
+    own: dict[str, Any] | None,
+    first: dict[str, Any],
+    rank: int,
+    saved_by: int,
+    here: int,
 ) -> dict[str, torch.Tensor] | None:
     """This rank's gradients, or what stands for those of another number of processes."""
-    kept: dict[str, torch.Tensor] | None = (own or first).get("gradients")
-    if kept is None or (own is not None and saved_by == here):
-        return kept
+    if (own or first).get("gradients") is None:
+        return None
+    if own is not None and saved_by == here:
+        return gradients.given([own["gradients"]], 0, 1)
     files = [path / f"{_random_states(rank)}.json" for rank in range(saved_by)]
     if missing := [file.name for file in files if not file.exists()]:  # on another machine's disk
         raise CheckpointError(
@@ -354,7 +364,7 @@ def _gradients(
             f"{', '.join(missing)} with their gradients are not here. Load it with {saved_by} "
             "processes."
         )
-    return gradients.combine([load_tree(path, file.stem)["gradients"] for file in files])
+    return gradients.given([load_tree(path, file.stem)["gradients"] for file in files], rank, here)
 
 
 def _read(path: Path, manifest: dict[str, Any], rank: int, processes: int) -> Stored:
@@ -379,5 +389,5 @@ def _read(path: Path, manifest: dict[str, Any], rank: int, processes: int) -> St
         rng=None if own is None else own["rng"],
         first_rng=first["rng"],
         step=first["step"],
-        gradients=_gradients(path, own, first, manifest["world_size"], processes),
+        gradients=_gradients(path, own, first, rank, manifest["world_size"], processes),
     )

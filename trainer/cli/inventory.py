@@ -30,11 +30,16 @@ from trainer.errors import CheckpointError
 
 State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
-_RANKING = re.compile(r"\w+\((.+), (?:min|max), every .+\)")
+_RANKING = re.compile(r"\w+\((.+), (?:min|max)(?:, .+)?\)")
 
 QUIET = 3600.0  # seconds without a write after which a leftover is not that of a running save
 SET_ASIDE = "set aside by a killed save; the next start puts it back"
 
+_ASIDE = {
+    "damaged": "damaged: a save of that step set it aside; nobody removes it",
+    "replaced": "replaced, but with other files in it; nobody removes it",
+    "abandoned": "the run went on from an earlier one; nobody removes it",
+}
 _MEANINGS = {
     "staging": "a save that runs, or was killed",
     "replaced": "what a later save has replaced",
@@ -91,7 +96,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A folder of a save or a removal that runs or was killed.
+    """A folder of a save or a removal that runs or was killed, or one that was set aside.
 
     Attributes:
         path: The folder.
@@ -145,12 +150,14 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
     for path in sorted(path for path in root.iterdir() if path.is_dir()):
         name, leftover = _own_name(path), layout.LEFTOVER.fullmatch(path.name)
         stands = name == path.name or not os.path.lexists(root / name)
-        if stands and _is_candidate(path, name):
+        if aside := layout.ASIDE.fullmatch(path.name):
+            leftovers.append(_leftover(path, _ASIDE[aside[1]]))
+        elif stands and _is_candidate(path, name):
             if entry := read_entry(path, hashes=hashes):
                 entries.append(entry)
                 leftovers += _inner_leftovers(path)
         elif leftover:
-            leftovers.append(_leftover(path, leftover[1]))
+            leftovers.append(_leftover(path, _MEANINGS[leftover[1]]))
     entries.sort(key=lambda entry: (entry.number is None, not is_step(entry), entry.number or 0))
     return entries, leftovers
 
@@ -197,6 +204,8 @@ def is_dead(leftover: Leftover) -> bool:
     """
     _, touched = _measure(leftover.path)
     match = layout.LEFTOVER.fullmatch(leftover.path.name)
+    if layout.ASIDE.fullmatch(leftover.path.name):
+        return False
     if match and match[1] == "replaced" and not layout.is_ours(leftover.path.with_name(match[2])):
         return False  # it may be all that there is of that checkpoint
     return time.time() - touched >= QUIET
@@ -282,19 +291,19 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     if not os.path.isfile(path / layout.MANIFEST):
         # The Trainer's folders appear whole, so its manifest was there once.
         return "damaged" if layout.step_of(_own_name(path)) is not None else "foreign"
-    return "damaged" if isinstance(cause, ValueError) or layout.is_ours(path) else "unreadable"
+    return "unreadable" if layout.is_newer(path) else "damaged"
 
 
 def _inner_leftovers(path: Path) -> list[Leftover]:
     inner = path / INNER_STAGING
     if not inner.is_dir() or _is_unfinished(path):
         return []
-    return [_leftover(inner, "staging")]
+    return [_leftover(inner, _MEANINGS["staging"])]
 
 
-def _leftover(path: Path, kind: str) -> Leftover:
+def _leftover(path: Path, meaning: str) -> Leftover:
     size, touched = _measure(path)
-    return Leftover(path=path, meaning=_MEANINGS[kind], size=size, touched=touched)
+    return Leftover(path=path, meaning=meaning, size=size, touched=touched)
 
 
 def _measure(folder: Path) -> tuple[int, float]:

@@ -117,7 +117,7 @@ def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("kind", ["folder", "file", "newer"])
 def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
-    target = tmp_path / "step-00000100"
+    target = tmp_path / ("step-00000100" if kind == "newer" else "mine")
     if kind == "file":
         target.write_text("mine")
     else:
@@ -126,12 +126,63 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
     if kind == "newer":
         newer = {"format_version": layout.FORMAT_VERSION + 1, "files": {}}
         (target / layout.MANIFEST).write_text(json.dumps(newer))
-    with pytest.raises(CheckpointError, match=r"step-00000100 exists and .* not replaced"):
-        make(tmp_path)
-    with pytest.raises(CheckpointError, match=r"step-00000100 .* not deleted"):
+    text = "was written by a later release" if kind == "newer" else "mine exists and"
+    with pytest.raises(CheckpointError, match=rf"{text}.* not replaced"):
+        layout.open_staging(target)
+    with pytest.raises(CheckpointError, match=rf"{target.name} .* not deleted"):
         layout.remove(target)
     assert (target if kind == "file" else target / "mine").read_text() == "mine"
-    assert names(tmp_path) == ["step-00000100"]
+    assert names(tmp_path) == [target.name]
+
+
+def test_what_has_the_name_of_a_step_but_no_manifest_is_set_aside(tmp_path, caplog):
+    target = tmp_path / "step-00000100"
+    kept = {}
+    for number, manifest in enumerate(
+        [None, "{", "[]", "{}", '{"format_version": 0}', "a file"], 1
+    ):
+        if manifest == "a file":
+            target.write_text(manifest)
+        else:
+            target.mkdir()
+            (target / "mine").write_text(f"{number}")
+        if target.is_dir() and manifest is not None:
+            (target / layout.MANIFEST).write_text(manifest)
+        kept[f"damaged-step-00000100{f'-{number}' if number > 1 else ''}"] = number
+        with pytest.raises(CheckpointError, match="not deleted"):
+            layout.remove(target)
+        assert content(make(tmp_path, content="new")) == "new"
+        assert names(tmp_path) == sorted([*kept, target.name])
+        layout.sweep(tmp_path)
+        assert layout.committed(tmp_path) == [target]
+        layout.remove(target)
+        assert caplog.messages[-1].endswith(f"It is now {tmp_path / list(kept)[-1]}.")
+    assert (tmp_path / "damaged-step-00000100-6").read_text() == "a file"
+    for name, number in list(kept.items())[:-1]:
+        assert (tmp_path / name / "mine").read_text() == f"{number}"
+
+
+def test_files_of_the_user_outlive_a_second_save_of_the_step(tmp_path, caplog):
+    for number in ("1", "2"):
+        (make(tmp_path) / "notes.txt").write_text(number)
+    make(tmp_path, content="new")
+    aside = [tmp_path / f"replaced-step-00000100{more}" for more in ("", "-2")]
+    assert [(path / "notes.txt").read_text() for path in aside] == ["1", "2"]
+    assert str(aside[1]) in caplog.text
+    layout.sweep(tmp_path)
+    assert names(tmp_path) == [*(path.name for path in aside), "step-00000100"]
+    assert content(tmp_path / "step-00000100") == "new"
+
+
+@pytest.mark.parametrize("damage", ["notes", "manifest"])
+def test_what_a_killed_save_has_replaced_is_kept_where_it_is_more_than_a_checkpoint(
+    tmp_path, damage
+):
+    make(tmp_path, content="new")
+    aside = make(tmp_path, 7).rename(tmp_path / ".cadence-replaced-step-00000100")
+    (aside / ("notes.txt" if damage == "notes" else layout.MANIFEST)).write_text("mine")
+    layout.sweep(tmp_path)
+    assert names(tmp_path) == ["replaced-step-00000100", "step-00000100"]
 
 
 def truncate(path: Path) -> None:
@@ -185,10 +236,13 @@ def test_damage_is_found_and_named(tmp_path, kind):
         layout.verify(path)
 
 
-def test_a_damaged_checkpoint_can_be_saved_again(tmp_path):
-    for damage in (tear_the_manifest, truncate):
-        damage(make(tmp_path, content="old"))
-        assert content(make(tmp_path, content="new")) == "new"
+@pytest.mark.parametrize("kind", DAMAGE.keys() - {"future version"})
+def test_a_damaged_checkpoint_can_be_saved_again(tmp_path, kind):
+    damage, _ = DAMAGE[kind]
+    damage(make(tmp_path, content="old"))
+    assert content(make(tmp_path, content="new")) == "new"
+    aside = ["damaged-step-00000100"] if "manifest" in kind else []  # else it is known what it was
+    assert names(tmp_path) == [*aside, "step-00000100"]
 
 
 def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
@@ -278,6 +332,10 @@ for n in itertools.count(1):
     root.mkdir()
     if action != "create":
         make(root, content="old")
+    if action == "set aside":
+        (root / "step-00000100" / "manifest.json").unlink()
+    if action == "keep notes":
+        (root / "step-00000100" / "notes.txt").write_text("mine")
     if (child := os.fork()) == 0:
         arm(n)
         layout.remove(root / "step-00000100") if action == "remove" else make(root, content="new")
@@ -309,6 +367,24 @@ def test_a_kill_at_any_call_leaves_the_old_or_the_new_whole(tmp_path, action, be
         layout.sweep(root)
         assert names(root) == ["step-00000100"] * len(contents)
         assert [content(path) for path in layout.committed(root)] == contents
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is needed")
+@pytest.mark.parametrize(
+    ("action", "file", "text", "aside"),
+    [
+        ("set aside", "model.bin", "old", "damaged-step-00000100"),
+        ("keep notes", "notes.txt", "mine", "replaced-step-00000100"),
+    ],
+)
+def test_a_kill_at_any_call_loses_no_file_of_unknown_content(tmp_path, action, file, text, aside):
+    command = [sys.executable, "-c", KILL, str(Path(__file__).parent), action, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    for root in sorted(tmp_path.iterdir()):
+        layout.sweep(root)
+        assert content(make(root, content="next")) == "next"
+        assert (root / aside / file).read_text() == text
+        assert names(root) == [aside, "step-00000100"]
 
 
 def test_a_checkpoint_under_any_name_is_located_when_it_was_set_aside(tmp_path):

@@ -84,11 +84,14 @@ def test_an_error_without_a_text_is_an_error():
 
 
 def test_nothing_is_written_when_the_name_is_taken_by_something_else():
-    Path("checkpoints/step-00000003").mkdir(parents=True)
-    message = r"failed on rank 0: .*step-00000003 exists .* or move it away\.$"
+    Path("mine").mkdir()
+    message = r"failed on rank 0: .*mine exists .* or move it away\.$"
     with pytest.raises(CheckpointError, match=message):
-        save_step(3)
-    assert entries() == ["step-00000003"]
+        save_checkpoint(
+            Path("mine"), write_shared=print, write_rank=print, manifest={}, state=ALONE
+        )
+    assert os.listdir() == ["mine"]
+    assert os.listdir("mine") == []
 
 
 def test_the_newest_sound_one_is_taken_and_the_damaged_one_named(caplog):
@@ -103,11 +106,38 @@ def test_the_newest_sound_one_is_taken_and_the_damaged_one_named(caplog):
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert "step-00000010/model.bin is damaged" in record.getMessage()
+    caplog.clear()
+    (root / "step-00000002" / layout_module.MANIFEST).unlink()
+    (root / "step-3").mkdir()  # not named as ours are
+    assert newest_sound(root, ALONE) == root / "step-00000001"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == f"{root}/step-00000002 is not used: it has no manifest.json, so it is damaged."
+    assert "step-00000010/model.bin is damaged" in second
+
+
+def test_what_a_later_release_has_written_is_not_gone_back_behind():
+    root = Path("checkpoints")
+    for step in (1, 2, 3):
+        save_step(step)
+    manifest = root / "step-00000002" / layout_module.MANIFEST
+    of_later = manifest.read_text().replace('"format_version": 1', '"format_version": 2')
+    manifest.write_text(of_later)
+    assert newest_sound(root, ALONE) == root / "step-00000003"
+    remove(root / "step-00000003")
+    with pytest.raises(
+        CheckpointError, match=r"step-00000002/manifest.json has format .* its path"
+    ):
+        newest_sound(root, ALONE)
+    with pytest.raises(CheckpointError, match=r"step-00000002 was written by a later release"):
+        save_step(2)
+    assert manifest.read_text() == of_later
+    assert entries() == ["step-00000001", "step-00000002"]
 
 
 def test_a_folder_of_damaged_checkpoints_is_not_an_empty_one():
     for step in (1, 2):
         (save_step(step) / "model.bin").unlink()
+    (save_step(3) / layout_module.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* Move them away"):
         newest_sound(Path("checkpoints"), ALONE)
 

@@ -117,6 +117,45 @@ def test_a_loaded_run_goes_on_as_the_one_that_saved(safe):
     assert second.models[1].a.weight is second.models[1].b.weight
 
 
+def narrow(words: bool) -> Prepared:
+    """A model in bfloat16, whose optimizer keeps a product in float32; or with sparse gradients."""
+    torch.manual_seed(3)
+    if words:
+        table = nn.Embedding(7, 2, sparse=True)
+        return Prepared(models=[table], optimizers=[torch.optim.SparseAdam(table.parameters())])
+    line = nn.Linear(2, 3, dtype=torch.bfloat16)
+    return Prepared(models=[line], optimizers=[torch.optim.NAdam(line.parameters(), lr=0.1)])
+
+
+def backward(prepared: Prepared, seed: int) -> None:
+    (model,), generator = prepared.models, torch.Generator().manual_seed(seed)
+    if isinstance(model, nn.Embedding):
+        model(torch.randint(7, (3,), generator=generator)).square().sum().backward()
+    else:
+        model(torch.randn(4, 2, generator=generator).to(torch.bfloat16)).square().sum().backward()
+
+
+@pytest.mark.parametrize("words", [False, True])
+@pytest.mark.parametrize("safe", [True, False])
+def test_narrow_weights_and_sparse_gradients_go_on_exactly(words, safe):
+    first, second = narrow(words), narrow(words)
+    for seed in range(5):
+        backward(first, seed)
+        if seed % 2 == 1:  # the last one is inside a window
+            first.optimizers[0].step()
+            first.optimizers[0].zero_grad()
+    first.window_open = True
+    save_state(OUT, first, ALONE, safe_serialization=safe)
+    load_state(OUT, second, ALONE)
+    for prepared in (first, second):
+        backward(prepared, 9)
+        prepared.optimizers[0].step()
+    for one, other in zip(*(each.models[0].parameters() for each in (first, second)), strict=True):
+        assert torch.equal(one, other)
+    states = [str(each.optimizers[0].state_dict()) for each in (first, second)]
+    assert states[0] == states[1]  # types too
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_the_documented_names_and_nothing_pickled(safe):
     save_state(OUT, make(1, train=1), ALONE, safe_serialization=safe)

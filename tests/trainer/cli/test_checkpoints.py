@@ -337,6 +337,41 @@ def test_leftovers_are_listed_as_what_they_are(report, table):
     assert meaning == "a save that runs, or was killed"
 
 
+def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, table, caplog):
+    for step in (1, 2, 3, 4):
+        make(step, metrics={"loss": 1.0 - step / 10})
+    (ROOT / "step-00000001" / "notes.txt").touch()
+    make(1)
+    (ROOT / "step-00000002" / layout.MANIFEST).unlink()
+    make(2)
+    for _ in range(2):
+        layout.set_aside(ROOT / "step-00000004", "abandoned")
+        make(4)
+    layout.remove(ROOT / "step-00000004")
+    aside = {
+        "abandoned-step-00000004": "the run went on from an earlier one; nobody removes it",
+        "abandoned-step-00000004-2": "the run went on from an earlier one; nobody removes it",
+        "damaged-step-00000002": "damaged: a save of that step set it aside; nobody removes it",
+        "replaced-step-00000001": "replaced, but with other files in it; nobody removes it",
+    }
+    age(ROOT)
+    found = report("run")
+    assert {Path(each["path"]).name: each["meaning"] for each in found["leftovers"]} == aside
+    assert [each["name"] for each in found["checkpoints"]] == [
+        f"step-0000000{n}" for n in (1, 2, 3)
+    ]
+    assert table("run", "--verify")[-1].endswith(aside["replaced-step-00000001"])
+    report("run", "--prune", "--keep-last", 1, "--keep-best", "loss", "--mode", "min", "--yes")
+    assert names() == [*aside, "step-00000003"]
+    assert states(ROOT / "abandoned-step-00000004", code=0) == {"abandoned-step-00000004": "sound"}
+
+
+@pytest.mark.parametrize("text", ["{}", '{"format_version": 0}'])
+def test_a_manifest_of_something_else_is_damage(states, text):
+    (make(1) / layout.MANIFEST).write_text(text)
+    assert states("run", code=1) == {"step-00000001": "damaged"}
+
+
 def test_one_that_a_killed_save_had_set_aside_is_a_checkpoint(report, table):
     make(1).rename(ROOT / ".cadence-replaced-step-00000001")
     for folder in ("run", ROOT / "step-00000001"):

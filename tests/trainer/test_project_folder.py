@@ -1,0 +1,420 @@
+"""One folder and its runs: damage in the way, two at once, evaluations beside, going back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, ModelCheckpoint
+from trackers import read_metrics
+from trainer import Trainer, TrainModule
+from trainer import checkpoint as disk
+from trainer.checkpoint.lock import LOCK, alone_in, holder_of
+from trainer.errors import CheckpointError
+from trainer.rng import isolated_rng
+
+CHECKPOINTS = Path("run/checkpoints")
+MANIFEST = "manifest.json"
+
+
+class Net(TrainModule):
+    def __init__(self, width=5):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = torch.nn.Linear(3, width)
+        self.head = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.head(torch.dropout(self.net(batch[0]), 0.2, True)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", -abs(self.trainer.global_step - 4.0))  # the best at update 4
+
+    def test_step(self, batch, batch_idx):
+        self.log("weight", self.head.weight.sum())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class At(Callback):
+    """Calls functions at the boundaries of some updates, each as another process would run it."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def on_boundary(self, trainer, module):
+        with isolated_rng():
+            self.calls.get(trainer.global_step, lambda: None)()
+
+
+def loader(batches=12):
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(4 * batches, 3, generator=generator))
+    return DataLoader(data, batch_size=4, shuffle=True)
+
+
+def make(folder, *callbacks, **arguments):
+    defaults = {"max_epochs": 1, "log_every": 1, "val_every": 2, "seed": 3, "progress_bar": False}
+    saver = ModelCheckpoint(every=4, save_top_k=-1)
+    return Trainer(
+        callbacks=list(callbacks or [saver]),
+        project_dir=folder,
+        cpu=True,
+        **defaults | arguments,
+    )
+
+
+def fit(folder, *callbacks, module=None, ckpt_path=None, **arguments):
+    trainer = make(folder, *callbacks, **arguments)
+    trainer.fit(module or Net(), loader(), loader(1), ckpt_path=ckpt_path)
+    return trainer
+
+
+def names(folder=CHECKPOINTS):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def step(number, root=CHECKPOINTS):
+    return root / disk.checkpoint_name(number)
+
+
+def contents(folder):
+    """Every file below a folder with its bytes."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def records(file="run/metrics.jsonl"):
+    return [{k: v for k, v in record.items() if k != "time"} for record in read_metrics(file)]
+
+
+def same_weights(one, other):
+    one, other = disk.load_weights(one), disk.load_weights(other)
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run, with checkpoints at 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture
+def run(whole):
+    shutil.copytree(whole, "run")
+
+
+def rewritten(change):
+    def damage(path):
+        manifest = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps(change(manifest)))
+
+    return damage
+
+
+DAMAGES = {
+    "missing": lambda path: (path / MANIFEST).unlink(),
+    "torn": lambda path: (path / MANIFEST).write_text("{"),
+    "version": rewritten(lambda manifest: manifest | {"format_version": 0}),
+    "files": rewritten(lambda manifest: {k: v for k, v in manifest.items() if k != "files"}),
+    "altered": rewritten(lambda manifest: manifest | {"step": 11}),
+}
+
+
+# -- damage in the way -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_when_its_step_is_saved_again(run, whole, kind, caplog):
+    DAMAGES[kind](step(12))
+    (step(12) / "notes.txt").write_text("mine")
+    before = contents(step(12))
+    trainer = make("run")
+    assert trainer._parts.choose("auto") == step(8)
+    assert f"{step(12)} is not used" in caplog.text
+    fit("run", ckpt_path="auto")
+    aside = CHECKPOINTS / "damaged-step-00000012"
+    assert names() == [aside.name, *(step(number).name for number in (4, 8, 12))]
+    assert contents(aside) == before
+    assert str(aside) in caplog.text
+    assert same_weights(step(12), whole / "checkpoints/step-00000012")
+    fit("run", ckpt_path="auto")  # the next start has nothing to do with it
+    assert contents(aside) == before
+
+
+def test_a_folder_of_the_user_with_the_name_of_a_step_loses_nothing():
+    step(4).mkdir(parents=True)
+    (step(4) / "model.safetensors").write_text("mine")
+    fit("run")
+    aside = CHECKPOINTS / "damaged-step-00000004"
+    assert contents(aside) == {"model.safetensors": b"mine"}
+    disk.verify(step(4))
+
+
+def test_a_later_release_is_neither_damaged_nor_gone_back_behind(run):
+    rewritten(lambda manifest: manifest | {"format_version": 2})(step(12))
+    before = contents(CHECKPOINTS)
+    for word in ("auto", "last"):
+        with pytest.raises(CheckpointError, match=r"format version 2; .* pass its path"):
+            fit("run", ckpt_path=word)
+    assert contents(CHECKPOINTS) == before
+    fit("run", ckpt_path=step(8))
+    assert (CHECKPOINTS / "abandoned-step-00000012" / MANIFEST).is_file()
+    disk.verify(step(12))
+
+
+# -- two at once -----------------------------------------------------------------------------------
+
+
+def refused(start):
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on .*, run [0-9a-f]+"):
+        start()
+
+
+def test_a_second_fit_in_the_folder_is_refused_and_leaves_the_first_alone():
+    saver = ModelCheckpoint(every=4, save_top_k=-1)
+    beside = [
+        lambda: refused(lambda: fit("run", ckpt_path="auto")),
+        lambda: refused(lambda: fit("elsewhere/../run")),
+    ]
+    fit("run", At({2: beside[0], 6: beside[1]}), saver)
+    trainer = fit("whole")
+    assert same_weights(step(12), trainer.checkpoint_dir / "step-00000012")
+    assert LOCK not in names("run")
+    fit("run", ckpt_path="auto", max_epochs=2)  # the same process may go on when it is over
+
+
+def test_a_fit_that_fails_frees_the_folder():
+    with pytest.raises(ZeroDivisionError):
+        fit("run", At({2: lambda: 1 / 0}))
+    assert holder_of(Path("run")) is None
+    fit("run")
+
+
+def test_a_folder_of_checkpoints_that_two_projects_share_is_theirs_one_after_the_other():
+    def saver():
+        return ModelCheckpoint(every=4, dirpath="shared")
+
+    fit("run", At({2: lambda: refused(lambda: fit("other", saver()))}), saver())
+    assert names("shared") == ["step-00000012"]
+    assert not Path("other").exists()
+
+
+def test_trials_that_write_nothing_need_no_lock_and_clear_nothing():
+    def beside():
+        staging = disk.open_staging(step(16))  # as the save that is about to begin
+        assert fit("run", fast_dev_run=True, ckpt_path="auto").global_step == 12
+        assert staging.is_dir()
+
+    saver = ModelCheckpoint(every=4, save_top_k=-1, background=False)
+    fit("run", At({14: beside}), saver, max_epochs=2)
+    fit("elsewhere", fast_dev_run=True)
+    assert not Path("elsewhere").exists()
+
+
+def test_all_ranks_are_refused_alike_and_none_keeps_the_others_waiting(ranks2):
+    def attempt():
+        try:
+            fit("run")
+        except ValueError as error:
+            return str(error)
+        return "done"
+
+    with alone_in(Path("run")) as tell:
+        tell("abc")
+        first, second = ranks2(attempt, timeout=60)
+    assert first == second
+    assert f"run is in use by process {os.getpid()} on" in first
+    assert "run abc" in first
+    assert ranks2(attempt, timeout=60) == ["done", "done"]
+    assert LOCK not in names("run")
+
+
+# -- an evaluation beside --------------------------------------------------------------------------
+
+
+def evaluate(stage, **arguments):
+    return getattr(make("run"), stage)(Net(), loader(1), **arguments)
+
+
+def test_an_evaluation_beside_a_training_has_a_record_of_its_own(caplog):
+    beside = {6: lambda: evaluate("validate"), 7: lambda: evaluate("test", ckpt_path="last")}
+    fit("run", At(beside), ModelCheckpoint(every=4, save_top_k=-1, background=False))
+    fit("whole")
+    assert records() == records("whole/metrics.jsonl")
+    validated, tested = records("run/evaluations.jsonl")
+    assert validated["score"] == -4.0
+    assert (tested["step"], "weight" in tested) == (4, True)
+    assert f"process {os.getpid()} on" in caplog.text
+    assert "trains in run: this goes to evaluations.jsonl" in caplog.text
+
+
+def test_an_evaluation_without_a_training_records_where_it_did(run):
+    before = records()
+    evaluate("validate")
+    assert records()[:-1] == before
+    assert records()[-1]["score"] == -4.0
+    assert not Path("run/evaluations.jsonl").exists()
+    assert LOCK not in names("run")
+
+
+# -- going back ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_going_back_sets_the_later_checkpoints_aside(run, whole, relative, caplog):
+    before = {number: contents(step(number)) for number in (8, 12)}
+    trainer = fit("run", ckpt_path=step(4) if relative else step(4).absolute(), max_steps=6)
+    aside = [f"abandoned-step-{number:08d}" for number in (8, 12)]
+    assert names() == [*aside, step(4).name, step(6).name]
+    assert [contents(CHECKPOINTS / name) for name in aside] == list(before.values())
+    assert all(str(CHECKPOINTS / name) in caplog.text for name in aside)
+    assert records() == [each for each in records(whole / "metrics.jsonl") if each["step"] <= 6]
+    assert records("run/metrics.1.jsonl") == records(whole / "metrics.jsonl")
+    (saver,) = (each for each in trainer.callbacks if isinstance(each, ModelCheckpoint))
+    assert set(saver.best_k_models) == {step(4), step(6)}
+    assert fit("run", ckpt_path="auto", max_steps=7).global_step == 7
+    fit("run", ckpt_path="auto")
+    assert same_weights(step(12), whole / "checkpoints/step-00000012")
+    assert records() == records(whole / "metrics.jsonl")
+
+
+def test_the_best_of_the_branch_that_was_left_is_forgotten():
+    best = ModelCheckpoint(monitor="score", mode="max", every=2, save_top_k=2)
+    trainer = make("run", best)
+    trainer.fit(Net(), loader(), loader(1))
+    assert list(best.best_k_models) == [step(4), step(2)]
+    trainer.fit(Net(), loader(), loader(1), ckpt_path=step(2))  # the very same callback
+    assert list(best.best_k_models) == [step(4), step(2)]
+    assert all((path / MANIFEST).is_file() for path in best.best_k_models)
+    joined = ModelCheckpoint(every=4, save_top_k=-1)
+    trainer.callbacks[trainer.callbacks.index(best)] = joined
+    joined._scores, joined._newest = {step(4).name: 9.0}, [step(4).name]  # of another fit
+    trainer.fit(Net(), loader(), loader(1), ckpt_path=step(4))
+    assert set(joined.best_k_models) == {step(8), step(12)}
+
+
+def test_best_goes_back_too(run):
+    saver = ModelCheckpoint(monitor="score", mode="max", every=4, save_top_k=-1)
+    assert fit("run", saver, ckpt_path="best", max_steps=5).global_step == 5
+    aside = [f"abandoned-step-{number:08d}" for number in (8, 12)]
+    assert names() == [*aside, step(4).name, step(5).name]
+
+
+def test_names_that_are_taken_are_numbered(run):
+    for _ in range(2):
+        fit("run", ckpt_path=step(8))
+    assert names()[:2] == ["abandoned-step-00000012", "abandoned-step-00000012-2"]
+    assert Path("run/metrics.2.jsonl").is_file()
+
+
+def test_a_checkpoint_that_a_killed_save_had_replaced_does_not_come_back(run):
+    step(12).rename(CHECKPOINTS / ".cadence-replaced-step-00000012")
+    fit("run", ckpt_path=step(4), max_steps=6)
+    assert fit("run", ckpt_path="auto", max_steps=7).global_step == 7
+    assert "abandoned-step-00000012" in names()
+
+
+def test_every_folder_of_the_run_is_gone_back_in():
+    savers = [ModelCheckpoint(every=4, save_top_k=-1, dirpath=name) for name in ("a", "b")]
+    fit("run", savers[0])
+    shutil.copytree("a", "b")
+    savers[1].every = ModelCheckpoint(every=2).every
+    fit("run", *savers, ckpt_path="a/step-00000008", max_steps=9)
+    for folder in ("a", "b"):
+        assert "abandoned-step-00000012" in names(folder)
+        assert "step-00000012" not in names(folder)
+
+
+def test_a_checkpoint_of_another_folder_changes_nothing_there(run):
+    before = contents("run")
+    fit("other", ckpt_path=step(4))
+    assert contents("run") == before
+    assert names("other/checkpoints") == ["step-00000008", "step-00000012"]
+    fit("other", ckpt_path=step(4), max_steps=6)  # the same command once more
+    assert names("other/checkpoints")[:2] == ["abandoned-step-00000008", "abandoned-step-00000012"]
+    assert contents("run") == before
+
+
+def test_going_on_where_another_run_has_its_checkpoints_is_refused(run):
+    fit("other")
+    before = contents("run"), contents("other")
+    with pytest.raises(ValueError, match=r"other/.*step-00000004 is a checkpoint of another run"):
+        fit("other", ckpt_path=step(8))
+    assert (contents("run"), contents("other")) == before
+
+
+def test_what_fails_before_the_first_update_goes_back_nowhere(run):
+    before = contents("run")
+    with pytest.raises(CheckpointError, match="does not fit"):
+        fit("run", module=Net(width=7), ckpt_path=step(4))
+    for stage in ("validate", "test"):
+        evaluate(stage, ckpt_path=step(4))
+    with pytest.raises(ValueError, match=r"limit_train_batches"):
+        fit("run", ckpt_path=step(4), fast_dev_run=True)
+    assert contents("run/checkpoints") == {
+        name.removeprefix("checkpoints/"): data
+        for name, data in before.items()
+        if name.startswith("checkpoints/")
+    }
+    assert not Path("run/metrics.1.jsonl").exists()
+
+
+def test_two_ranks_go_back_together(ranks2):
+    def body(ckpt_path=None, **arguments):
+        fit("run", ckpt_path=ckpt_path, **arguments)
+        return names()
+
+    ranks2(body)
+    first, second = ranks2(lambda: body(step(4), max_steps=5), timeout=120)
+    assert first == second == ["abandoned-step-00000006", "step-00000004", "step-00000005"]
+
+
+# -- weights alone ---------------------------------------------------------------------------------
+
+
+def weights_only():
+    return ModelCheckpoint(every=4, save_weights_only=True)
+
+
+def test_a_run_of_weights_alone_does_not_begin_anew_over_them():
+    fit("run", weights_only())
+    before = contents("run")
+    for word in ("auto", "last"):
+        with pytest.raises(CheckpointError, match=r"step-00000012 holds weights alone .* project_"):
+            fit("run", weights_only(), ckpt_path=word)
+    with pytest.raises(CheckpointError, match=r"holds weights alone .* pass the path of one"):
+        evaluate("validate", ckpt_path="auto")
+    assert contents("run") == before
+    assert evaluate("test", ckpt_path=step(12))
+
+
+def test_weights_beside_whole_checkpoints_are_passed_over():
+    savers = [weights_only(), ModelCheckpoint(every=4, dirpath="whole")]
+    fit("run", *savers)
+    assert fit("run", *savers, ckpt_path="auto", max_epochs=2).global_step == 24
+
+
+def test_weights_alone_are_told_to_all_ranks(ranks2):
+    def attempt(ckpt_path=None):
+        try:
+            fit("run", weights_only(), ckpt_path=ckpt_path)
+        except CheckpointError as error:
+            return str(error)
+        return "done"
+
+    assert ranks2(attempt) == ["done", "done"]
+    first, second = ranks2(lambda: attempt("auto"), timeout=60)
+    assert first == second
+    assert "holds weights alone" in first

@@ -97,6 +97,9 @@ def run_shell(command: str) -> None:
     assert started.returncode == 0, f"{command}\n{output}"
 
 
+# Of torch, while it compiles; the second one it hides by other means than filters.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @each_page
 def test_every_block_runs(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -8,7 +8,7 @@ first, after it the module does, so that callbacks see what it logged.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from callbacks import Callback
@@ -152,6 +152,10 @@ class HookTable:
         table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
         self._table = table
         self.__dict__.update(table)
+
+    def overridden(self) -> Iterator[tuple[str, Hook]]:
+        """Every hook that does something."""
+        return ((name, hook) for name, hook in self._table.items() if hook is not _nothing)
 
     def __getattr__(self, name: str) -> Hook:
         raise AttributeError(f"There is no hook {name!r}; hooks are {', '.join(self._table)}.")

@@ -323,7 +323,10 @@ class TrainModule(nn.Module):
         Returns:
             An optimizer; a pair of optimizer and scheduler; a dict with ``"optimizer"`` and
             optionally ``"scheduler"``, ``"interval"`` (``"step"`` or ``"epoch"``),
-            ``"frequency"``, ``"monitor"`` and ``"name"``; or a list of optimizers, pairs or dicts.
+            ``"frequency"`` and ``"monitor"``; or a list of optimizers, pairs or dicts. A dict may
+            also have ``"max_grad_norm"`` and ``"max_grad_value"``, by which the gradients of this
+            optimizer are clipped in place of the Trainer's, and a ``"name"`` for records and
+            checkpoints. Several optimizers have parameters of their own and step together.
         """
         raise NotImplementedError
 

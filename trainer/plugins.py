@@ -51,8 +51,11 @@ class TorchDynamoPlugin:
             ``ACCELERATE_DYNAMO_USE_DYNAMIC``, else torch decides when it sees another shape.
         options: Arguments of the backend, in place of a mode.
         disable: Compile nothing after all, for tests.
+        use_regional_compilation: False is the only choice; None takes
+            ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``, else False.
 
     Raises:
+        NotImplementedError: Regional compilation is asked for.
         ValueError: A name is unknown, or mode and options are both given.
         TypeError: A value is of another type.
     """
@@ -63,9 +66,19 @@ class TorchDynamoPlugin:
     dynamic: bool | None = None
     options: dict[str, Any] | None = None
     disable: bool = False
+    use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
         """Fill in what the environment says and check it."""
+        regional = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = environment.read_flag(regional)
+        if self.use_regional_compilation:
+            raise NotImplementedError(
+                f"use_regional_compilation=True (or {regional}) asks to compile repeated blocks "
+                "one by one, which is not supported. Leave it out, and dynamo_backend too, and "
+                "compile the blocks yourself: for block in self.blocks: block.compile()."
+            )
         if self.backend is None:
             what, named = "ACCELERATE_DYNAMO_BACKEND", environment.read("ACCELERATE_DYNAMO_BACKEND")
         else:

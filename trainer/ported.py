@@ -314,6 +314,7 @@ _TRAINER_ARGUMENTS = {
     "num_nodes": "torchrun --nnodes=2 script.py",
     "num_processes": "torchrun --nproc-per-node=2 script.py",
     "precision": "mixed_precision",
+    "profiler": "profile='simple', or callbacks=[Profiler()] for a trace",
     "progress_bar_refresh_rate": "progress_bar",
     "resume_from_checkpoint": "fit(ckpt_path=...)",
     "strategy": "torchrun --nproc-per-node=2 script.py, or fsdp_plugin",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -172,6 +173,28 @@ class Precision:
             self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
+    def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
+        """Unscale gradients of one loss that several optimizers share.
+
+        Where those of one overflowed all updates are left out, as of one optimizer over all the
+        parameters: the others' were made from the same loss, and are clipped by a common norm.
+        """
+        for optimizer in optimizers:
+            self.unscale(optimizer)
+        if self.scaler is None or not self.scaler.is_enabled() or len(optimizers) < 2:
+            return
+        found = [flag for one in optimizers for flag in self._overflows(one).values()]
+        if found:
+            anywhere = torch.stack([flag.to(found[0].device) for flag in found]).amax(0)
+            for flag in found:
+                flag.copy_(anywhere)
+
+    def _overflows(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        """For each device whether gradients there overflowed, as the scaler keeps it."""
+        assert self.scaler is not None
+        flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
+        return flags
+
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
         """Make the optimizer's update unless its gradients overflowed.
 
@@ -198,7 +221,7 @@ class Precision:
         self._stepped.add(id(optimizer))
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # It is always called, and leaves the parameters alone by itself.
-            found = self.scaler._found_inf_per_device(optimizer).values()
+            found = self._overflows(optimizer).values()
             return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
         return bool(made)
 

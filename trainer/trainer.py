@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ from callbacks import (
     PredictionWriter,
     Progress,
 )
+from trackers import GeneralTracker
 from trackers.base import Status
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
@@ -34,22 +35,31 @@ from trainer.data.loader import Feed
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops import assemble
-from trainer.loops.arguments import chosen_accelerator, complete, project_dir_of
+from trainer.loops.arguments import (
+    chosen_accelerator,
+    complete,
+    project_dir_of,
+    refuse_beside_barebones,
+)
+from trainer.loops.asked import AskedSaves
 from trainer.loops.batch_norm import require_readable, update_batch_norm
+from trainer.loops.bottleneck import Begin, profiling
 from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
 from trainer.loops.fit import finished, fit
-from trainer.loops.loaders import check_hooks, check_module, take_datamodule
+from trainer.loops.loaders import check_hooks, check_module, steps_of, take_datamodule
 from trainer.loops.modes import detecting_anomalies, deterministic
 from trainer.loops.predict import predict
 from trainer.loops.predictions import PredictionFiles
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
+from trainer.loops.reload import Sources, reloader
 from trainer.loops.requeue import requeue
 from trainer.loops.run import Counters, FitRun, Run
-from trainer.loops.settings import Limit, Settings
+from trainer.loops.settings import Limit, Profile, Settings
 from trainer.loops.signals import told_to_end, watch_signals
 from trainer.loops.snapshot import require_space, save_run, save_weights_alone
 from trainer.loops.stage import stage_of
+from trainer.loops.timing import SAVING
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
@@ -57,11 +67,19 @@ from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import Policy
 from trainer.optim.groups import add_group, scale_group
 from trainer.optim.optimizer import AcceleratedOptimizer
-from trainer.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin, MegatronLMPlugin
+from trainer.plugins import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    MegatronLMPlugin,
+    TorchDynamoPlugin,
+)
 from trainer.ported import refuse_trainer_arguments, trainer_attribute_hint
 from trainer.rng import set_seed
+from trainer.strategies.compiled import compiled_steps
 
 logger = logging.getLogger(__name__)
+
+_NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
 
 
 class Trainer:
@@ -87,11 +105,16 @@ class Trainer:
         limit_test_batches: Likewise.
         limit_predict_batches: Likewise.
         overfit_batches: Train and validate on the first so many batches, unshuffled.
+        reload_dataloaders_every_n_epochs: Ask the module or the `DataModule` for the training and
+            the validation loaders again as every n-th epoch begins; 0 for never. A run resumed
+            inside an epoch makes its loaders by the same call: with `current_epoch`, `global_step`
+            and the generators as they were then, and the datamodule's state as in the checkpoint.
         fast_dev_run: Run so many batches (True is 1) of everything and write nothing.
         gradient_accumulation_steps: Micro-batches of each process for one update. The update is
             that of the whole batch, whatever the split.
-        max_grad_norm: Clip the norm of all gradients.
-        max_grad_value: Clip each element of the gradients.
+        max_grad_norm: Clip the norm of all gradients, but of those of optimizers for which
+            `configure_optimizers` gives another.
+        max_grad_value: Clip each element of the gradients, likewise.
         non_finite: What becomes of an update whose gradients hold NaN or infinity: ``"stop"`` ends
             the run with a ``FloatingPointError`` that names the parameters, ``"skip"`` leaves the
             update out and counts it, ``"ignore"`` does not look. Alike on all processes. Overflows
@@ -110,6 +133,15 @@ class Trainer:
             folder under ``runs/`` for every start.
         progress_bar: Show one, on the main process, on a terminal or in a notebook.
         callbacks: Called in this order, those that save last.
+        profile: ``"simple"`` prints at the end of a fit, a validation, a test or a prediction where
+            its time went, by parts that add up to the whole, and what to do about the largest;
+            ``profile-<stage>.json`` in `project_dir` has it too. It is the time of rank 0: on CUDA
+            that of events in the device's stream, which nobody waits for, elsewhere of the host's
+            clock.
+        barebones: Turn everything optional off, to see what the training alone costs: progress bar,
+            checkpoints, trackers, ``metrics.jsonl``, the check before training, the check of
+            `non_finite`, and `self.log` in training. Nothing is written, and the weights are those
+            of the same run without it. Arguments that ask for one of these parts are refused.
         slurm_requeue: In a SLURM job, put it back into the queue when SIGUSR1 (``sbatch
             --signal=USR1@120``) or `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
@@ -121,7 +153,9 @@ class Trainer:
         deepspeed_plugin: See `Accelerator`.
         fsdp_plugin: See `Accelerator`.
         megatron_lm_plugin: See `Accelerator`.
-        dynamo_backend: See `Accelerator`; the Trainer does not compile yet and says so.
+        dynamo_backend: See `Accelerator`: the Trainer compiles the steps of the module. They log
+            the metric ``recompilations``.
+        dynamo_plugin: See `Accelerator`; in place of `dynamo_backend`, for more options.
         kwargs_handlers: See `Accelerator`.
         project_config: Its `project_dir` is used where none is given. With `save_on_each_node` the
             machines need share no disk: each keeps whole checkpoints. How many is up to
@@ -152,6 +186,7 @@ class Trainer:
         limit_test_batches: Limit = None,
         limit_predict_batches: Limit = None,
         overfit_batches: Limit = None,
+        reload_dataloaders_every_n_epochs: int = 0,
         fast_dev_run: bool | int = False,
         gradient_accumulation_steps: int = 1,
         max_grad_norm: float | None = None,
@@ -169,6 +204,8 @@ class Trainer:
         progress_bar: bool = True,
         callbacks: Sequence[Callback] | Callback | None = None,
         checkpointing: bool = True,
+        profile: Profile | None = None,
+        barebones: bool = False,
         slurm_requeue: bool = False,
         accelerator: Accelerator | None = None,
         mixed_precision: str | None = None,
@@ -178,6 +215,7 @@ class Trainer:
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
         dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         project_config: ProjectConfiguration | None = None,
         **unknown: NoReturn,
@@ -206,6 +244,7 @@ class Trainer:
             limit_test_batches=limit_test_batches,
             limit_predict_batches=limit_predict_batches,
             overfit_batches=overfit_batches,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
             gradient_accumulation_steps=gradient_accumulation_steps,
             max_grad_norm=max_grad_norm,
             max_grad_value=max_grad_value,
@@ -215,9 +254,24 @@ class Trainer:
             detect_anomaly=detect_anomaly,
             seed=seed,
             log_every=log_every,
+            profile=profile,
+            barebones=barebones,
         )
         if fast_dev_run:
             settings = settings.for_a_trial(fast_dev_run)
+        if barebones:
+            refuse_beside_barebones(
+                inspect.signature(Trainer).parameters,
+                callbacks=callbacks,
+                log_with=log_with,
+                num_sanity_val_steps=num_sanity_val_steps,
+                non_finite=non_finite,
+                profile=profile,
+                fast_dev_run=fast_dev_run,
+                detect_anomaly=detect_anomaly,
+                slurm_requeue=slurm_requeue,
+            )
+            settings = settings.stripped()
         if seed is not None:
             set_seed(seed)
         self.accelerator = accelerator = chosen_accelerator(
@@ -230,12 +284,13 @@ class Trainer:
             fsdp_plugin=fsdp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
             kwargs_handlers=kwargs_handlers,
         )
         self.callbacks = complete(
             callbacks,
-            progress_bar=progress_bar,
-            checkpointing=checkpointing and not settings.fast_dev_run,
+            progress_bar=progress_bar and not barebones,
+            checkpointing=checkpointing and settings.writes,
         )
         self._parts = assemble.Parts(
             settings=settings,
@@ -245,7 +300,7 @@ class Trainer:
                 name=project_name,
                 run_name=run_name,
                 log_with=log_with,
-                writes=not settings.fast_dev_run,
+                writes=settings.writes,
                 on_each_node=project_config is not None and project_config.save_on_each_node,
             ),
             callbacks=self.callbacks,
@@ -277,7 +332,7 @@ class Trainer:
         trial.accelerator, trial.callbacks = accelerator, callbacks
         trial._parts = replace(
             self._parts,
-            settings=replace(self._parts.settings, **settings),
+            settings=replace(self._parts.settings, **(_NOT_IN_A_TRIAL | settings)),
             accelerator=accelerator,
             project=self._parts.project.unwritten(),
             callbacks=callbacks,
@@ -307,11 +362,12 @@ class Trainer:
             val_dataloaders: The validation loader or a list of them; none is fine.
             datamodule: In place of both, a `DataModule` or any object with some of its methods.
             ckpt_path: Where to go on from: None for a new run, the path of a checkpoint, ``"last"``
-                or ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one.
+                or ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one. Later
+                ones than that one are set aside, as ``abandoned-…``.
 
         Raises:
             ValueError: The arguments, the module's answers or the data cannot make a run; or
-                another run's checkpoints lie in `project_dir`.
+                another run is under way in `project_dir`, or has its checkpoints there.
             TypeError: The module lacks a method, or returned something of another type.
             CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
             Preempted: SIGTERM, SIGINT or SIGUSR1 came, or `max_time` is over, and the run was
@@ -326,11 +382,24 @@ class Trainer:
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
         )
-        with watch_signals() as watch, self._stage("fit", module, datamodule) as hooks:
+        sources = Sources(
+            settings=self._parts.settings,
+            accelerator=self.accelerator,
+            module=module,
+            train=train_dataloaders,
+            val=val_dataloaders,
+            datamodule=datamodule,
+        )
+        with (
+            watch_signals() as watch,
+            self._parts.project.alone(self._parts.roots()) as tell_run_id,
+            self._profiling("fit") as begin_profile,
+            self._stage("fit", module, datamodule) as hooks,
+        ):
             chosen = assemble.choose_start(self._parts, ckpt_path, datamodule)
-            self._feed, val_feeds = assemble.fit_feeds(
-                self._parts, module, train_dataloaders, val_dataloaders, datamodule
-            )
+            origin = sources.origin(chosen)
+            self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
+            self._feed, val_feeds = sources.make(origin)
             self._run = self._fit = run = assemble.prepare_fit(
                 self._parts,
                 module,
@@ -342,8 +411,12 @@ class Trainer:
                 val_feeds=val_feeds,
                 stop_requested=lambda: self._stop_requested,
             )
+            run.loaders, run.renew_loaders = origin.describe(), reloader(run, sources)
+            tell_run_id(run.run_id)
             run.told = told_to_end(watch, self._parts.settings.budget)
+            run.asked = AskedSaves(self.save_checkpoint)
             self._recorder, self._counters = run.recorder, run.counters
+            begin_profile(run, [self._feed])
             try:
                 fit(run)
                 run.writer.wait()
@@ -425,7 +498,15 @@ class Trainer:
         required: bool = True,
         displaces: Sequence[Path] = (),
     ) -> Path | None:
-        """Save the latest fit; every process calls it, at a boundary or after the fit.
+        """Save the latest fit, at once at a boundary and after it; every process calls it there.
+
+        Inside a window of micro-batches, and before the first one, the run is between two states:
+        the save is made at the next boundary, when the callbacks are done there, by all processes
+        if any of them has asked for it, and once for each path. (What is asked for among several
+        processes after the gradients of the window were reduced, as by ``on_train_batch_end``, is
+        known to all at the next validation or the next update, and made at the boundary of that;
+        on an accelerator it may be one update more.) The log tells what a fit that failed before
+        could not make.
 
         Args:
             path: The checkpoint's folder. A checkpoint there is replaced.
@@ -436,35 +517,48 @@ class Trainer:
             displaces: Checkpoints to remove once this one is committed.
 
         Returns:
-            The checkpoint, which is committed unless it is written in the background; None if it
-            failed without being required.
+            The checkpoint, which is committed unless it is written in the background or was asked
+            for inside a window; None if it failed without being required.
 
         Raises:
             CheckpointError: On all processes alike; the text names what failed and where. If the
                 disk fails a save in the background, that ends the run at the next update.
-            RuntimeError: There was no fit, or it is inside a window.
+            RuntimeError: There was no fit, or it failed inside a window.
         """
         run = self._fit
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
-        if not run.in_boundary:
-            raise RuntimeError(
-                "save_checkpoint was called inside a window, where the run is between two states. "
-                "Call it in on_boundary, in on_train_end, or after fit."
-            )
         target = Path(path)
-        saved = save_run(
-            run,
-            target,
-            trainer=self,
-            callbacks=self.callbacks,
-            configuration=self._parts.settings.describe(),
-            weights_only=weights_only,
-            background=background and self._run is run,  # after the fit nobody would wait for it
-            required=required,
-            displaces=displaces,
-            on_each_node=self._parts.project.on_each_node,
-        )
+        if not run.in_boundary:
+            if self._run is not run:
+                raise RuntimeError(
+                    "save_checkpoint has nothing to save: the latest fit failed inside a window, "
+                    "where the run is between two states. ModelCheckpoint(on_exception=True) keeps "
+                    "the weights of that moment, the checkpoints saved before have the rest."
+                )
+            run.asked.add(
+                target,
+                {
+                    "weights_only": weights_only,
+                    "background": background,
+                    "required": required,
+                    "displaces": displaces,
+                },
+            )
+            return target
+        with run.timing.part(SAVING):
+            saved = save_run(
+                run,
+                target,
+                trainer=self,
+                callbacks=self.callbacks,
+                configuration=self._parts.settings.describe(),
+                weights_only=weights_only,
+                background=background and self._run is run,  # after the fit nobody waits for it
+                required=required,
+                displaces=displaces,
+                on_each_node=self._parts.project.on_each_node,
+            )
         return target if saved else None
 
     def require_space(self, folder: Path) -> None:
@@ -664,6 +758,15 @@ class Trainer:
         return self.callback_metrics
 
     @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers of the run, each on a thread of its own; none where this does not write.
+
+        They take what `log` cannot, such as images: ``for tracker in trainer.trackers:
+        tracker.log_images({"samples": images}, trainer.global_step)``.
+        """
+        return [] if self._recorder is None else self._recorder.trackers
+
+    @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """The same as `progress_values`, under Lightning's name."""
         return self.progress_values()
@@ -714,6 +817,14 @@ class Trainer:
         return [] if self._fit is None else self._fit.optimizers
 
     @property
+    def optimizer_names(self) -> list[str]:
+        """What each of `optimizers` is called: its ``"name"``, else its class, numbered if need be.
+
+        Checkpoints and records know them by it.
+        """
+        return [] if self._fit is None else self._fit.optimizer_names
+
+    @property
     def schedulers(self) -> list[SchedulerEntry]:
         """The schedulers of the latest fit and when they tick."""
         return [] if self._fit is None else self._fit.schedulers
@@ -757,8 +868,8 @@ class Trainer:
 
     @property
     def has_validation(self) -> bool:
-        """The fit has validation data."""
-        return isinstance(self._run, FitRun) and bool(self._run.val_feeds)
+        """The fit has validation data and, as far as is known, is long enough to use it."""
+        return isinstance(self._run, FitRun) and self._run.validates
 
     @property
     def num_training_batches(self) -> int | None:
@@ -769,11 +880,12 @@ class Trainer:
     @property
     def estimated_stepping_batches(self) -> int | None:
         """Updates of the whole fit; None if only reading can tell."""
-        rounds = None if self._feed is None else self._feed.num_rounds
+        feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
+        rounds = None if feed is None else feed.num_rounds
         by_epochs = None
         if rounds is not None and self.max_epochs is not None:
             by_epochs = sum(
-                -(-rounds // self._accumulation_in(epoch)) for epoch in range(self.max_epochs)
+                -(-rounds // self.accumulation_in(epoch)) for epoch in range(self.max_epochs)
             )
         known = [number for number in (by_epochs, self.max_steps) if number is not None]
         return min(known) if known else None
@@ -806,7 +918,8 @@ class Trainer:
         replace(self._parts.settings, gradient_accumulation_steps=steps)  # checks it
         run.accumulation = steps
 
-    def _accumulation_in(self, epoch: int) -> int:
+    def accumulation_in(self, epoch: int) -> int:
+        """Micro-batches of each process for one update, in an epoch of a run from its beginning."""
         steps = self._parts.settings.gradient_accumulation_steps
         for callback in self.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
@@ -901,13 +1014,26 @@ class Trainer:
             deterministic(settings.deterministic),
             detecting_anomalies(settings.detect_anomaly and name == "fit"),
             stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish) as hooks,
+            compiled_steps(
+                module,
+                steps_of(name, module),
+                self.accelerator.dynamo_plugin,
+                self.accelerator.device,
+            ),
         ):
             yield hooks
+
+    def _profiling(self, stage: str) -> AbstractContextManager[Begin]:
+        """Around everything that a run does, so that its table is the last thing that it says."""
+        settings, project = self._parts.settings, self._parts.project
+        folder = project.folder if settings.writes else None
+        return profiling(settings.profile, stage, folder=folder, say=self.accelerator.print)
 
     def _finish(self, status: Status) -> None:
         run, self._run, self._feed = self._run, None, None
         try:
             if isinstance(run, FitRun):
+                run.asked.give_up()
                 run.writer.close()
                 run.agreement.settle()
                 for feed in (run.feed, *run.val_feeds):
@@ -938,7 +1064,10 @@ class Trainer:
         """Inside, the run of validate, test or predict is at hand."""
         self._parts.project.check_ckpt_path(ckpt_path)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
-        with self._stage(stage, module, datamodule) as hooks:
+        with (
+            self._profiling(stage) as begin_profile,
+            self._stage(stage, module, datamodule) as hooks,
+        ):
             self._run, feeds = assemble.prepare_evaluation(
                 self._parts,
                 stage,
@@ -950,4 +1079,5 @@ class Trainer:
                 self._counters,
             )
             self._recorder = self._run.recorder
+            begin_profile(self._run, feeds)
             yield self._run, feeds

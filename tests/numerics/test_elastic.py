@@ -90,6 +90,8 @@ def in_order(parts: list[Any]) -> list[Any]:
         ((1, 3), (2, None), (1, 0)),  # after 4 of 10, which are no whole rounds of three
         ((2, 1, 2, 1), (1, 2, 4, None), (0, 2, 0, 0)),
         ((1, 2), (7, None), (0, 0)),  # in the second epoch
+        ((4, 2), (1, None), (0, 0)),  # after 8 of 10
+        ((1, 1), (2, None), (2, 1)),
     ],
 )
 def test_every_sample_once_in_the_same_order(ranks, tmp_path, worlds, updates, workers):

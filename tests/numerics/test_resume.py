@@ -268,6 +268,23 @@ def test_resume_inside_an_epoch_in_fp16(ranks, tmp_path, world):
     assert whole["scaler"]["scale"] != 2.0**14
 
 
+def test_several_resumes_in_one_epoch_in_fp16(tmp_path):
+    # Between the scale's growth and its overflow, with a validation and a log in between.
+    scaler = GradScalerKwargs(init_scale=2.0**14, growth_interval=2)
+    options = {"max_epochs": 2, "workers": 0, "val_every": 2, "log_every": 3, "every": 3}
+    options |= {"mixed_precision": "fp16", "kwargs_handlers": [scaler]}
+    (whole,) = on_processes(None, 1, noisy_fit, str(tmp_path / "whole"), 1, options)
+    assert whole["counters"][0] == 14
+    folder, steps = str(tmp_path / "told"), [0, 2, 4, 5, 9]
+    for begin, step in enumerate(steps, 1):
+        told = {"told": ("on_train_step_start", step)}
+        (ended,) = on_processes(None, 1, noisy_fit, folder, begin, options | told)
+        assert ended["step"] == step + 1
+    (resumed,) = on_processes(None, 1, noisy_fit, folder, 99, options)
+    assert_resumed(whole, resumed, after=10, boundaries_after=9)
+    assert_same_record(tmp_path / "whole", tmp_path / "told")
+
+
 def interrupted_inside(
     ranks: Any, world: int, tmp_path: Path, workers: int, **more: Any
 ) -> dict[str, Any]:
@@ -286,6 +303,46 @@ def interrupted_inside(
             assert_resumed(one, other, after=step)
         assert_same_record(tmp_path / "whole", folder)
     return whole[0]
+
+
+class Narrow(TrainModule):
+    """Weights in bfloat16, whose optimizer keeps a product in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.line = nn.Linear(FEATURES, CLASSES).to(torch.bfloat16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self.line(batch[0].to(torch.bfloat16)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.NAdam(self.parameters(), lr=0.05)
+
+
+def narrow_fit(folder: str, epochs: int) -> tuple[Any, Any]:
+    """Train, or go on, on this process."""
+    module, product = Narrow(), None
+
+    class Look(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            nonlocal product
+            (optimizer,) = trainer.optimizers
+            product = copy.deepcopy(optimizer.state[module.line.weight]["mu_product"])
+
+    trainer = quiet_trainer(
+        max_epochs=epochs, seed=1, project_dir=folder, callbacks=[Look(), ModelCheckpoint()]
+    )
+    trainer.fit(module, DataLoader(Augmented(12), batch_size=4), ckpt_path="auto")
+    return copy_of(module), product
+
+
+def test_optimizer_state_in_float32_of_narrow_weights_is_not_rounded(tmp_path):
+    whole = narrow_fit(str(tmp_path / "whole"), 9)
+    for epochs in (3, 5, 9):
+        parts = narrow_fit(str(tmp_path / "parts"), epochs)
+    assert parts[1].dtype == torch.float32
+    assert_same(parts, whole)
 
 
 HOOKS = [

@@ -520,6 +520,16 @@ def test_two_ranks_record_what_one_does(ranks2):
     assert scalars("run/logs/run")["val"] == [(2, 3.0), (4, 3.0)]
 
 
+def test_a_rank_without_a_batch_in_the_last_update_may_validate_after_it(ranks2):
+    def run():
+        trainer = make(log_every=100)  # the last update is recorded as the last, not as due
+        module = Net(lambda m, b, i: m.log("x", b.mean()), lambda m, b, i: m.log("val", b.mean()))
+        trainer.fit(module, loader(3), loader(4))
+        return dict(trainer.callback_metrics)
+
+    assert ranks2(run) == [{"x": 3.0, "val": 2.5}] * 2
+
+
 def test_a_metric_of_one_rank_alone_is_an_error_that_names_both(ranks2):
     def run():
         def log(module, batch, batch_idx):

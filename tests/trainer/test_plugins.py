@@ -48,6 +48,14 @@ def test_arguments_reach_torch_where_they_are_not_its_defaults():
     assert plugin.to_kwargs() == {"backend": "inductor", "options": options}
 
 
+def test_regional_compilation_is_refused(monkeypatch):
+    assert TorchDynamoPlugin(use_regional_compilation=False).use_regional_compilation is False
+    for arguments in ({"use_regional_compilation": True}, {}):
+        with pytest.raises(NotImplementedError, match=r"use_regional_compilation=True.*block\.com"):
+            TorchDynamoPlugin(backend="eager", **arguments)
+        monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+
+
 def test_the_environment_says_what_the_arguments_do_not(monkeypatch):
     for name, value in (
         ("BACKEND", "aot_eager"),

@@ -580,7 +580,7 @@ def test_optimizers_of_automatic_optimisation_all_step_and_share_no_parameter():
         def configure_optimizers(self):
             return [torch.optim.SGD(self.parameters(), lr=0.1), super().configure_optimizers()[1]]
 
-    with pytest.raises(ValueError, match=r"number 0 and 1.*'other\.weight'.*automatic_opt"):
+    with pytest.raises(ValueError, match=r"'SGD' and 'SGD-1'.*'other\.weight'.*automatic_opt"):
         make().fit(Shared(), loader(2))
 
 

@@ -353,9 +353,8 @@ def test_weights_alone_are_for_evaluation_not_to_go_on_from():
     assert seen["seen"] == pytest.approx(trainer.module.head.weight.sum().item())
     with pytest.raises(CheckpointError, match="weights alone"):
         fit("run", ckpt_path=path)
-    shutil.rmtree("run/checkpoints", ignore_errors=True)
-    trainer = fit("run", saver, ckpt_path="auto")  # there is nothing to go on from
-    assert trainer.global_step == 12
+    with pytest.raises(CheckpointError, match="weights alone"):
+        fit("run", saver, ckpt_path="auto")
 
 
 def test_weights_are_saved_at_an_exception_and_no_run_goes_on_from_them(caplog):
@@ -403,7 +402,6 @@ DAMAGES = [
         "record.json", "rank-00000.json", "rank-00000.safetensors", "manifest.json",
     )),
     (of_version(0), "manifest.json"),
-    (of_version(2), "manifest.json"),
 ]  # fmt: skip
 
 
@@ -426,9 +424,8 @@ def test_damage_is_detected_and_auto_takes_the_newest_sound_one(sound, caplog, d
     trainer = Trainer(max_epochs=2, project_dir="run", progress_bar=False, cpu=True, seed=3)
     chosen = trainer._parts.choose("auto")
     assert chosen == Path("run/checkpoints/step-00000008")
-    if damage is not Path.unlink or file != "manifest.json":  # without it, it is no checkpoint
-        assert f"{newest} is not used" in caplog.text
-        assert file in caplog.text
+    assert f"{newest} is not used" in caplog.text
+    assert file in caplog.text
 
 
 # -- what a review found ---------------------------------------------------------------------------

@@ -117,7 +117,6 @@ ARGUMENTS = [
         ValueError,
         ["dispatch_batches=True", "Leave it out"],
     ),
-    ({"dynamo_backend": "eager"}, NotImplementedError, ["'EAGER'", "configure_model"]),
     ({"dynamo_backend": "eeger"}, ValueError, ["'EEGER'", "Did you mean 'EAGER'?"]),
     ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, NotImplementedError, ["fsdp_plugin"]),
     ({"deepspeed_plugin": 3}, TypeError, ["3", "DeepSpeedPlugin"]),
@@ -754,16 +753,6 @@ def test_a_checkpoint_with_other_optimizers_says_how_many():
         CheckpointError,
         "1 optimizers",
         "returned 2",
-    )
-
-
-def test_saving_waits_for_the_end_of_a_window():
-    class Hasty(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            trainer.save_checkpoint("hasty")
-
-    fit_fails(
-        Net(), RuntimeError, "inside a window", "on_boundary", "on_train_end", callbacks=Hasty()
     )
 
 

@@ -1,7 +1,7 @@
 """Joint decisions that cost no round trip of their own.
 
 What every process must know alike at each update (how many items the window had, whether anybody
-wants to stop or could not save, rank 0's clock, whose data have ended) is a vector of a few
+wants to stop or to save or could not, rank 0's clock, whose data have ended) is a vector of a few
 numbers. Its sum over the processes rides with the gradient reduction and is read once it has
 reached the host: at once on the CPU, one update later on an accelerator, where reading earlier
 would make the host wait.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIELDS = 7
+FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class Tally:
         ended: How many processes have no further round in this epoch.
         witness: 1 from rank 0 alone; another sum says that nothing was reduced.
         failed_saves: How many know of a save in the background that failed.
+        asked_saves: Saves that were asked for in the window.
     """
 
     items: float
@@ -39,6 +40,7 @@ class Tally:
     ended: float
     witness: float
     failed_saves: float = 0.0
+    asked_saves: float = 0.0
 
 
 class Agreement:

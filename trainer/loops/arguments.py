@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from inspect import Parameter
 from typing import Any
 
 from callbacks import Callback, ModelCheckpoint, ProgressBar
 from trainer.accelerator import Accelerator
-from trainer.configuration import DynamoBackend, ProjectConfiguration
+from trainer.configuration import ProjectConfiguration
 from trainer.hooks import is_overridden
 
 
@@ -34,12 +35,6 @@ def chosen_accelerator(
                 "reads on every process. Leave it out; to keep the batch size of all processes "
                 "together, divide the loader's by their number."
             )
-    if ready.dynamo_plugin.backend != DynamoBackend.NO:
-        raise NotImplementedError(
-            f"dynamo_backend is {str(ready.dynamo_plugin.backend)!r}, but the Trainer does not "
-            "compile steps yet. Compile parts of the module in configure_model: "
-            "self.net.compile()."
-        )
     return ready
 
 
@@ -80,8 +75,30 @@ def complete(
                 f"Two callbacks have the state_key {key!r}, so that a checkpoint could not tell "
                 "them apart; override the property in one of them."
             )
-    if progress_bar and not any(isinstance(one, ProgressBar) for one in given):
+    bars = [one for one in given if isinstance(one, ProgressBar)]
+    if len(bars) > 1:
+        names = " and ".join(type(bar).__name__ for bar in bars)
+        raise ValueError(f"callbacks holds {names}, which would draw over each other; pass one.")
+    if progress_bar and not bars:
         given.insert(0, ProgressBar())
     if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
         given.append(ModelCheckpoint())
     return sorted(given, key=lambda callback: callback.runs_last)
+
+
+def refuse_beside_barebones(arguments: Mapping[str, Parameter], **given: Any) -> None:
+    """Refuse what was asked for and is what ``barebones=True`` turns off.
+
+    Args:
+        arguments: The Trainer's, with their defaults, which nobody asked for.
+        **given: The values of those that it turns off.
+
+    Raises:
+        ValueError: Something else than the default, and not off.
+    """
+    for name, value in given.items():
+        if value and value not in ("ignore", arguments[name].default):
+            raise ValueError(
+                f"barebones=True turns {name} off, but {name} is {value!r}: leave one of them out. "
+                "To see what the optional parts cost, compare with profile='simple' instead."
+            )

@@ -22,20 +22,27 @@ from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
+from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
 from trainer.loops.lengths import Schedule
-from trainer.loops.loaders import check_step, feeds_for, loaders_for, validation_loaders
+from trainer.loops.loaders import check_step, feeds_for, loaders_for
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
+from trainer.loops.resume import load_datamodule, load_run, load_weights
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Settings
-from trainer.loops.snapshot import load_datamodule, load_run, load_weights
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
-from trainer.optim.configure import SchedulerEntry, read_optimizers
+from trainer.optim.clipping import NO_LIMITS, Limits
+from trainer.optim.configure import (
+    OptimizerEntry,
+    SchedulerEntry,
+    names_of,
+    read_optimizers,
+)
 from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.optim.weighting import LossWeighting
-from trainer.rng import mix, seed_generators, set_seed
+from trainer.rng import mix, seed_generators
 from trainer.strategies.choose import choose_engine
 from trainer.strategies.ddp import average_gradients, broadcast_
 
@@ -73,29 +80,6 @@ class Parts:
         return self.project.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
 
 
-def fit_feeds(
-    parts: Parts, module: TrainModule, train: Any, val: Any, datamodule: Any
-) -> tuple[Feed, list[Feed]]:
-    """The training feed and the validation feeds; generators are seeded before.
-
-    Raises:
-        ValueError: There is not one training loader, or a loader is empty.
-        TypeError: There is validation data but no ``validation_step``.
-    """
-    settings, accelerator = parts.settings, parts.accelerator
-    if settings.seed is not None:
-        set_seed(settings.seed)
-    seed = broadcast_object(torch.initial_seed()) if settings.seed is None else settings.seed
-    loaders = loaders_for("fit", train, module, datamodule)
-    if len(loaders) > 1:
-        raise ValueError(f"fit was given {len(loaders)} training loaders; it takes one.")
-    (feed,) = feeds_for("train", loaders, settings, accelerator, seed=seed)
-    val_loaders = validation_loaders(val, module, datamodule, settings)
-    val_feeds = feeds_for("validate", val_loaders, settings, accelerator, seed=seed)
-    check_step("validate", module, val_feeds)
-    return feed, val_feeds
-
-
 def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
     """The checkpoint that a fit goes on from; the datamodule is put back to it; collective.
 
@@ -109,8 +93,15 @@ def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
         parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path, sweeps=True)
     if chosen is not None:
+        if _goes_back(ckpt_path):
+            parts.project.check_branch(chosen, parts.roots())
         load_datamodule(datamodule, chosen)
     return chosen
+
+
+def _goes_back(ckpt_path: Any) -> bool:
+    """Whether there may be later checkpoints than the one that was asked for."""
+    return ckpt_path not in ("auto", "last")
 
 
 def prepare_fit(
@@ -139,9 +130,7 @@ def prepare_fit(
     module.to(accelerator.device)
     if chosen is None:
         parts.project.begin_record()
-    recorder = parts.project.make_recorder(
-        purge_after=None if chosen is None else disk.read_manifest(chosen)["step"]
-    )
+    recorder = parts.project.make_recorder()
     run = make_fit_run(
         module,
         hooks,
@@ -154,6 +143,7 @@ def prepare_fit(
         stop_requested=stop_requested,
     )
     run.run_id = broadcast_object(uuid.uuid4().hex)
+    foresee_validations(run, parts, datamodule)
     run.writer.open()
     offset = None
     if chosen is not None:
@@ -162,8 +152,11 @@ def prepare_fit(
             chosen,
             trainer=parts.trainer,
             callbacks=parts.callbacks,
-            stays_stopped=ckpt_path in ("auto", "last"),
+            stays_stopped=not _goes_back(ckpt_path),
         )
+        # Not before it is loaded: it may not fit.
+        if _goes_back(ckpt_path) and parts.project.leave_branch(chosen, parts.roots(), offset):
+            recorder.resume({}, run.counters.global_step)  # no service takes steps back
         accelerator.print(_going_on(run, chosen))
     elif run.rank > 0:
         # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
@@ -173,6 +166,21 @@ def prepare_fit(
         told = logged(datamodule) | told
     on_main(lambda: recorder.start(settings.describe() | told, cut_at=offset))
     return run
+
+
+def foresee_validations(run: FitRun, parts: Parts, datamodule: Any) -> None:
+    """Find out whether the run comes to a validation, and tell it if not."""
+    settings, trainer = parts.settings, parts.trainer
+    reloads = settings.reload_dataloaders_every_n_epochs > 0
+    run.monitored = monitors_of(run, parts.callbacks)
+    run.validates = bool(run.val_feeds) and can_be_due(
+        run.val_schedule.interval,
+        run.length,
+        updates=settings.max_steps if reloads else trainer.estimated_stepping_batches,
+        feed=None if reloads else run.feed,
+        accumulation=trainer.accumulation_in,
+    )
+    tell_of_no_validation(run, settings, datamodule)
 
 
 def _check_manual(settings: Settings) -> None:
@@ -234,7 +242,7 @@ def prepare_evaluation(
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
     elif parts.accelerator.use_distributed:  # each process may have drawn other initial weights
         broadcast_([*module.parameters(), *module.buffers()])
-    recorder = parts.project.make_recorder()
+    recorder = parts.project.make_recorder(evaluates=True)
     common = _common(module, hooks, recorder, parts.accelerator, datamodule)
     run = Run(**common, counters=counters)
     on_main(lambda: recorder.start(parts.settings.describe()))
@@ -243,15 +251,16 @@ def prepare_evaluation(
 
 def prepare_optimizers(
     module: TrainModule, accelerator: Accelerator
-) -> tuple[list[AcceleratedOptimizer], list[SchedulerEntry]]:
+) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
     """Call ``configure_optimizers`` and prepare what it returned.
 
     In manual optimisation among several processes each optimizer averages its own gradients.
 
     Raises:
-        ValueError: An optimizer has none of the module's parameters.
+        ValueError: An optimizer has none of the module's parameters, or cannot be used as asked.
     """
-    optimizers, schedulers = read_optimizers(module.configure_optimizers())
+    entries, schedulers = read_optimizers(module.configure_optimizers())
+    optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
     alone = module.automatic_optimization or not accelerator.use_distributed
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
@@ -266,17 +275,34 @@ def prepare_optimizers(
                 f"parameters of {type(module).__name__}; pass it self.parameters()."
             )
     if module.automatic_optimization:
-        _check_apart(optimizers, module)
+        _check_apart(optimizers, names, module)
+    else:
+        _check_no_limits(entries, names)
     prepared = [
         AcceleratedOptimizer(
             optimizer, precision=accelerator.precision, reduce=None if alone else average_gradients
         )
         for optimizer in optimizers
     ]
-    return prepared, schedulers
+    return prepared, entries, schedulers
 
 
-def _check_apart(optimizers: list[Optimizer], module: TrainModule) -> None:
+def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
+    """Refuse limits that nobody would apply.
+
+    Raises:
+        ValueError: In manual optimisation there is one.
+    """
+    for entry, name in zip(entries, names, strict=True):
+        if entry.max_grad_norm is not None or entry.max_grad_value is not None:
+            raise ValueError(
+                f"configure_optimizers returned limits on the gradients of {name!r}, but in manual "
+                "optimisation training_step clips for itself: call self.clip_gradients(optimizer, "
+                "...) there."
+            )
+
+
+def _check_apart(optimizers: list[Optimizer], names: list[str], module: TrainModule) -> None:
     """Refuse a parameter in two optimizers, which the one loss would update twice.
 
     Raises:
@@ -289,10 +315,11 @@ def _check_apart(optimizers: list[Optimizer], module: TrainModule) -> None:
             if other != number:
                 name = next((n for n, p in module.named_parameters() if p is parameter), "?")
                 raise ValueError(
-                    f"The optimizers number {other} and {number} that configure_optimizers "
-                    f"returned both have the parameter {name!r}. In automatic optimisation there "
-                    "is one loss, and every optimizer steps at every update: give each its own "
-                    "parameters. To alternate between losses set automatic_optimization = False."
+                    f"The optimizers {names[other]!r} and {names[number]!r} that "
+                    f"configure_optimizers returned both have the parameter {name!r}. In "
+                    "automatic optimisation there is one loss, and every optimizer steps at every "
+                    "update: give each its own parameters. To alternate between losses set "
+                    "automatic_optimization = False."
                 )
 
 
@@ -318,16 +345,10 @@ def make_fit_run(
         automatic=module.automatic_optimization,
         ddp_kwargs=accelerator.ddp_kwargs,
     )
-    optimizers, schedulers = prepare_optimizers(module, accelerator)
-    for name in ("val_every", "log_every"):
-        interval = Interval.parse(getattr(settings, name))
-        if interval.unit == "epochs" and interval.every % 1 and feed.num_rounds is None:
-            raise ValueError(
-                f"{name} is {interval}, but the loader has no length to take a fraction of; give "
-                "steps, items, a time, or whole epochs."
-            )
+    optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
+    own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     run = FitRun(
-        **_common(module, hooks, recorder, accelerator, datamodule),
+        **_common(module, hooks, recorder, accelerator, datamodule, quiet=settings.barebones),
         engine=engine,
         agreement=agreement,
         weighting=LossWeighting(
@@ -340,8 +361,9 @@ def make_fit_run(
         parameters=list(module.parameters()),
         length=settings.length,
         accumulation=settings.gradient_accumulation_steps,
-        max_grad_norm=settings.max_grad_norm,
-        max_grad_value=settings.max_grad_value,
+        limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
+        own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
+        optimizer_names=names_of(entries),
         val_schedule=Schedule(Interval.parse(settings.val_every)),
         log_schedule=Schedule(Interval.parse(settings.log_every)),
         sanity_steps=settings.num_sanity_val_steps,
@@ -375,8 +397,12 @@ def _common(
     recorder: Recorder,
     accelerator: Accelerator,
     datamodule: Any,
+    *,
+    quiet: bool = False,
 ) -> dict[str, Any]:
-    metrics = MetricStore(accelerator.device, world_size=accelerator.num_processes)
+    metrics = MetricStore(
+        accelerator.device, world_size=accelerator.num_processes, quiet_training=quiet
+    )
     recorder.private = metrics.private
     return {
         "module": module,

@@ -87,13 +87,13 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
 def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> None:
     """Every batch of one feed."""
     hooks = run.hooks
-    step = getattr(run.module, phase.step)
+    step = run.bare_step(phase.step)
     start = getattr(hooks, f"on_{phase.name}_batch_start")
     end = getattr(hooks, f"on_{phase.name}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
     feed.set_epoch(run.counters.epoch)
     batch_idx = -1
-    with closing(feed.rounds(run.transfer(feed, index))) as rounds:
+    with closing(run.rounds(feed, run.transfer(feed, index))) as rounds:
         for batch_idx, current in enumerate(rounds):
             if run.told_to_end(batch_idx):
                 raise EvaluationAbandoned

@@ -14,11 +14,14 @@ from torch import Tensor
 from trainer.data.loader import Round
 from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.errors import Preempted
+from trainer.loops.due import refuse_missed, tell_of_missed
 from trainer.loops.evaluate import VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.run import FitRun, items_of
+from trainer.loops.timing import OPTIMIZER, VALIDATING
 from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
-from trainer.optim.clipping import clip_
+from trainer.optim.clipping import NO_LIMITS, clip_, clip_apart_
 from trainer.optim.finite import find_non_finite
+from trainer.optim.optimizer import parameters_of
 from trainer.rng import isolated_rng, load_rng_state, rng_state
 from trainer.tree import detach, to_host
 
@@ -39,14 +42,17 @@ def fit(run: FitRun) -> None:
     while run.unfinished or not finished(run):
         if counters.epoch_complete and not run.unfinished:
             counters.begin_epoch()
+            run.renew_loaders()
         train_epoch(run)
     restore_rng(run)
     metrics.scope = None  # no epoch is left that could record what is logged
     run.in_boundary = True
+    run.asked.make(run.world_size)
     hooks.on_train_end()
     if counters.global_step > run.last_logged:
         record_update(run)  # the end of a run is worth a record, due or not
         run.recorder.flush(arrived=counters.global_step)
+    tell_of_missed(run)
     hooks.on_fit_end()
 
 
@@ -79,19 +85,19 @@ def train_epoch(run: FitRun) -> None:
         if counters.epoch_complete or finished(run):
             return
     step = train_window if run.module.automatic_optimization else manual_window
-    with closing(
-        feed.rounds(run.transfer(feed))
-    ) as rounds:  # workers end with the epoch, not later
+    begun_at = counters.rounds
+    with closing(run.rounds(feed, run.transfer(feed))) as rounds:  # workers end with the epoch
         for window in windows(rounds, lambda: run.accumulation):
             if step(run, window):
                 finish_update(run)
                 if finished(run):
                     break
-    if counters.rounds == 0:
+    if counters.rounds == begun_at:
+        which = f" behind its first {counters.epoch_batches}" if begun_at else ""
         raise ValueError(
-            f"The training loader gave no batch in epoch {counters.epoch}. Check its dataset, its "
-            "sampler and drop_last, and limit_train_batches; an iterator can be read only once, so "
-            "pass an object that can be iterated again."
+            f"The training loader gave no batch in epoch {counters.epoch}{which}. Check its "
+            "dataset, its sampler and drop_last, and limit_train_batches; an iterator can be read "
+            "only once, so pass an object that can be iterated again."
         )
 
 
@@ -151,13 +157,15 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if loss is not None:
             hooks.on_after_backward()
         if sync:
-            update(run, total if items_everywhere is None else items_everywhere, loss)
+            with run.timing.part(OPTIMIZER):
+                update(run, total if items_everywhere is None else items_everywhere, loss)
         if micro.present:
             hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
-    for optimizer in run.optimizers:
-        hooks.on_before_zero_grad(optimizer)
-        optimizer.zero_grad()
+    with run.timing.part(OPTIMIZER):
+        for optimizer in run.optimizers:
+            hooks.on_before_zero_grad(optimizer)
+            optimizer.zero_grad()
     return True
 
 
@@ -205,7 +213,7 @@ def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
     Its loss is a mean over nothing, of which a backward pass would make NaN.
     """
     with torch.no_grad():
-        return run.module.training_step(batch, batch_idx)
+        return run.bare_step("training_step")(batch, batch_idx)
 
 
 def stand_in(run: FitRun, batch_idx: int) -> None:
@@ -285,15 +293,13 @@ def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
     Raises:
         FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
     """
-    for optimizer in run.optimizers:
-        run.precision.unscale(optimizer.optimizer)
+    run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
     run.weighting.rescale_([parameter.grad for parameter in run.parameters], total)
     see_if_log_is_due(run)
     for optimizer in run.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
     if admitted(run, loss):
-        if run.max_grad_norm is not None or run.max_grad_value is not None:
-            clip_(run.parameters, max_norm=run.max_grad_norm, max_value=run.max_grad_value)
+        clip(run)
         for optimizer in run.optimizers:
             optimizer.step()
     if run.guard is not None and run.precision.scales:
@@ -301,6 +307,18 @@ def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
         run.guard.count_scaled(skipped, run.counters.global_step + 1)
     tick(run, "step", run.counters.global_step + 1)
     run.counters.global_step += 1
+
+
+def clip(run: FitRun) -> None:
+    """Clip the gradients: those of an optimizer with limits of its own apart, the others' together.
+
+    A group of parameters may be added to an optimizer at any time.
+    """
+    if run.own_limits:
+        apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
+        clip_apart_(run.parameters, apart, run.limits)
+    elif run.limits != NO_LIMITS:
+        clip_(run.parameters, max_norm=run.limits.max_norm, max_value=run.limits.max_value)
 
 
 def admitted(run: FitRun, loss: Tensor | None) -> bool:
@@ -348,7 +366,9 @@ def finish_update(run: FitRun) -> None:
     if run.agreement.latest.signals:
         preempt(run)
     before = run.val_schedule.before
+    together = counters.epoch_complete  # what one process has asked for can be told to the others
     if run.val_feeds and run.val_schedule.due(run.progress):
+        together = True
         try:
             validate(run)
         except EvaluationAbandoned:
@@ -359,6 +379,8 @@ def finish_update(run: FitRun) -> None:
     run.metrics.scope = None
     run.in_boundary = True
     run.hooks.on_boundary()
+    if together or run.world_size == 1 or run.agreement.latest.asked_saves:
+        run.asked.make(run.world_size)
     run.in_boundary = False
 
 
@@ -370,6 +392,7 @@ def preempt(run: FitRun) -> NoReturn:
     """
     run.unfinished = run.in_boundary = True
     run.hooks.on_preemption()
+    run.asked.make(run.world_size)
     raise preempted(run)
 
 
@@ -416,7 +439,8 @@ def validate(run: FitRun) -> None:
     run.engine.broadcast_buffers()
     generators = rng_state()
     try:
-        evaluate(run, VALIDATION, run.val_feeds)
+        with run.timing.part(VALIDATING):
+            evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION.name)
         load_rng_state(generators)
@@ -447,7 +471,7 @@ def sanity_check(run: FitRun) -> None:
     if not run.val_feeds or run.sanity_steps == 0 or run.counters.global_step > 0:
         return
     limits = [feed.limit for feed in run.val_feeds]
-    generators = rng_state()
+    generators, names = rng_state(), set(run.metrics.names)
     run.sanity_checking = True
     try:
         if run.sanity_steps > 0:
@@ -455,8 +479,11 @@ def sanity_check(run: FitRun) -> None:
                 feed.limit = run.sanity_steps if limit is None else min(run.sanity_steps, limit)
         run.hooks.on_sanity_check_start()
         run.engine.broadcast_buffers()
-        evaluate(run, VALIDATION, run.val_feeds)
+        with run.timing.part(VALIDATING):
+            evaluate(run, VALIDATION, run.val_feeds)
         run.metrics.forget_shown()
+        refuse_missed(run, run.metrics.names - names)
+        run.metrics.names = names  # a decision may wait for them only once they come
         run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # nothing is there to be saved
         raise preempted(run) from None

@@ -138,3 +138,18 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
             f"{1 / max(total, 1):.3g}, or an int."
         )
     feed.limit = batches
+
+
+def require_length(feed: Feed, **intervals: Interval | str | int) -> None:
+    """Refuse intervals that are a fraction of an epoch whose length nobody knows.
+
+    Raises:
+        ValueError: There is one, by the name of its argument.
+    """
+    for name, given in intervals.items():
+        interval = Interval.parse(given)
+        if interval.unit == "epochs" and interval.every % 1 and feed.num_rounds is None:
+            raise ValueError(
+                f"{name} is {interval}, but the loader has no length to take a fraction of; give "
+                "steps, items, a time, or whole epochs."
+            )

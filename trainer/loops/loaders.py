@@ -25,6 +25,12 @@ _STEPS = {
 }
 
 
+def steps_of(stage: str, module: TrainModule) -> list[str]:
+    """The names of the steps that this stage calls."""
+    names = ["training_step", "validation_step"] if stage == "fit" else [_STEPS[stage][0]]
+    return [n for n in names if n == "predict_step" or is_overridden(module, n, TrainModule)]
+
+
 def check_module(module: Any, stage: str) -> None:
     """Refuse a module that cannot do what is asked of it.
 

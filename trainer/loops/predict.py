@@ -47,9 +47,10 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
 def predict_feed(run: Run, feed: Feed, index: int, *, several: bool, keep: bool) -> list[Any]:
     """What this process predicts for one feed; nothing unless it is to be kept."""
     outputs = []
+    step = run.bare_step("predict_step")
     feed.set_epoch(0)
     batch_idx = -1
-    with closing(feed.rounds(run.mover(feed, index))) as rounds:
+    with closing(run.rounds(feed, run.mover(feed, index))) as rounds:
         for batch_idx, current in enumerate(rounds):
             if not current.present:
                 continue
@@ -57,7 +58,7 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool, keep: bool)
             where = (batch_idx, index) if several else (batch_idx,)
             run.hooks.on_predict_batch_start(batch, *where)
             with run.precision.autocast():
-                output = to_host(run.module.predict_step(batch, *where))
+                output = to_host(step(batch, *where))
             run.hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)

@@ -6,8 +6,10 @@ import copy
 import logging
 import math
 import os
+import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 _CAPACITY = 1_000_000  # records that may wait to be written: the local record should lose none
 _WORDS = ("auto", "best", "last")
+_TO_EVALUATE = "To evaluate them pass the path of one."
+_TO_TRAIN = (
+    "Begin a new run in another project_dir, with them if you wish (load_from_checkpoint). To have "
+    "a run that can be gone on with, add a ModelCheckpoint without save_weights_only, with a "
+    "dirpath of its own."
+)
 
 
 class Project:
@@ -73,6 +81,7 @@ class Project:
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
         self._writes = writes
+        self._fitted: Recorder | None = None
         self.on_each_node = on_each_node
 
     def unwritten(self) -> Project:
@@ -109,6 +118,38 @@ class Project:
                 "Trainer(project_dir='runs/…')."
             )
 
+    @contextmanager
+    def alone(self, roots: Sequence[Path]) -> Iterator[Callable[[str], None]]:
+        """Inside, no other run may write to the folder; collective.
+
+        Args:
+            roots: The folders that the run's callbacks save to.
+
+        Yields:
+            A function to tell the run's id, for whoever is refused.
+
+        Raises:
+            ValueError: Another run does; on all processes alike.
+        """
+        own = self.folder.resolve()
+        others = {root.resolve(): root for root in roots}
+        folders = [self.folder, *(o for at, o in others.items() if not at.is_relative_to(own))]
+        tells: list[Callable[[str], None]] = []
+        state = PartialState()
+        with ExitStack() as held:
+
+            def take() -> None:
+                tells.extend(held.enter_context(disk.alone_in(folder)) for folder in folders)
+
+            here = self._writes and disk.keeps(state, self.on_each_node)
+            disk.refuse_together(take, state, here=here)
+
+            def tell_all(run_id: str) -> None:
+                for tell in tells:
+                    tell(run_id)
+
+            yield tell_all
+
     def check_fresh(self, roots: Sequence[Path]) -> None:
         """Refuse to begin a run where another one's checkpoints lie; collective.
 
@@ -144,19 +185,20 @@ class Project:
                 may run beside the training, whose save it must not take for a leftover.
 
         Raises:
-            CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none.
+            CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none; or
+                there are weights alone.
             ValueError: ``"best"`` without a metric to rank by.
         """
         if ckpt_path is None:
             return None
-        if ckpt_path not in _WORDS:
-            return _existing(ckpt_path)
         state = PartialState()
         roots = list(dict.fromkeys([self.checkpoints, *roots]))
-        if sweeps:
+        if sweeps and self._writes:
             keeper = disk.keeps(state, self.on_each_node)
             what = "Clearing what killed saves have left"
             disk.together(what, lambda: [disk.sweep(r) for r in roots if keeper], state)
+        if ckpt_path not in _WORDS:
+            return _existing(ckpt_path)
         if ckpt_path == "best":
             return self._best(roots, monitors)
         newest, refused = [], []
@@ -169,6 +211,11 @@ class Project:
                 newest += [] if found is None else [found]
         if not newest and refused:
             raise refused[0]
+        for each in refused:
+            logger.warning("%s A checkpoint of another folder is used.", each)
+        if not newest:
+            instead = _TO_EVALUATE if not sweeps else _TO_TRAIN
+            disk.refuse_weights_alone(roots, state, instead=instead, on_each_node=self.on_each_node)
         if not newest and ckpt_path == "last":
             raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
         return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
@@ -195,6 +242,46 @@ class Project:
             )
         return best
 
+    def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
+        """Refuse to go on from a checkpoint where another run's checkpoints lie; collective.
+
+        Raises:
+            CheckpointError: It cannot be read.
+            ValueError: There are some.
+        """
+        state, roots = PartialState(), [self.checkpoints, *roots]
+        here = self._writes and disk.keeps(state, self.on_each_node)
+        disk.refuse_together(lambda: disk.refuse_other_runs(chosen, roots), state, here=here)
+
+    def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
+        """Set aside the checkpoints later than this one, and keep the record of theirs; collective.
+
+        Args:
+            chosen: The checkpoint.
+            roots: The folders that the run's callbacks save to.
+            offset: Where the record will be cut.
+
+        Returns:
+            Whether there were any, on a process that keeps checkpoints.
+
+        Raises:
+            CheckpointError: The disk refuses.
+        """
+        state, roots = PartialState(), list(dict.fromkeys([self.checkpoints, *roots]))
+        later: list[Path] = []
+
+        def leave() -> None:
+            if not self._writes or not disk.keeps(state, self.on_each_node):
+                return
+            later[:] = disk.leave_branch(chosen, roots)
+            if self.record.exists() and not JsonlTracker(self.record).ends_record(offset or 0):
+                _set_aside(self.record)  # it is not the one that the checkpoint knows
+            elif self.record.exists() and later:
+                shutil.copy2(self.record, _unused(self.record))
+
+        disk.together("Setting aside later checkpoints", leave, state)
+        return bool(later)
+
     def begin_record(self) -> None:
         """Make the folder and an empty record in it, on rank 0; collective.
 
@@ -214,30 +301,36 @@ class Project:
         if self.record.exists():
             _set_aside(self.record)
 
-    def make_recorder(self, *, purge_after: int | None = None) -> Recorder:
+    def make_recorder(self, *, evaluates: bool = False) -> Recorder:
         """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
 
         Args:
-            purge_after: The update that a resumed run goes on from: TensorBoard then drops the
-                points that a killed run wrote after its last checkpoint.
+            evaluates: For an evaluation: the record of a training that is under way is not its
+                own. Behind a fit its values go to the same runs of the trackers.
         """
         made: list[Recorder] = []
         if self._writes:
-            on_main(lambda: made.append(self._make_recorder(purge_after)))
+            on_main(lambda: made.append(self._make_recorder(evaluates)))
         return made[0] if made else Recorder(NullTracker(), [])
 
-    def _make_recorder(self, purge_after: int | None) -> Recorder:
+    def _make_recorder(self, evaluates: bool) -> Recorder:
         trackers = resolve_trackers(
             self._log_with,
             project_name=self._name or self.folder.name,
             run_name=self._run_name,
             logging_dir=self.logs,
-            init_kwargs=None
-            if purge_after is None
-            else {"tensorboard": {"purge_step": purge_after + 1}},
         )
-        record = BackgroundTracker(JsonlTracker(self.record), capacity=_CAPACITY)
-        return Recorder(record, [BackgroundTracker(tracker) for tracker in trackers])
+        file = self.record
+        if evaluates and (holder := disk.holder_of(self.folder)):
+            file = file.with_name("evaluations.jsonl")
+            logger.warning("%s trains in %s: this goes to %s.", holder, self.folder, file.name)
+        record = BackgroundTracker(JsonlTracker(file), capacity=_CAPACITY)
+        recorder = Recorder(record, [BackgroundTracker(tracker) for tracker in trackers])
+        if not evaluates:
+            self._fitted = recorder
+        elif self._fitted is not None:
+            recorder.resume(self._fitted.run_ids, None)
+        return recorder
 
 
 def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
@@ -286,7 +379,12 @@ def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
 
 def _set_aside(path: Path) -> None:
     """Keep the record of a run that left no checkpoint, under another name."""
+    path.rename(_unused(path))
+
+
+def _unused(path: Path) -> Path:
+    """A numbered name beside a file that nothing has."""
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
-    path.rename(aside)
+    return aside

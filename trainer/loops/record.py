@@ -13,7 +13,7 @@ from torch import Tensor
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
-from trainer.metrics import Value, to_floats
+from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Recorder:
         self._trackers = trackers
         self._finished = False
         self._end: int | None = None  # of the local record, once it is closed
-        self._pending: tuple[list[str], Tensor, Any, int, int] | None = None
+        self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
         self.private: set[str] = set()
@@ -56,20 +56,17 @@ class Recorder:
         On the CPU there is nothing to wait for, and it is recorded at once.
         """
         self.flush()
-        tensors = [value for value in values.values() if isinstance(value, Tensor)]
-        if not tensors or tensors[0].device.type == "cpu":
+        away = on_accelerator(values)
+        if not away:
             self._write(to_floats(values), step, epoch)
             return
-        device = tensors[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        stacked = torch.stack(
-            [torch.as_tensor(value, dtype=wide, device=device) for value in values.values()]
-        )
-        host = torch.empty_like(stacked, device="cpu", pin_memory=device.type == "cuda")
-        host.copy_(stacked, non_blocking=True)
-        event = torch.Event(device)
+        vector = stacked(away.values())
+        host = torch.empty_like(vector, device="cpu", pin_memory=vector.device.type == "cuda")
+        host.copy_(vector, non_blocking=True)
+        event = torch.Event(vector.device)
         event.record()
-        self._pending = (list(values), host, event, step, epoch)
+        here = {name: 0.0 if name in away else float(values[name]) for name in values}
+        self._pending = (here, list(away), host, event, step, epoch)
 
     def flush(self, *, arrived: int | None = None) -> None:
         """Record what `record_later` sent on its way.
@@ -78,10 +75,10 @@ class Recorder:
             arrived: The update at which callbacks see it for the first time.
         """
         if self._pending is not None:
-            names, host, event, step, epoch = self._pending
+            here, names, host, event, step, epoch = self._pending
             self._pending = None
             event.synchronize()
-            read = dict(zip(names, host.tolist(), strict=True))
+            read = here | dict(zip(names, host.tolist(), strict=True))
             self._write(read, step, epoch, arrived=arrived)
 
     def _write(
@@ -98,6 +95,35 @@ class Recorder:
     def _remember(self, read: dict[str, float], step: int) -> None:
         self.latest.update(read)
         self.updates.update(dict.fromkeys(read, step))
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The services; none where this process does not write."""
+        return list(self._trackers)
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """What the services know this run by, as far as they have told it."""
+        ids = {key: tracker.run_id for key, tracker in self._by_key().items()}
+        return {key: run_id for key, run_id in ids.items() if run_id is not None}
+
+    def resume(self, run_ids: Mapping[str, str], step: int | None) -> None:
+        """Let the trackers go on with a run; before `start`.
+
+        Args:
+            run_ids: What `run_ids` was; a service without one begins another run.
+            step: The update that it goes on from; None for an evaluation behind it.
+        """
+        for key, tracker in self._by_key().items():
+            tracker.resume(run_ids.get(key), step)
+
+    def _by_key(self) -> dict[str, GeneralTracker]:
+        """The trackers by their names; a second instance of one has a number too."""
+        keyed: dict[str, GeneralTracker] = {}
+        for tracker in self._trackers:
+            number = sum(key.partition("/")[0] == tracker.name for key in keyed)
+            keyed[f"{tracker.name}/{number}" if number else tracker.name] = tracker
+        return keyed
 
     def start(self, configuration: dict[str, Any], *, cut_at: int | None = None) -> None:
         """Begin the record; only an object that is no no-op does anything.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Protocol
@@ -19,10 +20,12 @@ from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import reduce
 from trainer.hooks import HookTable, is_overridden
+from trainer.loops.asked import AskedSaves
 from trainer.loops.lengths import Length, Schedule
 from trainer.loops.record import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
+from trainer.optim.clipping import Limits
 from trainer.optim.configure import SchedulerEntry
 from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer
@@ -33,6 +36,7 @@ from trainer.rng import isolated_rng, mix
 logger = logging.getLogger(__name__)
 
 _DRAWS_BY_HOOKS = 4  # tells their seeds from those of an epoch's order
+_UNTIMED = nullcontext()
 _ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for
 
 
@@ -56,6 +60,21 @@ class Engine(Protocol):
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's."""
+
+
+class Timing(Protocol):
+    """What takes the time of a part of the loop."""
+
+    def part(self, part: str) -> AbstractContextManager[None]:
+        """Inside, the time is this part's."""
+
+
+class Untimed:
+    """Takes no time."""
+
+    def part(self, part: str) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
+        """Nothing."""
+        return _UNTIMED
 
 
 @dataclass
@@ -108,6 +127,7 @@ class Run:
         eval_lengths: Batches of each loader in the evaluation at hand, over all processes.
         sanity_checking: The evaluation at hand is the trial before training.
         datamodule: The user's, or None.
+        timing: Told what is no call of the objects above; see `trainer.loops.timing`.
     """
 
     module: TrainModule
@@ -122,6 +142,7 @@ class Run:
     eval_lengths: list[int | None] = field(default_factory=list)
     sanity_checking: bool = False
     datamodule: Any = None
+    timing: Timing = field(default_factory=Untimed)
 
     def __post_init__(self) -> None:
         """Resolve once whether the user counts items, moves and changes batches on their own."""
@@ -183,6 +204,15 @@ class Run:
 
         return transfer
 
+    def rounds(self, feed: Feed, transfer: Callable[[Any], Any]) -> Generator[Round, None, None]:
+        """The rounds of a feed's epoch; see `Feed.rounds`."""
+        return feed.rounds(transfer)
+
+    def bare_step(self, name: str) -> Callable[..., Any]:
+        """A step of the user's module in which the engine has no part."""
+        step: Callable[..., Any] = getattr(self.module, name)
+        return step
+
     def told_to_end(self, round_idx: int) -> bool:
         """Whether to abandon the evaluation at hand before this round, alike on all processes."""
         del round_idx  # outside a fit nothing would be saved: signals do what they do
@@ -192,6 +222,10 @@ class Run:
     def counts_items(self) -> bool:
         """The user's `count_items` decides, not the number of samples."""
         return self._counts
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Saves nothing."""
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -266,8 +300,9 @@ class FitRun(Run):
         parameters: All of the module's.
         length: When the run ends.
         accumulation: Micro-batches of the next window.
-        max_grad_norm: See `trainer.optim.clipping.clip_`.
-        max_grad_value: Likewise.
+        limits: Of all gradients.
+        own_limits: Optimizers whose gradients have others.
+        optimizer_names: See `trainer.optim.configure.names_of`.
         val_schedule: When validation is due.
         log_schedule: When values of an update are recorded.
         sanity_steps: Batches of each validation loader to try before training; -1 for all.
@@ -275,6 +310,7 @@ class FitRun(Run):
         told: The code to exit with once this process was told to end, by a signal or the clock; the
             others hear of it likewise.
         writer: Saves, also in the background.
+        asked: Saves to be made at the next boundary.
         guard: Finds gradients that are not finite; None lets them be.
         schedulers_paused: A callback sets the learning rates instead.
         unfinished: The run was ended by a signal before what is due after its last update was done.
@@ -282,6 +318,10 @@ class FitRun(Run):
         stop_now: Decided by all alike.
         weightless: What runs now is such a stand-in: its loss counts for nothing.
         saved_rng: The generators' states of the checkpoint that the run resumes from.
+        loaders: Where the run stood when its loaders were made; see `trainer.loops.reload`.
+        renew_loaders: Called as an epoch begins, to make others if it is time.
+        validates: There is validation data, and the run is long enough for a validation.
+        monitored: See `trainer.loops.due.monitors_of`.
         last_logged: The update whose values were recorded last.
         last_batch: In manual optimisation, for a round in which this process has none.
     """
@@ -296,13 +336,15 @@ class FitRun(Run):
     parameters: list[nn.Parameter]
     length: Length
     accumulation: int
-    max_grad_norm: float | None
-    max_grad_value: float | None
+    limits: Limits
+    own_limits: list[tuple[AcceleratedOptimizer, Limits]]
+    optimizer_names: list[str]
     val_schedule: Schedule
     log_schedule: Schedule
     sanity_steps: int
     stop_requested: Callable[[], bool]
     writer: Writer
+    asked: AskedSaves = field(default_factory=lambda: AskedSaves(_nothing))
     guard: FiniteGuard | None = None
     told: Callable[[], int | None] = lambda: None
     schedulers_paused: bool = False
@@ -312,6 +354,10 @@ class FitRun(Run):
     last_batch: Any = None
     weightless: bool = False
     saved_rng: dict[str, Any] | None = None
+    loaders: dict[str, int] = field(default_factory=dict)
+    renew_loaders: Callable[[], None] = lambda: None
+    validates: bool = True
+    monitored: list[tuple[str, str]] = field(default_factory=list)
     in_boundary: bool = False
     log_due: bool = False
     last_logged: int = 0
@@ -332,6 +378,7 @@ class FitRun(Run):
             ended=float(self.counters.epoch_complete),
             witness=float(self.rank == 0),
             failed_saves=float(self.writer.failed),
+            asked_saves=float(len(self.asked)),
         )
 
     def told_to_end(self, round_idx: int) -> bool:

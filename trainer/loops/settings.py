@@ -13,6 +13,7 @@ from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
 
 Limit = int | float | None
+Profile = Literal["simple"]
 LIMITS = {  # the argument that limits each kind of data
     "train": "limit_train_batches",
     "validate": "limit_val_batches",
@@ -42,6 +43,7 @@ class Settings:
     limit_test_batches: Limit = None
     limit_predict_batches: Limit = None
     overfit_batches: Limit = None
+    reload_dataloaders_every_n_epochs: int = 0
     gradient_accumulation_steps: int = 1
     max_grad_norm: float | None = None
     max_grad_value: float | None = None
@@ -52,6 +54,8 @@ class Settings:
     deterministic: bool | Literal["warn"] = False
     detect_anomaly: bool = False
     fast_dev_run: bool = False
+    profile: Profile | None = None
+    barebones: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant, and settle what has several spellings."""
@@ -59,11 +63,21 @@ class Settings:
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
         check_policy(self.non_finite, self.max_skipped_in_row)
+        if self.barebones not in (True, False):
+            raise TypeError(f"barebones is {self.barebones!r}; it must be True or False.")
+        if self.profile not in (None, "simple"):
+            raise ValueError(
+                f"profile is {self.profile!r}; it must be 'simple', a table of where the time "
+                "goes, or None. For a trace of every operator by torch's profiler pass "
+                "callbacks=[callbacks.Profiler()]."
+            )
         if self.deterministic not in (True, False, "warn"):
             raise ValueError(
                 f"deterministic is {self.deterministic!r}; it must be True, False or 'warn'."
             )
         _whole("num_sanity_val_steps", self.num_sanity_val_steps, -1, "0 for none, -1 for all")
+        reload = "reload_dataloaders_every_n_epochs"
+        _whole(reload, self.reload_dataloaders_every_n_epochs, 0, "0 for never")
         _whole("gradient_accumulation_steps", self.gradient_accumulation_steps, 1, "1 for none")
         if self.seed is not None:
             _whole("seed", self.seed, 0, "None for no seed")
@@ -121,6 +135,15 @@ class Settings:
             log_every=1,
             fast_dev_run=True,
         )
+
+    def stripped(self) -> Settings:
+        """The same without what looks on or speaks: the check before training and of numbers."""
+        return replace(self, num_sanity_val_steps=0, non_finite="ignore")
+
+    @property
+    def writes(self) -> bool:
+        """The Trainer leaves files behind."""
+        return not (self.fast_dev_run or self.barebones)
 
     def describe(self) -> dict[str, Any]:
         """What was set, as plain values, for records."""

@@ -14,9 +14,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
+
+from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
 _installed: list[dict[int, Any]] = []  # the handlers before each watch at hand
 _NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
@@ -36,14 +38,16 @@ class SignalWatch:
     Attributes:
         received: The first signal's number; None without one.
         answered: The run has acted upon it.
+        interrupted: A second signal has come to its handler, which ends the process.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self.answered = False
+        self.interrupted = threading.Event()
 
     def note(self, number: int, previous: Any, frame: FrameType | None) -> None:
-        """A signal came; a second SIGINT ends the process at once.
+        """A signal came; a second SIGINT ends the process at once, a third one by itself.
 
         Raises:
             KeyboardInterrupt: It is that.
@@ -51,6 +55,9 @@ class SignalWatch:
         again = self.received is not None
         self.received = self.received or number
         if number == signal.SIGINT and again:
+            self.interrupted.set()
+            if not interactive():  # what is torn down may wait for others in vain
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         hint = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
         name = signal.Signals(number).name
@@ -85,7 +92,9 @@ def watch_signals() -> Iterator[SignalWatch]:
 
     A signal that the run did not act upon is sent again then. Handlers that somebody else installed
     are called too; a signal that is ignored stays so, and in another thread than the main one,
-    where handlers cannot be installed, nothing is watched. Forked processes do not watch either.
+    where handlers cannot be installed, nothing is watched. Forked processes do not watch either. A
+    second SIGINT also ends a process that does not come to its handlers, unless it is somebody's
+    session; see `trainer.loops.unreachable`.
     """
     watch = SignalWatch()
     before: dict[int, Any] = {}
@@ -97,7 +106,11 @@ def watch_signals() -> Iterator[SignalWatch]:
                 previous = None if number is None else signal.getsignal(number)
                 if number is not None and previous not in (None, signal.SIG_IGN):
                     before[number] = signal.signal(number, _handler(watch, previous))
-        yield watch
+        guarded = signal.SIGINT in before and not interactive()
+        with (
+            reaching(list(before), watch.interrupted, end_unreachable) if guarded else nullcontext()
+        ):
+            yield watch
     finally:
         _installed.remove(before)
         _put_back(before)
@@ -112,6 +125,8 @@ def _put_back(before: dict[int, Any]) -> None:
 
 def _forget() -> None:
     """In a forked process: it is not the one that saves, and whoever ends it must be able to."""
+    if _installed:
+        signal.set_wakeup_fd(-1)
     while _installed:
         _put_back(_installed.pop())
 

@@ -6,7 +6,17 @@ evaluation) ends. Both are (total, weight) pairs, so that a mean over processes 
 items and never a mean of means (P5).
 """
 
-from trainer.metrics.cells import TRAIN_EPOCH, TRAIN_STEP, Cell, Kind, Scope, Value, to_floats
+from trainer.metrics.cells import (
+    TRAIN_EPOCH,
+    TRAIN_STEP,
+    Cell,
+    Kind,
+    Scope,
+    Value,
+    on_accelerator,
+    stacked,
+    to_floats,
+)
 from trainer.metrics.store import MetricStore
 
 __all__ = [
@@ -17,5 +27,7 @@ __all__ = [
     "MetricStore",
     "Scope",
     "Value",
+    "on_accelerator",
+    "stacked",
     "to_floats",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -67,7 +67,8 @@ def as_tensor(value: Value, like: Value) -> Tensor:
     if isinstance(value, Tensor):
         return value
     assert isinstance(like, Tensor)
-    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+    # Filled there: a number that is copied to an accelerator waits for it.
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @dataclass(slots=True)
@@ -142,12 +143,25 @@ def scalar(name: str, value: Any) -> Value:
 
 
 def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
-    """Read every value back, the tensors among them in one transfer."""
-    tensors = [value for value in values.values() if isinstance(value, Tensor)]
-    if not tensors:
+    """Read every value back, those that are on an accelerator in one transfer."""
+    away = on_accelerator(values)
+    if not away:
         return {name: float(value) for name, value in values.items()}
-    wide = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-    read = iter(torch.stack([tensor.to(wide) for tensor in tensors]).tolist())
+    read = dict(zip(away, stacked(away.values()).tolist(), strict=True))
+    return {name: read[name] if name in read else float(values[name]) for name in values}
+
+
+def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
+    """Those of the values that reading waits for."""
     return {
-        name: next(read) if isinstance(value, Tensor) else value for name, value in values.items()
+        name: value
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.device.type != "cpu"
     }
+
+
+def stacked(tensors: Iterable[Tensor]) -> Tensor:
+    """Scalars of one accelerator as one vector, with as many digits as there are on it."""
+    return torch.stack(
+        [one.to(torch.float32 if one.device.type == "mps" else torch.float64) for one in tensors]
+    )

@@ -23,6 +23,7 @@ class MetricStore:
     Args:
         device: Where totals are kept.
         world_size: How many processes there are.
+        quiet_training: What is logged in training is dropped.
 
     Attributes:
         device: As given.
@@ -31,13 +32,16 @@ class MetricStore:
         private: Those that trackers are not told.
     """
 
-    def __init__(self, device: torch.device, *, world_size: int = 1) -> None:
+    def __init__(
+        self, device: torch.device, *, world_size: int = 1, quiet_training: bool = False
+    ) -> None:
         self.device, self._world_size = device, world_size
         # The totals of a long epoch need the digits; MPS has no float64.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._reduction = Reduction(device, self._dtype, world_size)
         self.scope: Scope | None = None
         self._muted = False
+        self._unheard = "train" if quiet_training else None
         self.items = 1.0
         self.loader_suffix = ""
         self.names: set[str] = set()
@@ -61,7 +65,8 @@ class MetricStore:
         assert self.scope is not None
         self.items = items
         self.loader_suffix = loader_suffix
-        self.step.ran.add(loader_suffix)
+        if self.scope.phase == "train":  # a validation comes before the values of its update go
+            self.step.ran.add(loader_suffix)
         self.epoch(self.scope.phase).ran.add(loader_suffix)
 
     def begin_epoch_values(self) -> None:
@@ -87,9 +92,9 @@ class MetricStore:
         batch_size: float | None = None,
     ) -> None:
         """See `TrainModule.log`."""
-        if self._muted:
-            return
         scope = self.scope
+        if self._muted or (scope is not None and scope.phase == self._unheard):
+            return
         if scope is None:
             raise MetricError(
                 f"log({name!r}) was called where no value can be recorded. Call it inside a step, "

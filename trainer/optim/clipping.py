@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,3 +69,43 @@ def clip_(
     if max_norm is None:
         return None
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits on the gradients of some parameters; None is none.
+
+    Attributes:
+        max_norm: Of all their gradients as one vector.
+        max_value: Of each element.
+    """
+
+    max_norm: float | None = None
+    max_value: float | None = None
+
+
+NO_LIMITS = Limits()
+
+
+def clip_apart_(
+    parameters: Sequence[Tensor], apart: Sequence[tuple[Sequence[Tensor], Limits]], rest: Limits
+) -> None:
+    """Clip in place where some parameters have limits of their own; see `clip_`.
+
+    Args:
+        parameters: All of them.
+        apart: Some of them, none twice, with the limits that take the place of `rest` for them; of
+            the two, one that is None is that of `rest`.
+        rest: For the others, whose norm is taken without those that have one of their own.
+    """
+    own_value = {id(p) for members, own in apart if own.max_value is not None for p in members}
+    own_norm = {id(p) for members, own in apart if own.max_norm is not None for p in members}
+    # By value first, of all: a norm may be of parameters from both.
+    for members, own in apart:
+        if own.max_value is not None:
+            clip_(members, max_value=own.max_value)
+    clip_([p for p in parameters if id(p) not in own_value], max_value=rest.max_value)
+    for members, own in apart:
+        if own.max_norm is not None:
+            clip_(members, max_norm=own.max_norm)
+    clip_([p for p in parameters if id(p) not in own_norm], max_norm=rest.max_norm)

@@ -11,14 +11,73 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import choose
+from trainer.optim.clipping import validate_limits
 
-_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "name")
+_TICKS = ("scheduler", "interval", "frequency", "monitor")
+_SCHEDULER_KEYS = (*_TICKS, "name")
+_OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # what an optimizer may have beside
 _PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's; what they say is so anyway
-_OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_SCHEDULER_KEYS)
+_OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_TICKS, *_OWN_KEYS)
 _SHAPES = (
     "Return an optimizer, a pair (optimizer, scheduler), a dict with 'optimizer' and optionally "
-    "'scheduler', 'interval', 'frequency', 'monitor' and 'name', or a list of these."
+    "'scheduler', 'interval', 'frequency', 'monitor', 'name', 'max_grad_norm' and "
+    "'max_grad_value', or a list of these."
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerEntry:
+    """An optimizer, and what is its own where there are several.
+
+    Attributes:
+        optimizer: The user's.
+        name: What it is called in records and checkpoints; None for its class.
+        max_grad_norm: Its gradients' norm is clipped by itself, at most this.
+        max_grad_value: Each element of its gradients, at most.
+
+    Raises:
+        TypeError: It is no optimizer, or a name or a limit is of another type.
+        ValueError: The name is empty, or a limit is not positive.
+    """
+
+    optimizer: Optimizer
+    name: str | None = None
+    max_grad_norm: float | None = None
+    max_grad_value: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be used."""
+        if not isinstance(self.optimizer, Optimizer):
+            raise TypeError(_unreadable(self.optimizer))
+        if not isinstance(self.name, (str, type(None))):
+            raise TypeError(f"An optimizer's name is {self.name!r}; it must be a string.")
+        if self.name == "":
+            raise ValueError("An optimizer's name is ''; leave it out, or call it something.")
+        validate_limits(self.max_grad_norm, self.max_grad_value)
+
+
+def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
+    """A name for each optimizer: its own, else its class, with ``-1``, ``-2`` for further ones.
+
+    Raises:
+        ValueError: Two were given the same name.
+    """
+    given = [entry.name for entry in entries if entry.name is not None]
+    names: list[str] = []
+    for entry in entries:
+        name = entry.name or type(entry.optimizer).__name__
+        if entry.name is not None and given.count(name) > 1:
+            raise ValueError(
+                f"configure_optimizers returned two optimizers of the name {name!r}; give each its "
+                "own 'name'."
+            )
+        further = 0
+        called = name
+        while entry.name is None and called in (*names, *given):
+            further += 1
+            called = f"{name}-{further}"
+        names.append(called)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +156,7 @@ class SchedulerEntry:
         return isinstance(self.scheduler, ReduceLROnPlateau) or not torchs
 
 
-def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerEntry]]:
+def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[SchedulerEntry]]:
     """The optimizers and schedulers in whatever form they were returned.
 
     Raises:
@@ -105,10 +164,10 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerEntry
         ValueError: A key or a unit is unknown.
     """
     if isinstance(returned, tuple) and all(isinstance(part, Optimizer) for part in returned):
-        optimizers, entries = list(returned), []
+        optimizers, entries = [OptimizerEntry(optimizer=each) for each in returned], []
     elif isinstance(returned, (list, tuple)) and len(returned) == 2 and _two_lists(returned):
-        optimizers, schedulers = list(returned[0]), list(returned[1])
-        entries = [_entry(scheduler) for scheduler in schedulers]
+        optimizers = [OptimizerEntry(optimizer=each) for each in returned[0]]
+        entries = [_entry(scheduler) for scheduler in returned[1]]
     elif isinstance(returned, list):
         parts = [_one(part) for part in returned]
         optimizers = [optimizer for optimizer, _ in parts]
@@ -116,9 +175,6 @@ def read_optimizers(returned: Any) -> tuple[list[Optimizer], list[SchedulerEntry
     else:
         optimizer, entry = _one(returned)
         optimizers, entries = [optimizer], [] if entry is None else [entry]
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(_unreadable(optimizer))
     if not optimizers:
         raise TypeError(_unreadable(returned))
     return optimizers, entries
@@ -128,31 +184,34 @@ def _two_lists(pair: Sequence[Any]) -> bool:
     return all(isinstance(part, (list, tuple)) for part in pair)
 
 
-def _one(part: Any) -> tuple[Any, SchedulerEntry | None]:
+def _one(part: Any) -> tuple[OptimizerEntry, SchedulerEntry | None]:
     if isinstance(part, Optimizer):
-        return part, None
+        return OptimizerEntry(optimizer=part), None
     if isinstance(part, tuple) and len(part) == 2:
-        return part[0], _entry(part[1])
+        return OptimizerEntry(optimizer=part[0]), _entry(part[1])
     if not isinstance(part, Mapping):
         raise TypeError(_unreadable(part))
     _check_keys(part, _OPTIMIZER_KEYS)
     if "optimizer" not in part:
         raise ValueError(f"configure_optimizers returned a dict without 'optimizer': {part!r}.")
-    options = {key: value for key, value in part.items() if key in _SCHEDULER_KEYS}
+    own = {key: part[key] for key in ("optimizer", *_OWN_KEYS) if key in part}
+    return OptimizerEntry(**own), _schedule_of(part)
+
+
+def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
+    options = {key: value for key, value in part.items() if key in _TICKS}
     if "lr_scheduler" in part:  # Lightning's name, for a scheduler or a dict of its options
         if "scheduler" in part:
             raise ValueError("Give a scheduler as 'scheduler' or as 'lr_scheduler', not as both.")
         nested = part["lr_scheduler"]
         if isinstance(nested, Mapping):
-            return part["optimizer"], _entry({**options, **nested})
+            return _entry({**options, **nested})
         options["scheduler"] = nested
-    if "scheduler" not in options:
-        if options:
-            raise ValueError(
-                f"configure_optimizers returned {', '.join(map(repr, options))} but no 'scheduler'."
-            )
-        return part["optimizer"], None
-    return part["optimizer"], _entry(options)
+    if options and "scheduler" not in options:
+        raise ValueError(
+            f"configure_optimizers returned {', '.join(map(repr, options))} but no 'scheduler'."
+        )
+    return _entry(options) if options else None
 
 
 def _entry(scheduler: Any) -> SchedulerEntry:

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.optim.lomo import is_lomo
+from trainer.optim.state import place_state
 from trainer.precision import Precision
 from trainer.state import GradientState
-from trainer.tree import leaves
 
 # What belongs to one object in one process: state that the process shares, and the `step` that a
 # torch scheduler puts before the class's own, which would go on stepping the original of a copy.
@@ -228,25 +228,6 @@ class AcceleratedOptimizer(Optimizer):
 def _takes(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def place_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters.
-
-    An optimizer that has stepped, or whose state was loaded, before its model was moved has some
-    elsewhere. Counters stay where torch keeps them.
-    """
-    strangers = (
-        tensor.device != parameter.device
-        for parameter, values in optimizer.state.items()
-        if isinstance(parameter, Tensor) and isinstance(values, dict)
-        for key, value in values.items()
-        if key != "step"
-        for tensor in leaves(value)
-        if isinstance(tensor, Tensor)
-    )
-    if any(strangers):
-        optimizer.load_state_dict(optimizer.state_dict())  # torch itself knows what goes where
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:

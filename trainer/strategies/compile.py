@@ -30,11 +30,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
     """
     if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled(model):
         return
-    arguments = plugin.to_kwargs()
-    dynamo = importlib.import_module("torch._dynamo")  # seconds, for those who compile
-    known = dynamo.list_backends(exclude_tags=())
-    if arguments["backend"] not in known:
-        raise ValueError(choose("The dynamo backend", arguments["backend"], known))
+    arguments = torch_arguments(plugin)
     call: Callable[..., Any] = model._call_impl
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -43,6 +39,20 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
     # As `model.compile()` does, which skips torch's own code, though, and would compile nothing of
     # an nn.Sequential: what a function of ours calls is not skipped.
     model._compiled_call_impl = torch.compile(run, **arguments)
+
+
+def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
+    """What ``torch.compile`` is called with.
+
+    Raises:
+        ValueError: This torch does not have the backend.
+    """
+    arguments = plugin.to_kwargs()
+    dynamo = importlib.import_module("torch._dynamo")  # seconds, for those who compile
+    known = dynamo.list_backends(exclude_tags=())
+    if arguments["backend"] not in known:
+        raise ValueError(choose("The dynamo backend", arguments["backend"], known))
+    return arguments
 
 
 def is_compiled(model: nn.Module) -> bool:

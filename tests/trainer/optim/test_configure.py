@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from trainer.optim.configure import SchedulerEntry, read_optimizers
+from trainer.optim.configure import (
+    OptimizerEntry,
+    SchedulerEntry,
+    names_of,
+    read_optimizers,
+)
+
+
+def read(returned):
+    """The optimizers without what is their own, and the schedulers."""
+    entries, schedulers = read_optimizers(returned)
+    return [entry.optimizer for entry in entries], schedulers
 
 
 @pytest.fixture
@@ -27,22 +38,22 @@ def steps(sgd):
 
 
 def test_an_optimizer_alone(sgd):
-    assert read_optimizers(sgd) == ([sgd], [])
+    assert read(sgd) == ([sgd], [])
 
 
 def test_a_list_of_optimizers(sgd, other):
-    assert read_optimizers([sgd, other]) == ([sgd, other], [])
+    assert read([sgd, other]) == ([sgd, other], [])
 
 
 def test_a_pair(sgd, steps):
-    optimizers, (entry,) = read_optimizers((sgd, steps))
+    optimizers, (entry,) = read((sgd, steps))
     assert optimizers == [sgd]
     assert entry == SchedulerEntry(scheduler=steps)
     assert (entry.interval, entry.frequency, entry.monitor) == ("epoch", 1, None)
 
 
 def test_a_pair_whose_scheduler_has_options(sgd, steps):
-    _, entries = read_optimizers((sgd, {"scheduler": steps, "interval": "step"}))
+    _, entries = read((sgd, {"scheduler": steps, "interval": "step"}))
     assert entries == [SchedulerEntry(scheduler=steps, interval="step")]
 
 
@@ -53,22 +64,19 @@ def test_a_dict(sgd, steps):
         "interval": "step",
         "frequency": 3,
         "monitor": "val/loss",
-        "name": "rate",
     }
-    expected = SchedulerEntry(
-        scheduler=steps, interval="step", frequency=3, monitor="val/loss", name="rate"
-    )
-    assert read_optimizers(returned) == ([sgd], [expected])
-    assert read_optimizers({"optimizer": sgd}) == ([sgd], [])
+    expected = SchedulerEntry(scheduler=steps, interval="step", frequency=3, monitor="val/loss")
+    assert read(returned) == ([sgd], [expected])
+    assert read({"optimizer": sgd}) == ([sgd], [])
 
 
 def test_lightnings_dict_with_a_scheduler_or_its_options(sgd, steps):
-    assert read_optimizers({"optimizer": sgd, "lr_scheduler": steps}) == (
+    assert read({"optimizer": sgd, "lr_scheduler": steps}) == (
         [sgd],
         [SchedulerEntry(scheduler=steps)],
     )
     nested = {"scheduler": steps, "interval": "step"}
-    assert read_optimizers({"optimizer": sgd, "lr_scheduler": nested, "monitor": "x"}) == (
+    assert read({"optimizer": sgd, "lr_scheduler": nested, "monitor": "x"}) == (
         [sgd],
         [SchedulerEntry(scheduler=steps, interval="step", monitor="x")],
     )
@@ -77,13 +85,13 @@ def test_lightnings_dict_with_a_scheduler_or_its_options(sgd, steps):
 def test_lightnings_two_lists(sgd, other, steps):
     expected = ([sgd, other], [SchedulerEntry(scheduler=steps, interval="step")])
     options = {"scheduler": steps, "interval": "step"}
-    assert read_optimizers(([sgd, other], [options])) == expected
-    assert read_optimizers([[sgd, other], [options]]) == expected
-    assert read_optimizers(([sgd], [])) == ([sgd], [])
+    assert read(([sgd, other], [options])) == expected
+    assert read([[sgd, other], [options]]) == expected
+    assert read(([sgd], [])) == ([sgd], [])
 
 
 def test_a_list_of_pairs_and_dicts(sgd, other, steps):
-    optimizers, entries = read_optimizers([{"optimizer": sgd, "scheduler": steps}, other])
+    optimizers, entries = read([{"optimizer": sgd, "scheduler": steps}, other])
     assert optimizers == [sgd, other]
     assert entries == [SchedulerEntry(scheduler=steps)]
 
@@ -174,3 +182,40 @@ def test_a_metric_that_was_not_logged_is_named_with_those_that_were(sgd):
     entry = SchedulerEntry(scheduler=ReduceLROnPlateau(sgd), monitor="val/lss")
     with pytest.raises(ValueError, match=r"'val/lss'; .*'train/loss', 'val/loss'.*'val/loss'\?"):
         entry.tick({"val/loss": 1.0, "train/loss": 2.0})
+
+
+def test_what_is_an_optimizers_own(sgd, steps):
+    own = {"name": "body", "max_grad_norm": 1.0, "max_grad_value": 0.5}
+    (entry,), (schedule,) = read_optimizers({"optimizer": sgd, "scheduler": steps, **own})
+    assert entry == OptimizerEntry(optimizer=sgd, **own)
+    assert schedule == SchedulerEntry(scheduler=steps)  # the name is not the schedule's
+    named = {"scheduler": steps, "name": "rate"}
+    (entry,), (schedule,) = read_optimizers({"optimizer": sgd, "lr_scheduler": named, **own})
+    assert (entry.name, schedule.name) == ("body", "rate")
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"max_grad_nrom": 1.0}, ValueError, r"'max_grad_nrom'; .*Did you mean 'max_grad_norm'\?"),
+        ({"max_grad_norm": 0}, ValueError, "max_grad_norm is 0; it must be above 0"),
+        ({"max_grad_value": "1"}, TypeError, "max_grad_value is '1'; it must be a number"),
+        ({"name": 3}, TypeError, "name is 3; it must be a string"),
+        ({"name": ""}, ValueError, "name is ''"),
+    ],
+)
+def test_an_optimizers_own_is_checked(sgd, own, error, message):
+    with pytest.raises(error, match=message):
+        read_optimizers({"optimizer": sgd, **own})
+
+
+def test_names_are_those_given_or_the_classes_numbered(sgd, other):
+    def names(*given):
+        entries = zip((sgd, other, sgd, sgd), given, strict=True)
+        return names_of([OptimizerEntry(optimizer=each, name=name) for each, name in entries])
+
+    assert names(None, None, None, None) == ["SGD", "Adam", "SGD-1", "SGD-2"]
+    assert names("a", None, "b", None) == ["a", "Adam", "b", "SGD"]
+    assert names(None, "SGD", None, "SGD-2") == ["SGD-1", "SGD", "SGD-3", "SGD-2"]
+    with pytest.raises(ValueError, match="two optimizers of the name 'a'"):
+        names("a", None, "a", None)

@@ -1,0 +1,92 @@
+"""Metrics whose names differ over the processes are an error that says whose and which, at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.numerics.running import quiet_trainer
+from trainer import MetricError, TrainModule
+
+
+class Logs(TrainModule):
+    """Calls `log` in one place: `where(module)` is what it logs there."""
+
+    def __init__(self, place: str, name: Callable[[int], str | None], **options: Any) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.place, self.name, self.options = place, name, options
+
+    def at(self, place: str) -> None:
+        name = self.name(self.trainer.global_rank)
+        if place == self.place and name is not None:
+            self.log(name, 1.0, **self.options)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.at("training_step")
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.at("validation_step")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.at("on_train_epoch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.at("on_validation_epoch_end")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def outcome(place: str, name: Callable[[int], str | None], options: dict[str, Any]) -> str:
+    data = DataLoader(torch.zeros(4, 1))
+    try:
+        quiet_trainer(max_epochs=1).fit(Logs(place, name, **options), data, data)
+    except MetricError as error:
+        return str(error)
+    return "nothing"
+
+
+def alone(rank: int) -> str | None:
+    return "lonely" if rank == 1 else None
+
+
+def own(rank: int) -> str:
+    return f"of_{rank}"
+
+
+PLACES = [
+    ("training_step", {}),
+    ("training_step", {"on_step": False, "on_epoch": True}),
+    ("on_train_batch_end", {}),
+    ("on_train_epoch_end", {}),
+    ("validation_step", {}),
+    ("on_validation_epoch_end", {}),
+]
+
+
+@pytest.mark.parametrize(("place", "options"), PLACES)
+def test_a_name_of_one_rank_alone_is_told_on_all(ranks2, place, options):
+    for told in ranks2(outcome, place, alone, options, timeout=30):
+        assert "Rank 0 did not log 'lonely'" in told
+        assert "rank 1 did" in told
+
+
+@pytest.mark.parametrize(("place", "options"), PLACES)
+def test_other_names_on_each_rank_are_told_on_all(ranks2, place, options):
+    for told in ranks2(outcome, place, own, options, timeout=30):
+        assert re.search(r"Rank [01] did not log 'of_[01]'", told)
+
+
+@pytest.mark.parametrize(("place", "options"), PLACES)
+def test_the_same_name_on_all_is_fine(ranks2, place, options):
+    assert ranks2(outcome, place, lambda rank: "shared", options) == ["nothing", "nothing"]

@@ -1,0 +1,248 @@
+"""The loop never waits for the device of its own accord, with everything on (P9).
+
+On a device whose waits are counted, see `tests.helpers.device`.
+"""
+
+import io
+import sys
+
+import pytest
+import torch
+
+from callbacks import (
+    EMA,
+    Callback,
+    EarlyStopping,
+    GradientNormMonitor,
+    LearningRateMonitor,
+    ProgressBar,
+    ThroughputMonitor,
+)
+from callbacks import progress_bar as bars
+from tests.helpers.device import DEVICE, OnDevice, counted_waits
+from trainer import Trainer, TrainModule
+from trainer.metrics import MetricStore
+
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("host", torch.tensor(2.0))
+        for kind in ("sum", "min", "max"):
+            self.log(kind, loss, reduce=kind)
+            self.log(f"{kind}_of_numbers", 1.0, reduce=kind)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).mean(), prog_bar=True)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+        return {"optimizer": optimizer, "scheduler": scheduler, "interval": "step"}
+
+
+class Count(Callback):
+    """Notes the waits at each boundary, the last of all callbacks."""
+
+    runs_last = True
+
+    def __init__(self, waits):
+        self.waits, self.totals = waits, []
+
+    def on_boundary(self, trainer, module):
+        assert isinstance(module.net.weight, OnDevice)
+        assert trainer.accelerator.device == DEVICE
+        self.totals.append(self.waits.total)
+        self.waits.updates = trainer.global_step
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def waits_between_updates(
+    monkeypatch, *, module=None, callbacks=(), updates=8, recorded=False, **kwargs
+):
+    """What was waited for in a run with everything on, from its second update to the last."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(bars, "monotonic", iter(range(100_000)).__next__)  # always time to draw
+    data = [[torch.randn(4, 3)] for _ in range(2 * updates + 2)]
+    settings = {
+        "max_steps": updates,
+        "val_every": "1000 steps",
+        "log_every": 1 if recorded else 1000,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1.0,
+        "max_grad_value": 5.0,
+    }
+    with counted_waits(monkeypatch) as waits:
+        count = Count(waits)
+        everything = [
+            EMA(),
+            GradientNormMonitor(per="module"),
+            LearningRateMonitor(log_momentum=True, log_weight_decay=True),
+            ThroughputMonitor(flops_per_batch=1e3),
+            ProgressBar(),
+            *([EarlyStopping("loss_step", patience=1000)] if recorded else []),
+        ]
+        trainer = Trainer(
+            cpu=True,
+            checkpointing=False,
+            project_dir="run",
+            callbacks=[*everything, *callbacks, count],
+            **(settings | kwargs),
+        )
+        trainer.fit(module or Module(), data, data[:2])
+    assert "loss" in screen.getvalue()
+    assert len(count.totals) == updates
+    assert waits.total >= count.totals[-1]
+    first, last = count.totals[0], count.totals[-1]
+    return last - first, waits
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("updates", [4, 12])
+def test_between_log_intervals_nothing_waits_for_the_device(monkeypatch, updates):
+    found, waits = waits_between_updates(monkeypatch, updates=updates)
+    assert found == 0, waits.places
+
+
+def test_recording_every_update_reads_only_what_arrived_before(monkeypatch):
+    found, waits = waits_between_updates(monkeypatch, recorded=True)
+    assert found == 0, waits.places
+
+
+def test_a_validation_waits_once_for_all_of_its_values(monkeypatch):
+    """It is asked for: its metrics are read as it ends. Not by the batch."""
+    few, _ = waits_between_updates(monkeypatch, val_every=2)
+
+    class More(Module):
+        def validation_step(self, batch, batch_idx):
+            for _ in range(5):
+                super().validation_step(batch, batch_idx)
+
+    more, _ = waits_between_updates(monkeypatch, module=More(), val_every=2)
+    assert 0 < few == more <= 2 * 4  # the values, and the flag of the update before
+
+
+class ReadsInStep(Module):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
+
+
+class ReadsInHook(Callback):
+    def on_train_step_end(self, trainer, module):
+        float(module.net.weight.detach().sum())
+
+
+class CopiesInHook(Callback):
+    def on_train_step_end(self, trainer, module):
+        module.net.weight.detach().cpu()
+
+
+class FetchesInHook(Callback):
+    def on_train_step_end(self, trainer, module):
+        module.net.weight.tolist()
+
+
+class PutsANumberThere(Callback):
+    def on_train_step_end(self, trainer, module):
+        torch.tensor(1.0, device=module.net.weight.device)
+
+
+class WaitsForAnEvent(Callback):
+    def on_train_step_end(self, trainer, module):
+        event = torch.Event(module.net.weight.device)
+        event.record()
+        event.synchronize()
+
+
+class Branches(Callback):
+    def on_train_step_end(self, trainer, module):
+        if module.net.weight.sum() > 0:
+            pass
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [ReadsInHook, CopiesInHook, FetchesInHook, PutsANumberThere, WaitsForAnEvent, Branches],
+)
+def test_a_wait_in_a_callback_is_seen(monkeypatch, callback):
+    found, waits = waits_between_updates(monkeypatch, callbacks=[callback()])
+    assert found == 7
+    assert any("test_device_waits.py" in place for place in waits.places)
+
+
+def test_a_wait_in_the_step_is_seen_for_each_micro_batch(monkeypatch):
+    found, _ = waits_between_updates(monkeypatch, module=ReadsInStep())
+    assert found == 14
+
+
+def test_a_wait_in_log_is_seen(monkeypatch):
+    log = MetricStore.log
+
+    def reading(self, name, value, **options):
+        if name == "loss":
+            value.item()
+        log(self, name, value, **options)
+
+    monkeypatch.setattr(MetricStore, "log", reading)
+    found, _ = waits_between_updates(monkeypatch)
+    assert found == 14
+
+
+def test_a_wait_in_the_loop_is_seen(monkeypatch):
+    from trainer.loops import fit
+
+    detach = fit.detach
+
+    def reading(outputs):
+        outputs.item()
+        return detach(outputs)
+
+    monkeypatch.setattr(fit, "detach", reading)
+    found, waits = waits_between_updates(monkeypatch)
+    assert found == 14
+    assert any("item" in place or "scalar" in place for place in waits.places)
+
+
+def test_training_on_that_device_is_training(monkeypatch, tmp_path):
+    """The stand-in computes: the weights are those of the same run on the host."""
+
+    def weights():
+        torch.manual_seed(0)
+        module = Module()
+        generator = torch.Generator().manual_seed(1)
+        data = [[torch.randn(4, 3, generator=generator)] for _ in range(12)]
+        trainer = Trainer(
+            cpu=True,
+            max_epochs=1,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.1,
+            progress_bar=False,
+            checkpointing=False,
+            project_dir=tmp_path / f"run{len(list(tmp_path.iterdir()))}",
+        )
+        trainer.fit(module, data)
+        values = [getattr(each, "host", each).detach().clone() for each in module.parameters()]
+        return values, trainer.callback_metrics
+
+    expected, metrics = weights()
+    with counted_waits(monkeypatch):
+        found, same = weights()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert same == pytest.approx(metrics)

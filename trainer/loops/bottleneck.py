@@ -1,0 +1,237 @@
+"""What `Trainer(profile="simple")` tells in the end: a table, and in words what limits a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.atomic import write_whole
+from trainer.data.loader import Feed
+from trainer.loops import timing
+from trainer.loops.run import FitRun, Run
+from trainer.loops.settings import Profile
+from trainer.loops.timing import PARTS, Stopwatch, ledger_for
+
+logger = logging.getLogger(__name__)
+
+Begin = Callable[[Run, list[Feed]], None]
+
+_COMPUTING = (timing.FORWARD, timing.BACKWARD, timing.OPTIMIZER)
+_WORTH_A_WORD = 0.1  # the share of a part that is told beside a larger one
+_LIMITS = {  # what is said of each part, and what to do about it
+    timing.DATA: "waits for data",
+    timing.TRANSFER: "waits for batches to reach the device",
+    timing.CALLBACKS: "is in callbacks and hooks",
+    timing.LOGGING: "is busy with logging",
+    timing.VALIDATING: "is in validations",
+    timing.SAVING: "is held up by saving",
+    timing.REST: "is in the loop itself",
+}
+_ADVICE = {
+    timing.TRANSFER: "set pin_memory=True in the DataLoader, or send smaller types",
+    timing.LOGGING: "call self.log with fewer names, or set a larger log_every",
+    timing.VALIDATING: "set a larger val_every, limit_val_batches, or larger validation batches",
+    timing.SAVING: "give ModelCheckpoint a larger every, or use a faster disk",
+    timing.REST: "take larger batches; the steps are so short that what surrounds them counts",
+}
+
+
+@contextmanager
+def profiling(
+    kind: Profile | None, stage: str, *, folder: Path | None, say: Callable[[str], object]
+) -> Generator[Begin, None, None]:
+    """Inside, the run that is given to what is yielded is timed on rank 0, and told at the end.
+
+    Also at the end by an error. Without a `kind` nothing is timed.
+
+    Args:
+        kind: ``"simple"`` or None.
+        stage: fit, validate, test or predict.
+        folder: Where ``profile-<stage>.json`` goes; None writes none.
+        say: Prints a text.
+    """
+    if kind is None:
+        yield lambda run, feeds: None  # noqa: ARG005 - an interface
+        return
+    reports: list[Callable[[], Report]] = []
+
+    def begin(run: Run, feeds: list[Feed]) -> None:
+        if run.rank == 0:
+            stopwatch = Stopwatch(ledger_for(run.device))
+            timing.watch(run, stopwatch)
+            reports.append(partial(_report, run, feeds, stopwatch, stage, run.counters.global_step))
+
+    try:
+        yield begin
+    finally:
+        for report in reports:  # one, or none if the run could not begin
+            made = report()
+            say(made.text())
+            if folder is not None:
+                _write(folder / f"profile-{stage}.json", made)
+
+
+def _report(run: Run, feeds: list[Feed], stopwatch: Stopwatch, stage: str, before: int) -> Report:
+    stopwatch.stop()
+    steps = run.counters.global_step - before if isinstance(run, FitRun) else None
+    workers = getattr(feeds[0].loader, "num_workers", None)
+    return Report.of(stopwatch, stage, steps=steps, num_workers=workers)
+
+
+def _write(path: Path, report: Report) -> None:
+    text = json.dumps(report.record(), indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
+    except OSError:  # the run has not failed for it
+        logger.warning("%s could not be written.", path, exc_info=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Where the time went.
+
+    Attributes:
+        stage: fit, validate, test or predict.
+        clock: Whose time it is.
+        unit: What `steps` counts.
+        steps: Updates of a fit's start; batches of an evaluation.
+        seconds: Of each part, in seconds.
+        calls: How often each part was entered.
+        hooks: The seconds of each hook, which are those of the callbacks.
+        num_workers: Of the loader; None if it is none of torch's.
+    """
+
+    stage: str
+    clock: str
+    unit: str
+    steps: int
+    seconds: dict[str, float]
+    calls: dict[str, int]
+    hooks: dict[str, float]
+    num_workers: int | None
+
+    @classmethod
+    def of(
+        cls, stopwatch: Stopwatch, stage: str, *, steps: int | None, num_workers: int | None
+    ) -> Report:
+        """What a stopwatch that was stopped has to tell; without `steps` batches are counted."""
+        seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
+        return cls(
+            stage=stage,
+            clock=stopwatch.ledger.name,
+            unit="batch" if steps is None else "update",
+            steps=int(calls.get(timing.FORWARD, 0)) if steps is None else steps,
+            seconds=seconds,
+            calls={part: int(number) for part, number in calls.items()},
+            hooks={
+                part.partition("/")[2]: spent
+                for part, spent in stopwatch.ledger.seconds.most_common()
+                if "/" in part
+            },
+            num_workers=num_workers,
+        )
+
+    @property
+    def units(self) -> str:
+        """The plural."""
+        return "updates" if self.unit == "update" else "batches"
+
+    @property
+    def total(self) -> float:
+        """The seconds of all parts."""
+        return sum(self.seconds.values())
+
+    def share(self, *parts: str) -> float:
+        """The parts' share of the time, from 0 to 1."""
+        return sum(self.seconds.get(part, 0.0) for part in parts) / (self.total or 1.0)
+
+    def record(self) -> dict[str, Any]:
+        """As it is written."""
+        return {
+            "stage": self.stage,
+            "rank": 0,
+            "clock": self.clock,
+            self.units: self.steps,
+            "seconds": self.total,
+            "parts": {
+                part: {
+                    "calls": self.calls.get(part, 0),
+                    "seconds": self.seconds[part],
+                    "share": self.share(part),
+                }
+                for part in self._shown()
+            },
+            "hooks": self.hooks,
+            "bottleneck": self.bottleneck(),
+        }
+
+    def _shown(self) -> list[str]:
+        return [part for part in PARTS if part in self.seconds]
+
+    def text(self) -> str:
+        """The table, and the sentence below it."""
+        lines = [
+            f"Where the time of {self.stage} went, on rank 0, by {self.clock}: "
+            f"{self.steps} {self.units} in {self.total:.3f} s",
+            f"{'':<12}{f'ms per {self.unit}':>16}{'seconds':>12}{'share':>9}",
+        ]
+        lines += [self._line(part, self.seconds[part]) for part in self._shown()]
+        return "\n".join([*lines, self._line("total", self.total), self.bottleneck()])
+
+    def _line(self, name: str, seconds: float) -> str:
+        each = f"{1000 * seconds / self.steps:.3f}" if self.steps else "-"
+        share = f"{100 * seconds / (self.total or 1.0):.1f} %"
+        return f"{name:<12}{each:>16}{seconds:>12.3f}{share:>9}"
+
+    def bottleneck(self) -> str:
+        """What takes most of the time and what to do about it, in a sentence or two.
+
+        Forward, backward and optimizer count together: where they are the largest part, the device
+        is used, and the largest other part is told only if it is worth it.
+        """
+        if not self.total:
+            return "No time was measured."
+        what = "training" if self.unit == "update" else "evaluation"
+        others = {part: self.share(part) for part in _LIMITS}
+        largest = max(others, key=lambda part: others[part])
+        computing = self.share(*_COMPUTING)
+        found = f"{_LIMITS[largest]} {_percent(others[largest])} of the time"
+        if computing < others[largest]:
+            return f"The {what} {found}: {self._advice(largest)}."
+        told = f"The {what} computes {_percent(computing)} of the time, which is its limit"
+        if others[largest] >= _WORTH_A_WORD:
+            return f"{told}. It {found}: {self._advice(largest)}."
+        faster = "mixed_precision='bf16', torch.compile, larger batches"
+        return f"{told}: {faster} or a faster device would help."
+
+    def _advice(self, part: str) -> str:
+        if part == timing.DATA:
+            if self.num_workers is None:
+                return "let other processes prepare the batches, or do less for each"
+            return (
+                f"raise num_workers of the DataLoader (it is {self.num_workers}), or do less for "
+                "each sample"
+            )
+        if part == timing.CALLBACKS:
+            return f"most of it in {next(iter(self.hooks))}; see which of yours it is"
+        return _ADVICE[part]
+
+
+def _sums(divided: Counter[str]) -> dict[str, float]:
+    """Of each whole part, in the order of the table."""
+    sums: Counter[str] = Counter()
+    for part, number in divided.items():
+        sums[part.partition("/")[0]] += number
+    return {part: sums[part] for part in PARTS if part in sums}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,142 @@
+"""Validations that are asked for and will never run: told, or refused, before the training."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from callbacks import Callback, Interval
+from callbacks.monitor import Monitor
+from trainer.data.loader import Feed
+from trainer.datamodule import DataModule
+from trainer.hooks import is_overridden
+from trainer.loops.lengths import Length
+from trainer.loops.run import FitRun
+from trainer.loops.settings import Settings
+from trainer.module import TrainModule
+
+logger = logging.getLogger(__name__)
+
+_NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
+
+
+def can_be_due(
+    interval: Interval,
+    length: Length,
+    *,
+    updates: int | None,
+    feed: Feed | None,
+    accumulation: Callable[[int], int],
+) -> bool:
+    """Whether a run, from its beginning, comes as far as the interval; True where nobody knows.
+
+    Args:
+        interval: How often something is due.
+        length: Of the run.
+        updates: Of the run, where they are known.
+        feed: The data of every epoch; None if they will be others.
+        accumulation: The micro-batches of a window, by epoch.
+    """
+    every = interval.every
+    if interval.unit == "steps":
+        return updates is None or updates >= every
+    if interval.unit == "seconds":
+        return length.max_seconds is None or length.max_seconds >= every
+    if interval.unit == "items" or (length.max_epochs is not None and length.max_epochs < every):
+        return interval.unit == "items"
+    if length.max_steps is None or feed is None or feed.sampler is None:  # a stream may be shorter
+        return True
+    rounds = feed.num_rounds or 0
+    whole, part = int(every), every % 1
+    needed = sum(-(-rounds // accumulation(epoch)) for epoch in range(whole))
+    rest = math.ceil(round(part * (feed.num_batches or 0) / feed.world_size, 6))
+    return length.max_steps >= needed + -(-rest // accumulation(whole))
+
+
+def monitors_of(run: FitRun, callbacks: Iterable[Callback]) -> list[tuple[str, str]]:
+    """The metrics that decisions hang on, each with who looks at it."""
+    watching = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
+    found = [
+        (type(callback).__name__, monitor.name)
+        for callback, monitor in watching
+        if isinstance(monitor, Monitor)
+    ]
+    schedulers = [(entry.scheduler, entry.monitor) for entry in run.schedulers]
+    return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
+
+
+def tell_of_no_validation(run: FitRun, settings: Settings, datamodule: Any) -> None:
+    """Say why nothing will be validated, where the user seems to expect it; on rank 0."""
+    if run.rank > 0 or settings.limit_val_batches == 0:
+        return
+    name, module = type(run.module).__name__, run.module
+    steps = is_overridden(module, "validation_step", TrainModule)
+    if run.val_feeds:
+        if not run.validates:
+            logger.warning(
+                "val_every is %s, but the run ends before: no validation will run. Choose a "
+                "shorter interval or a longer run; %s",
+                settings.val_every,
+                _NONE_WANTED,
+            )
+    elif steps:
+        logger.warning(
+            "%s defines validation_step, but there is no validation data: pass val_dataloaders to "
+            "fit, or define val_dataloader; %s",
+            name,
+            _NONE_WANTED,
+        )
+    elif _has_loaders(module, datamodule):
+        logger.warning(
+            "There is a val_dataloader, but %s does not define validation_step, so that it is not "
+            "used; %s",
+            name,
+            _NONE_WANTED,
+        )
+    elif settings.val_every != Interval.parse("1 epoch"):
+        logger.warning(
+            "val_every is %s, but there is no validation data, and %s does not define "
+            "validation_step: no validation will run.",
+            settings.val_every,
+            name,
+        )
+
+
+def _has_loaders(module: TrainModule, datamodule: Any) -> bool:
+    if is_overridden(module, "val_dataloader", TrainModule):
+        return True
+    if isinstance(datamodule, DataModule):
+        return is_overridden(datamodule, "val_dataloader", DataModule)
+    return hasattr(datamodule, "val_dataloader")
+
+
+def refuse_missed(run: FitRun, logged: Iterable[str]) -> None:
+    """Refuse a decision that hangs on a validation, of which the run has none.
+
+    Args:
+        run: The fit.
+        logged: The names that the sanity check's validation has logged.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if run.validates:
+        return
+    for who, name in run.monitored:
+        if name in logged:
+            raise ValueError(
+                f"{who} looks at {name!r}, which validation_step logs, but the run ends before a "
+                f"validation is due: val_every is {run.val_schedule.interval}. Choose a shorter "
+                "interval, a longer run, or another metric."
+            )
+
+
+def tell_of_missed(run: FitRun) -> None:
+    """Say at the end that no validation has run, where that was not known before; on rank 0."""
+    if run.validates and run.counters.validations == 0 and run.rank == 0:
+        logger.warning(
+            "The run is over, and no validation was due in it: val_every is %s.",
+            run.val_schedule.interval,
+        )

@@ -1,0 +1,228 @@
+"""How a fit is put back to a checkpoint; what one holds is in `trainer.loops.snapshot`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from callbacks import Callback, Interval, Progress
+from trainer import checkpoint as disk
+from trainer.checkpoint import gradients
+from trainer.checkpoint.restore import dtypes_of
+from trainer.checkpoint.weights import own_names
+from trainer.errors import CheckpointError
+from trainer.loops.accumulators import restore_accumulators
+from trainer.loops.lengths import Schedule
+from trainer.loops.run import Counters, FitRun
+from trainer.loops.snapshot import (
+    DATA,
+    OPTIMIZER,
+    RECORD,
+    TRAINED_NAME,
+    TRAINER,
+    data_of,
+    has_state,
+    named_gradients,
+)
+from trainer.module import TrainModule
+from trainer.optim.groups import restore_groups
+from trainer.optim.state import load_state
+from trainer.rng import isolated_rng, mix, rng_state
+from trainer.state import PartialState
+
+logger = logging.getLogger(__name__)
+
+
+def load_datamodule(datamodule: Any, path: Path) -> None:
+    """Put a datamodule back to a checkpoint, if that has a state for it; collective.
+
+    Raises:
+        CheckpointError: On all processes alike: it cannot be read, or the datamodule refused it.
+    """
+    path = disk.locate(path)
+
+    def load() -> None:
+        if f"{DATA}.json" not in disk.read_manifest(path)["files"]:
+            return
+        state = disk.load_tree(path, DATA)
+        if type(datamodule).__qualname__ in state:
+            datamodule.load_state_dict(state[type(datamodule).__qualname__])
+        else:
+            logger.warning("%s holds the state of a datamodule %s, not used.", path, *state)
+
+    if has_state(datamodule):
+        disk.together(f"Restoring the datamodule from {path}", load, PartialState())
+
+
+def load_run(
+    run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback], stays_stopped: bool
+) -> int | None:
+    """Put a fit back to a checkpoint.
+
+    Args:
+        run: The fit.
+        path: The checkpoint.
+        trainer: Passed to the callbacks' ``on_load_checkpoint``.
+        callbacks: Their state is restored.
+        stays_stopped: A run that had decided to stop does not go on.
+
+    Returns:
+        Where the local record ended then; None if it was not known.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not fit the module, the optimizers or
+            the number of processes.
+    """
+    path = disk.locate(path)
+    if disk.verify(path).get("weights_only"):
+        raise CheckpointError(
+            f"{path} holds weights alone, which no run can go on from. Begin a new one with them: "
+            "load them with load_from_checkpoint, and fit without ckpt_path."
+        )
+    disk.load_into(run.module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
+    state: dict[str, Any] = disk.load_tree(path, TRAINER)
+    trained = path / TRAINED_NAME if (path / TRAINED_NAME).exists() else None
+    _restore_optimizers(run, path, state, disk.load_weights(trained or path))
+    run.precision.load_state_dict(state["scaler"])
+    _restore_counters(run, state)
+    for callback in callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+    if trained is not None:
+        disk.load_into(run.module, disk.load_weights(trained), where=trained)
+    for callback in callbacks:
+        callback.on_load_checkpoint(trainer, run.module, state["extra"])
+    run.module.on_load_checkpoint(state["extra"])
+    _restore_ranks(run, path)
+    run.stop_now = stays_stopped and state["should_stop"]
+    run.unfinished = state["unfinished"]
+    run.last_logged = state["last_logged"]
+    run.run_id = state["run_id"]
+    record = disk.load_tree(path, RECORD)
+    run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
+    offset: int | None = record["offset"]
+    return offset
+
+
+def _restore_optimizers(
+    run: FitRun, path: Path, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+) -> None:
+    """Put the optimizers and their schedules back; `weights` are those that they trained."""
+    _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
+    _same_names(path, run.optimizer_names, state["optimizers"])
+    schedulers = [entry.scheduler for entry in run.schedulers]
+    for optimizer, groups in zip(run.optimizers, state["groups"], strict=True):
+        restore_groups(optimizer, groups, run.module, schedulers=schedulers)
+    dtypes = dtypes_of(run.module, own_names(run.module, weights))
+    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
+        load_state(optimizer, saved, dtypes)
+    _same_number(path, "schedulers", run.schedulers, state["schedulers"])
+    for entry, saved in zip(run.schedulers, state["schedulers"], strict=True):
+        entry.scheduler.load_state_dict(saved)
+
+
+def _restore_ranks(run: FitRun, path: Path) -> None:
+    """Put back what is each process's own, or share out that of another number of processes."""
+    saved_ranks = range(disk.read_manifest(path)["world_size"])
+    ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in saved_ranks]
+    run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
+    taken_in = [rank["metrics"] for rank in ranks]
+    if len(ranks) == run.world_size:
+        restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
+    elif run.rank == 0:
+        restore_accumulators(run.metrics, run.module, taken_in)
+    _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
+    if run.rank < len(ranks):
+        run.saved_rng = ranks[run.rank]["rng"]
+    else:
+        logger.warning(
+            "%s was saved by fewer processes: rank %d begins with generators of its own.",
+            path,
+            run.rank,
+        )
+        with isolated_rng(mix(run.feed.seed, run.rank, run.counters.global_step) % 2**32):
+            run.saved_rng = rng_state()
+
+
+def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Put back the gradients that waited for an update; only in manual optimisation are there."""
+    if run.module.automatic_optimization:
+        return
+    named = named_gradients(run)
+    here = gradients.given(ranks, run.rank, run.world_size)
+    for note in gradients.check(named, here):
+        logger.warning(note)
+    gradients.put(named, here)
+
+
+def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
+    counters = Counters(**state["counters"])
+    counters.rounds = -(-counters.epoch_batches // run.world_size)
+    run.counters.__dict__.update(vars(counters))
+    run.agreement.items_seen = state["items_seen"]
+    run.agreement.latest = replace(run.agreement.latest, seconds=counters.seconds)
+    _refuse_other_data(run, state["data"])
+    if run.guard is not None and state["guard"] is not None:
+        run.guard.load_state_dict(state["guard"])
+    run.weighting.reference = state["reference"]
+    for feed in (run.feed, *run.val_feeds):
+        feed.reseed(state["data_seed"])
+    run.recorder.latest.update(state["latest"])
+    run.recorder.updates.update(state["updates"])
+    for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
+        interval, before = state["schedules"][name]
+        _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
+
+
+def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:
+    """Refuse to go on inside an epoch of other batches: samples would be left out or seen twice.
+
+    Raises:
+        CheckpointError: The batch size or the number of samples is another.
+    """
+    inside = run.counters.epoch_batches > 0 and not run.counters.epoch_complete
+    if inside and (here := data_of(run)) != saved:
+        raise CheckpointError(
+            f"The checkpoint lies inside an epoch of {saved[1]} samples in batches of {saved[0]}, "
+            f"but the training loader has {here[1]} in batches of {here[0]}. Go on with the same, "
+            "also where the number of processes is another, or from a checkpoint at the end of an "
+            "epoch."
+        )
+
+
+def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:
+    """A schedule whose interval was changed since counts from where the run stands."""
+    schedule.before = before if schedule.interval == saved else run.progress
+
+
+def _same_number(path: Path, what: str, here: Sequence[Any], saved: Sequence[Any]) -> None:
+    if len(here) != len(saved):
+        raise CheckpointError(
+            f"{path} holds {len(saved)} {what}, but configure_optimizers returned {len(here)}."
+        )
+
+
+def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
+    """Refuse to give optimizers each other's state."""
+    if list(here) != list(saved):
+        raise CheckpointError(
+            f"{path} holds the state of the optimizers {', '.join(map(repr, saved))}, but "
+            f"configure_optimizers returned {', '.join(map(repr, here))}. Return the same in that "
+            "order; the 'name' beside an 'optimizer' says what it is called, else its class does."
+        )
+
+
+def load_weights(module: TrainModule, path: Path) -> None:
+    """Put a module's weights back to a checkpoint's.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not fit the module.
+    """
+    path = disk.locate(path)
+    disk.verify(path)
+    disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)

@@ -1,0 +1,77 @@
+"""The end of a process that cannot hear a second Ctrl-C, since it waits in C.
+
+Python calls its handlers between two steps of the interpreter, and a process that waits in a
+collective for a peer that never comes, for a device or for a disk, makes none. But the moment that
+a signal comes its number is written to `signal.set_wakeup_fd`, which a thread reads here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+
+_PATIENCE = 3.0  # seconds in which the main thread must have come to its handler
+_CLOSED = 0  # no signal has this number
+
+
+@contextmanager
+def reaching(
+    watched: Collection[int], heard: threading.Event, end: Callable[[], object]
+) -> Iterator[None]:
+    """Inside, a SIGINT after any watched signal ends the process, if its handler does not run.
+
+    To be entered on the main thread. A loop of events that waits for signals there goes on hearing
+    of them.
+
+    Args:
+        watched: The signals that have handlers.
+        heard: Set by the handler of the second one.
+        end: Ends the process; called on another thread.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        told = False
+        while _CLOSED not in (numbers := reader.recv(64)):
+            if before != -1:
+                with suppress(OSError):  # its owner may have closed it
+                    os.write(before, numbers)
+            for number in numbers:
+                if told and number == signal.SIGINT and not heard.wait(_PATIENCE):
+                    end()
+                told = told or number in watched
+
+    thread = threading.Thread(target=watch, name="cadence-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        heard.set()
+        if thread.is_alive():  # it is not in a forked process
+            writer.setblocking(True)
+            writer.send(bytes([_CLOSED]))
+            thread.join()
+        reader.close()
+        writer.close()
+
+
+def end_unreachable() -> None:
+    """End this process, with the places at which its threads are."""
+    with suppress(OSError):
+        os.write(2, b"\nSIGINT: the process does not come to an end by itself; it is here:\n")
+        faulthandler.dump_traceback(2, all_threads=True)
+    os._exit(128 + signal.SIGINT)
+
+
+def interactive() -> bool:
+    """Somebody's session lives in this process, such as a notebook's kernel: it must not end."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules

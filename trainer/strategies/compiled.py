@@ -1,0 +1,285 @@
+"""``torch.compile`` for the steps of a module that the Trainer runs.
+
+The bound step is compiled and not the module, whose ``forward`` nobody calls: so no name of a
+weight changes. What is compiled depends on the batch at hand and not on those before it, as far as
+sizes of batches go, and a resumed run has the same code as the run that it resumes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from trainer.configuration import DynamoBackend
+from trainer.distributed.control import exchange
+from trainer.plugins import TorchDynamoPlugin
+from trainer.strategies.compile import torch_arguments
+from trainer.tree import leaves
+
+logger = logging.getLogger(__name__)
+
+# What a step calls of the run around it. Torch would trace into the Trainer.
+_OUTSIDE = ("all_gather", "log", "log_dict", "lr_schedulers", "optimizers", "print")
+_GRAPH_MODES = ("max-autotune", "reduce-overhead")
+
+# The steps of each class that have run compiled: another run may find their code in torch's cache.
+_proven: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
+
+
+@contextmanager
+def compiled_steps(
+    module: nn.Module,
+    names: Iterable[str],
+    plugin: TorchDynamoPlugin,
+    device: torch.device,
+) -> Iterator[None]:
+    """Inside, these steps of the module run compiled code; every process enters it.
+
+    Steps that the user has compiled stay as they are. The number of times that torch had to compile
+    a step anew is logged with every call of ``training_step``, as ``recompilations``.
+
+    Args:
+        module: The user's.
+        names: Of the steps, such as ``"training_step"``.
+        plugin: Arguments of ``torch.compile``; one without a backend compiles nothing.
+        device: Where the steps compute.
+
+    Raises:
+        ValueError: The module steps its optimizers itself in a step that would be compiled, this
+            torch does not have the backend, or the mode cannot be used here.
+        RuntimeError: The backend lacks a compiler, on any process; or, from the first
+            ``training_step``, nothing of it can be compiled.
+    """
+    if plugin.backend == DynamoBackend.NO or plugin.disable:
+        yield
+        return
+    arguments: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        arguments = torch_arguments(plugin)
+        _refuse(module, names, plugin, device)
+    except (ValueError, RuntimeError) as caught:
+        error = caught
+    exchange(error, "compiling the steps")
+    steps = {name: step for name in names if not _has_own(step := getattr(module, name))}
+    tally = _Tally()
+    ours: dict[str, Any] = {
+        name: _CompiledStep(module, name, step, arguments, tally) for name, step in steps.items()
+    }
+    for name in _OUTSIDE:
+        reason = f"self.{name} works outside the compiled code"
+        ours[name] = torch.compiler.disable(getattr(module, name), reason=reason)
+    before = {name: module.__dict__[name] for name in ours if name in module.__dict__}
+    with ExitStack() as settings:
+        for patch in _settings(steps.values()):
+            settings.enter_context(patch)
+        module.__dict__.update(ours)
+        try:
+            yield
+        finally:
+            for name in ours:
+                module.__dict__.pop(name, None)
+            module.__dict__.update(before)
+
+
+def _refuse(
+    module: nn.Module, names: Iterable[str], plugin: TorchDynamoPlugin, device: torch.device
+) -> None:
+    """Refuse what would fail later, or fail in silence."""
+    backend = str(plugin.backend).lower()
+    if "training_step" in names and not module.automatic_optimization:
+        raise ValueError(
+            f"dynamo_backend is {backend!r}, but in manual optimisation training_step does "
+            "backward and steps optimizers itself, around which nothing of it can be compiled as "
+            "one. Leave dynamo_backend out and compile parts of the module in configure_model: "
+            "self.net.compile()."
+        )
+    options = plugin.options or {}
+    graphs = plugin.mode in _GRAPH_MODES or options.get("triton.cudagraphs")
+    if device.type == "cuda" and (graphs or plugin.backend == DynamoBackend.CUDAGRAPHS):
+        raise ValueError(
+            f"TorchDynamoPlugin(backend={backend!r}, mode={plugin.mode!r}, options="
+            f"{plugin.options!r}) replays CUDA graphs, whose outputs the next step overwrites; "
+            "what is logged and the loss live longer than that. Use mode='default' or "
+            "'max-autotune-no-cudagraphs'."
+        )
+    if plugin.backend == DynamoBackend.INDUCTOR and device.type == "cpu":
+        _require_compiler()
+
+
+def _require_compiler() -> None:
+    builder = importlib.import_module("torch._inductor.cpp_builder")
+    try:
+        builder.get_cpp_compiler()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"dynamo_backend='inductor' writes C++ for the CPU and finds no compiler: {error}. "
+            "Install one, such as g++, or name it in the environment variable CXX; "
+            "dynamo_backend='aot_eager' needs none, and is no faster than leaving it out."
+        ) from error
+
+
+def _has_own(step: Callable[..., Any]) -> bool:
+    """The user has put ``torch.compile`` around this step."""
+    return hasattr(step, "_torchdynamo_orig_callable") and not hasattr(step, "_torchdynamo_disable")
+
+
+def _settings(steps: Iterable[Callable[..., Any]]) -> list[Any]:
+    """Settings of torch under which numbers that change all the time are variables.
+
+    Those are the number of a batch, the counters of the run, and numbers that a module keeps: torch
+    takes each for a constant and would compile for every value of it.
+    """
+    config = importlib.import_module("torch.compiler.config")
+    dynamo = importlib.import_module("torch._dynamo.config")
+    numbers = [list(inspect.signature(step).parameters)[1:2] for step in steps]
+    sources = [config.dynamic_sources] if config.dynamic_sources else []
+    sources += [f"L['{name}']" for name in chain.from_iterable(numbers)]
+    sources.append(r".*\._counters\.")
+    return [
+        config.patch(dynamic_sources=",".join(sources)),
+        dynamo.patch(allow_unspec_int_on_nn_module=True),
+    ]
+
+
+@dataclass
+class _Tally:
+    """What all steps of a run have in common.
+
+    Attributes:
+        recompilations: Since the first call of each.
+    """
+
+    recompilations: int = 0
+
+
+class _CompiledStep:
+    """A step that runs compiled, and tells when and why torch compiles it anew.
+
+    Args:
+        module: Whose step it is; it has `log`.
+        name: The step's.
+        step: As the user wrote it, bound.
+        arguments: Of ``torch.compile``.
+        tally: Counts for all steps.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        step: Callable[..., Any],
+        arguments: dict[str, Any],
+        tally: _Tally,
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._module, self._name, self._tally = module, name, tally
+        self._run = torch.compile(step, **arguments)
+        self._marks = "dynamic" not in arguments
+        self._called = False
+        self._dynamo = importlib.import_module("torch._dynamo")
+        self._records = importlib.import_module("torch._dynamo.utils")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A copy of the module has its own step; the compiled one is bound to this module.
+        return copy.deepcopy(self.__wrapped__, memo)  # type: ignore[attr-defined]
+
+    def __call__(self, batch: Any, *where: int) -> Any:
+        if self._marks:
+            self._mark(batch)
+        latest = self._records.get_compilation_metrics()[-1:]
+        breaks = None if self._called else self._breaks()
+        output = self._run(batch, *where)
+        now = self._records.get_compilation_metrics()
+        if now[-1:] != latest:
+            made = now[now.index(latest[0]) + 1 :] if latest and latest[0] in now else now
+            if breaks is None:
+                for each in made:
+                    self._tell(each)
+            else:
+                self._judge(made, breaks)
+        self._called = True
+        if self._name == "training_step":
+            self._module.log("recompilations", self._tally.recompilations, reduce="max")
+        return output
+
+    def _mark(self, batch: Any) -> None:
+        """Let the size of the batch be a variable from the start.
+
+        Torch would find it out with the last batch of an epoch and compile a second time, and the
+        code of a full batch would be another before than after that.
+        """
+        for leaf in leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.dim():
+                self._dynamo.maybe_mark_dynamic(leaf, 0)
+
+    def _breaks(self) -> Counter[str]:
+        return Counter(self._records.counters["graph_break"])
+
+    def _judge(self, made: list[Any], breaks_before: Counter[str]) -> None:
+        """Look whether the first call has compiled anything, or an earlier run had.
+
+        Raises:
+            RuntimeError: It has not, and this is the step that trains.
+        """
+        proven = _proven.setdefault(type(self._module), set())
+        if any(each.graph_op_count for each in made):
+            proven.add(self._name)
+        if self._name in proven:
+            return
+        failures = {each.fail_reason for each in made if each.fail_reason}
+        reasons = failures | set(self._breaks() - breaks_before)
+        text = (
+            f"dynamo_backend is set, but nothing of {type(self._module).__name__}.{self._name} was "
+            f"compiled. Torch says: {' / '.join(map(_first_lines, sorted(reasons))) or 'nothing'}. "
+            "Change the step so that torch can follow it (TORCH_LOGS=graph_breaks shows where it "
+            "cannot), compile parts of the module in configure_model with self.net.compile(), or "
+            "leave dynamo_backend out."
+        )
+        if self._name == "training_step":
+            raise RuntimeError(text)
+        logger.warning(text)
+
+    def _tell(self, record: Any) -> None:
+        """Count and tell what torch compiled after the first call."""
+        if record.recompile_reason is None:
+            return  # a branch that was not taken before
+        cause = " ".join(record.recompile_reason.partition("\n")[0].split())
+        cause = cause.partition(" (user code shown")[0]
+        if record.has_guarded_code:
+            self._tally.recompilations += 1
+            logger.warning(
+                "Torch compiled %s anew in %s (recompilation %d), since this no longer held: %s",
+                record.co_name,
+                self._name,
+                self._tally.recompilations,
+                cause,
+            )
+            return
+        logger.error(
+            "Torch has given up compiling a part of %s anew: for inputs that fit nothing it has "
+            "compiled, that part runs uncompiled from here on, slower. Last cause: %s. Keep shapes "
+            "and numbers to a few values (pad batches; tensors in place of numbers that change), "
+            "pass dynamo_plugin=TorchDynamoPlugin(dynamic=True), or raise "
+            "torch._dynamo.config.recompile_limit, which is %d.",
+            self._name,
+            cause,
+            self._dynamo.config.recompile_limit,
+        )
+
+
+def _first_lines(reason: str) -> str:
+    return " ".join(reason.split("\n\n")[0].split())

@@ -59,6 +59,8 @@ class EarlyStopping(Callback):
     ) -> None:
         if not (math.isfinite(min_delta) and min_delta >= 0):
             raise ValueError(f"min_delta must be finite and at least 0, got {min_delta!r}.")
+        if not isinstance(patience, (int, float)):
+            raise TypeError(f"patience is {patience!r}; it must be an int.")
         if patience < 0 or patience != int(patience):
             raise ValueError(f"patience must be a whole number of at least 0, got {patience!r}.")
         self.monitor = Monitor(monitor, mode)
@@ -114,7 +116,13 @@ class EarlyStopping(Callback):
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Tell it if there was nothing to judge."""
         if self.best_score is None and self.reason is None and trainer.global_step > 0:
-            logger.warning("EarlyStopping saw no value of %r in this run.", self.monitor.name)
+            name = self.monitor.name
+            rare = " It was logged but never reduced: log_every says when for values of steps, "
+            rare += (
+                "val_every for those of validations. A shorter interval helps, or on_epoch=True."
+            )
+            hint = rare if name in trainer.logged_names else ""
+            logger.warning("EarlyStopping saw no value of %r in this run.%s", name, hint)
 
     def _judge(self, value: float) -> str | None:
         """Count ``value``; returns why to stop, or None to go on."""

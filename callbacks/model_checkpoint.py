@@ -82,6 +82,9 @@ class ModelCheckpoint(Callback):
         on_save_error: Literal["raise", "warn"] = "raise",
         dirpath: str | Path | None = None,
     ) -> None:
+        for name, value in (("save_top_k", save_top_k), ("save_last", save_last)):
+            if not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is {value!r}; it must be an int.")
         if save_top_k < -1 or save_top_k != int(save_top_k):
             raise ValueError(f"save_top_k must be -1 (all), 0 or a count, got {save_top_k!r}.")
         if save_last < 0 or save_last != int(save_last):
@@ -110,6 +113,7 @@ class ModelCheckpoint(Callback):
         self._newest: list[str] = []  # oldest first
         self._displaced: list[str] = []  # not wanted any more, but perhaps still there
         self._before: _Decisions | None = None  # until the latest save is known to have succeeded
+        self._saving: Path | None = None  # that save
         self._handled: Progress | None = None  # the last boundary that was looked at
         self._restored = False
         self._training = False
@@ -185,10 +189,13 @@ class ModelCheckpoint(Callback):
         if trainer.global_step == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         else:
+            here = _name_at(trainer.global_step)
+            if here not in self._newest and here not in self._scores:
+                # Saved at a signal, behind the save of another callback that is gone on from.
+                self._displaced = sorted({*self._displaced, here})
             self._forget_missing(trainer)
             # A run that died between a commit and the removal of what it displaced; but never the
             # checkpoint that this one goes on from.
-            here = _name_at(trainer.global_step)
             for displaced in self._displaced:
                 if displaced != here:
                     trainer.remove_checkpoint(self._path(displaced))
@@ -289,8 +296,9 @@ class ModelCheckpoint(Callback):
         else:  # what a signal saved at this very update is now saved to stay
             self._displaced = [each for each in self._displaced if each != name]
         self._scores, self._newest = scores, newest
+        self._saving = self._path(name)
         trainer.save_checkpoint(
-            self._path(name),
+            self._saving,
             weights_only=self.save_weights_only,
             background=self.background,
             required=self.on_save_error == "raise",
@@ -304,7 +312,7 @@ class ModelCheckpoint(Callback):
         before, self._before = self._before, None
         if before is None:
             return
-        if trainer.wait_for_save():
+        if trainer.wait_for_save(self._saving):  # others may have saved since
             self._displaced = []
         else:
             self._scores, self._newest, self._displaced = before

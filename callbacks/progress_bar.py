@@ -133,6 +133,8 @@ class ProgressBar(Callback):
     """
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
+        if not isinstance(refresh_rate, (int, float)):
+            raise TypeError(f"refresh_rate is {refresh_rate!r}; it must be a number.")
         if not refresh_rate >= 0:
             raise ValueError(f"refresh_rate must be 0 (no bar) or above, got {refresh_rate!r}.")
         self.refresh_rate = refresh_rate
@@ -205,6 +207,11 @@ class ProgressBar(Callback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Close the bar of an epoch that was not finished."""
+        self._train.draw()
+        self._close()
+
+    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
+        """End the line, so that what a save says begins on its own."""
         self._train.draw()
         self._close()
 

@@ -89,7 +89,8 @@ class StochasticWeightAveraging(Callback):
         self.num_averaged = 0
         self._averages = Averages(use_buffers=False)
         self._started: int | None = None  # the epoch, from 0
-        self._rates: list[float] = []  # of each group, when it started
+        self._epoch = -1  # whose rates are set
+        self._rates: list[list[float]] = []  # of each optimizer's groups, when they started
 
     def state_dict(self) -> dict[str, Any]:
         """The mean and the rates from which it began."""
@@ -97,7 +98,8 @@ class StochasticWeightAveraging(Callback):
         return {
             "num_averaged": self.num_averaged,
             "started": self._started,
-            "rates": self._rates,
+            "epoch": self._epoch,
+            "rates": [list(rates) for rates in self._rates],
             "averages": averages,
         }
 
@@ -106,7 +108,8 @@ class StochasticWeightAveraging(Callback):
         self._begin()
         self.num_averaged = state["num_averaged"]
         self._started = state["started"]
-        self._rates = list(state["rates"])
+        self._epoch = state["epoch"]
+        self._rates = [list(rates) for rates in state["rates"]]
         assert self._module is not None  # since `setup`
         self._averages.begin_at(self._module, state["averages"], state["averages"])
 
@@ -135,12 +138,7 @@ class StochasticWeightAveraging(Callback):
                 "StochasticWeightAveraging sets learning rates and runs training_step for its "
                 "statistics, which manual optimisation does not allow. Use WeightAveraging."
             )
-        groups = len(_groups(trainer))
-        if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
-            raise ValueError(
-                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups; give one "
-                "for each, or a single number."
-            )
+        self._check_number(trainer)
         self._first_epoch(trainer)
         if self.update_batch_norm:
             trainer.check_batch_norm()
@@ -150,14 +148,22 @@ class StochasticWeightAveraging(Callback):
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Set this epoch's rates."""
         epoch = trainer.current_epoch
+        if epoch == self._epoch:  # the rest of it, after a resume
+            return
+        self._epoch = epoch
         if self._started is None:
             if epoch < self._first_epoch(trainer):
                 return
             self._started = epoch
-            self._rates = [float(group["lr"]) for group in _groups(trainer)]
+            self._rates = [[] for _ in trainer.optimizers]
             trainer.pause_schedulers()
+        for optimizer, rates in zip(trainer.optimizers, self._rates, strict=True):
+            # Another callback may have unfrozen weights in a group of their own meanwhile.
+            rates += [float(group["lr"]) for group in optimizer.param_groups[len(rates) :]]
+        self._check_number(trainer)
         share = self._share(epoch - self._started)
-        for number, (group, begin) in enumerate(zip(_groups(trainer), self._rates, strict=True)):
+        begins = [rate for rates in self._rates for rate in rates]
+        for number, (group, begin) in enumerate(zip(_groups(trainer), begins, strict=True)):
             end = self.swa_lrs[number] if isinstance(self.swa_lrs, Sequence) else self.swa_lrs
             _set_rate(group, end * share + begin * (1 - share))
 
@@ -182,6 +188,14 @@ class StochasticWeightAveraging(Callback):
         self._averages.put_in(module, keep_buffers=True)
         if self.update_batch_norm:
             trainer.update_batch_norm()
+
+    def _check_number(self, trainer: Trainer) -> None:
+        groups = len(_groups(trainer))
+        if isinstance(self.swa_lrs, Sequence) and len(self.swa_lrs) != groups:
+            raise ValueError(
+                f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups; give one "
+                "for each, or a single number."
+            )
 
     def _first_epoch(self, trainer: Trainer) -> int:
         """The first epoch of the mean, from 0."""

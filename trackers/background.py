@@ -3,25 +3,20 @@
 import contextlib
 import logging
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, Status
 from trackers.copies import frozen
+from trackers.missed import Missed
+from trackers.pending import Call
+from trackers.worker import Worker, log
 
 _logger = logging.getLogger("trackers")
 _T = TypeVar("_T")
 _KEPT = ("log_artifact", "log_model")  # they are few, and each is dear
-
-
-class _Call(NamedTuple):
-    what: str
-    function: Callable[[GeneralTracker], Any]
-    future: "Future[Any] | None"  # None for a record, which may be dropped
 
 
 def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
@@ -69,11 +64,16 @@ def _mark(tracker: GeneralTracker, status: Status) -> None:
 class BackgroundTracker(GeneralTracker):
     """Runs every call of a tracker on one daemon thread, in order, so that it cannot hurt the loop.
 
-    `log` and its kin copy the values, tensors too, put them into a queue and return. A call that
-    raises is reported once, by a warning of the logger "trackers", and counted; it never raises
-    here. Images, tables and so on that the tracker has no method for are left out, with one
-    warning. A full queue drops its oldest record and counts it. `finish` waits for the queue to
-    empty, at most `finish_timeout`, and reports what was lost.
+    `log` and its kin copy the values, tensors too, put them into a queue and return. Nothing that
+    the tracker raises is raised here; the first failure is a warning of the logger "trackers".
+
+    A call that fails as in an outage is made again with growing pauses while the others wait, so
+    that a service that returns has all in order. A value that the service cannot take is left out:
+    it raises one of Python's own errors, such as TypeError; or others get through ahead of it. A
+    full queue drops its oldest record; those of `log_recorded` are had from the local record when
+    their turn comes. Images, tables and so on that the tracker has no method for are left out, with
+    one warning. `finish` waits until all is recorded, at most `finish_timeout`, and reports what
+    was lost.
 
     Public attributes that are not of the interface are the tracker's own, once it has started.
 
@@ -81,45 +81,74 @@ class BackgroundTracker(GeneralTracker):
         tracker: the tracker, not started. From here on it belongs to the thread.
         capacity: how many records may wait.
         finish_timeout: how long `finish` waits, in seconds.
+        first_pause: about how long to wait before a second attempt, in seconds.
+        longest_pause: the limit of the pauses, each of which is about twice the one before.
 
     Attributes:
         wrapped: the tracker.
-        failures: how many calls raised.
-        dropped: how many records were dropped: by a full queue, by the time limit of `finish`, or
-            because they came after it.
+        missed: where to find records that a full queue dropped; may be set before `start`.
 
     Raises:
-        ValueError: `capacity` or `finish_timeout` is not positive.
+        ValueError: an argument is not positive, or `longest_pause` is below `first_pause`.
     """
 
     name = "background"  # each instance takes the wrapped tracker's
     requires_logging_directory = False
 
     def __init__(
-        self, tracker: GeneralTracker, *, capacity: int = 10_000, finish_timeout: float = 30.0
+        self,
+        tracker: GeneralTracker,
+        *,
+        capacity: int = 10_000,
+        finish_timeout: float = 30.0,
+        first_pause: float = 0.5,
+        longest_pause: float = 60.0,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} records: a queue holds at least 1.")
         if not finish_timeout > 0:
             raise ValueError(f"finish_timeout={finish_timeout} seconds: give a positive time.")
+        if not 0 < first_pause <= longest_pause:
+            raise ValueError(
+                f"first_pause={first_pause} and longest_pause={longest_pause} seconds: give "
+                "positive times, the first not above the longest."
+            )
         self.wrapped = tracker
         self.name = tracker.name
         self.requires_logging_directory = tracker.requires_logging_directory
         self.main_process_only = tracker.main_process_only
-        self.capacity = capacity
         self.finish_timeout = finish_timeout
-        self.failures = 0
-        self.dropped = 0
-        self._calls: deque[_Call] = deque()
-        self._changed = threading.Condition()
-        self._running = ""
+        self.missed: Missed | None = None
+        self._worker = Worker(
+            tracker,
+            capacity=capacity,
+            limit=finish_timeout,
+            pauses=(first_pause, longest_pause),
+        )
         self._finished = False
         self._waited = False
-        self._deadline = 0.0  # of `finish`
         self._unsupported: set[str] = set()  # what was warned of
-        self._thread: threading.Thread | None = None
         self._started: Future[None] | None = None
         self._resumes: tuple[str | None, int | None] | None = None
+
+    @property
+    def dropped(self) -> int:
+        """How many records were lost so far, by a full queue, an outage or behind `finish`."""
+        return self._worker.pending.lost
+
+    @property
+    def failures(self) -> int:
+        """How many calls raised, each attempt counted."""
+        return self._worker.failures
+
+    @property
+    def replayed(self) -> int:
+        """How many records that a full queue dropped were had from the local record."""
+        return self._worker.replayed
+
+    @property
+    def _thread(self) -> threading.Thread | None:
+        return self._worker.thread
 
     @property
     def tracker(self) -> Any:
@@ -127,7 +156,7 @@ class BackgroundTracker(GeneralTracker):
 
         Raises:
             concurrent.futures.TimeoutError: `start` has not ended in that time.
-            Exception: what `start` raised.
+            Exception: what `start` raised, the last time that it was tried.
         """
         if self._started is not None:
             self._started.result(self.finish_timeout)
@@ -159,23 +188,29 @@ class BackgroundTracker(GeneralTracker):
         if self._thread is not None or self._finished:
             raise RuntimeError(f"The tracker {self.name!r} can be started once. Make another one.")
         self._started = Future()
-        call = _Call("start", self._begin, self._started)
-        self._thread = threading.Thread(
-            target=self._run, args=(call,), name=f"tracker-{self.name}", daemon=True
-        )
-        self._thread.start()
+        self._worker.start(Call("start", self._begin, record=False), self.missed)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, on the thread."""
         store = _with_copies(
             values, lambda tracker, copies: tracker.store_init_configuration(copies)
         )
-        self._submit("store_init_configuration", store)
+        self._worker.pending.put(Call("store_init_configuration", store, record=False))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue values to be recorded."""
         call = _with_copies(values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
-        self._put(_Call("log", call, None))
+        self._worker.pending.put(Call("log", call))
+
+    def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
+        """Queue values that the local record, which `missed` reads, has too.
+
+        Args:
+            values: names and numbers, in a dict that nobody changes.
+            step: the number of optimizer updates so far.
+            time: of the record there; later than that of the one before.
+        """
+        self._worker.pending.put(Call("log", partial(log, values=values, step=step), time=time))
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue images to be recorded."""
@@ -209,7 +244,8 @@ class BackgroundTracker(GeneralTracker):
         """Call a function with the tracker on the thread, after all that is queued by now.
 
         A checkpoint syncs the local record up to its step in this way. Such calls are not dropped
-        by a full queue.
+        by a full queue, and do not wait for the end of an outage: during one they come before what
+        is queued.
 
         Args:
             function: takes the wrapped tracker.
@@ -218,7 +254,19 @@ class BackgroundTracker(GeneralTracker):
             The future of what the function returns or raises. It raises `TimeoutError` where
             `finish` gave up first, and `RuntimeError` behind `finish`.
         """
-        return self._submit("submit", function)
+        future: Future[_T] = Future()
+        future.set_running_or_notify_cancel()  # it cannot be cancelled
+        if not self._worker.submit(Call("submit", function, record=False, future=future)):
+            future.set_exception(RuntimeError(f"The tracker {self.name!r} is finished."))
+        return future
+
+    def settle(self, timeout: float) -> None:
+        """Wait until all that is queued by now is recorded or lost; not on the tracker's thread.
+
+        Args:
+            timeout: the longest wait, in seconds.
+        """
+        self._worker.settle(timeout)
 
     def begin_finish(self) -> None:
         """Ask for the end and return; the time limit of `finish` runs from here."""
@@ -226,8 +274,8 @@ class BackgroundTracker(GeneralTracker):
             return
         status: Status = "finished" if self.status == "running" else self.status
         self.status = status
-        self._deadline = time.monotonic() + self.finish_timeout
-        self._submit("finish", partial(_finish, status=status), last=True)
+        self._finished = True
+        self._worker.end(Call("finish", partial(_finish, status=status), record=False))
 
     def finish(self) -> None:
         """Wait until all is recorded and the tracker closed, at most `finish_timeout` seconds.
@@ -239,28 +287,30 @@ class BackgroundTracker(GeneralTracker):
         if self._waited:
             return
         self._waited = True
-        thread = self._thread
-        if thread is not None:
-            thread.join(max(0.0, self._deadline - time.monotonic()))
-        hangs = thread is not None and thread.is_alive()
-        if hangs or thread is None:
-            self._abandon()
+        hangs = self._worker.join()
         if self.dropped or self.failures or hangs:
+            at = f"`{self._worker.running}` after {self.finish_timeout:g} seconds"
             _logger.warning(
-                "The tracker %r lost %d records and failed in %d calls%s.",
+                "The tracker %r lost %d records%s and failed in %d calls%s.",
                 self.name,
                 self.dropped,
+                f", which are in {self.missed.path}," if self.missed and self.dropped else "",
                 self.failures,
-                f"; it is left behind in `{self._running}` after {self.finish_timeout:g} seconds"
-                if hangs
-                else "",
+                f"; it is left behind in {at}" if hangs else "",
             )
 
     def _begin(self, tracker: GeneralTracker) -> None:
-        _mark(tracker, "running")  # an instance may have been through a run before
-        if self._resumes is not None:
-            tracker.resume(*self._resumes)
-        tracker.start()
+        if self._started is None or self._started.done():  # it failed before
+            self._started = Future()
+        try:
+            _mark(tracker, "running")  # an instance may have been through a run before
+            if self._resumes is not None:
+                tracker.resume(*self._resumes)
+            tracker.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            raise
+        self._started.set_result(None)
 
     def _relay(self, method: str, what: str, *args: Any, **kwargs: Any) -> None:
         if not self._has(method, what):
@@ -269,10 +319,7 @@ class BackgroundTracker(GeneralTracker):
             (args, kwargs),
             lambda tracker, copies: getattr(tracker, method)(*copies[0], **copies[1]),
         )
-        if method in _KEPT:
-            self._submit(method, call)
-        else:
-            self._put(_Call(method, call, None))
+        self._worker.pending.put(Call(method, call, record=method not in _KEPT))
 
     def _has(self, method: str, what: str) -> bool:
         own = getattr(getattr(self.wrapped, method), "__func__", None)
@@ -282,81 +329,3 @@ class BackgroundTracker(GeneralTracker):
             self._unsupported.add(method)
             _logger.warning("The tracker %r takes no %s. They are left out there.", self.name, what)
         return False
-
-    def _submit(
-        self, what: str, function: Callable[[GeneralTracker], _T], *, last: bool = False
-    ) -> "Future[_T]":
-        future: Future[_T] = Future()
-        future.set_running_or_notify_cancel()  # it cannot be cancelled
-        if not self._put(_Call(what, function, future), last=last):
-            future.set_exception(RuntimeError(f"The tracker {self.name!r} is finished."))
-        return future
-
-    def _put(self, call: _Call, *, last: bool = False) -> bool:
-        with self._changed:
-            if self._finished:
-                self.dropped += call.future is None
-                return False
-            self._finished = last
-            if call.future is None and len(self._calls) >= self.capacity:
-                self._drop_oldest()
-            self._calls.append(call)
-            self._changed.notify()
-            return True
-
-    def _drop_oldest(self) -> None:
-        for position, call in enumerate(self._calls):
-            if call.future is None:
-                del self._calls[position]
-                self.dropped += 1
-                return
-
-    def _abandon(self) -> None:
-        """Drop what waits, but for `finish`: a thread that hangs may yet come to close the run."""
-        with self._changed:
-            waiting = [call for call in self._calls if call.what != "finish"]
-            self._calls = deque(call for call in self._calls if call.what == "finish")
-            self.dropped += sum(call.future is None for call in waiting)
-        for call in waiting:
-            if call.future is not None:
-                call.future.set_exception(
-                    TimeoutError(f"The tracker {self.name!r} did not come to this before its end.")
-                )
-
-    def _run(self, call: _Call) -> None:
-        while True:
-            self._running = call.what
-            self._execute(call)
-            # An idle thread must not keep the tensors of the last record alive.
-            del call
-            if self._running == "finish":
-                return
-            with self._changed:
-                while not self._calls:
-                    self._changed.wait()
-                call = self._calls.popleft()
-
-    def _execute(self, call: _Call) -> None:
-        try:
-            result = call.function(self.wrapped)
-        # SystemExit too, which some SDKs raise: it would end the thread without a word, and who
-        # waits for a future would wait for ever.
-        except BaseException as error:  # noqa: BLE001
-            self._report(call, error)
-            if call.future is not None:
-                call.future.set_exception(error)
-        else:
-            if call.future is not None:
-                call.future.set_result(result)
-
-    def _report(self, call: _Call, error: BaseException) -> None:
-        self.failures += 1
-        if self.failures == 1:
-            _logger.warning(
-                "The tracker %r failed in `%s`: %r. The run goes on; further failures are only "
-                "counted.",
-                self.name,
-                call.what,
-                error,
-                exc_info=error,
-            )

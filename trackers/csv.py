@@ -97,9 +97,11 @@ class CSVTracker(GeneralTracker):
         file = self._opened()
         file.seek(at)
         written = file.write(line)
-        if written != len(line):  # a full disk: leave no half of a row
+        if written != len(line):  # a full disk: leave no half of a row, and the one that was there
             file.truncate(at)
-            self._last = {}
+            if self._last and at == self._last_at:
+                file.seek(at)
+                file.write(_line(self._last, self._columns))
             raise OSError(f"{self.path}: {written} of {len(line)} bytes could be written.")
         file.truncate(at + len(line))
         self._last, self._last_at = row, at

@@ -16,7 +16,7 @@ _logger = logging.getLogger("trackers")
 
 # JSON has no such numbers: they are written as these texts, which `float` takes back.
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
-_RESERVED = {"step", "epoch", "time"}
+FIELDS = frozenset({"step", "epoch", "time"})  # of every record, beside its metrics
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -37,13 +37,18 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     with open(path, "rb") as lines:
         return [
-            _parse(line, f"{path}, line {number}")
+            parse_record(line, f"{path}, line {number}")
             for number, line in enumerate(lines, start=1)
             if line.endswith(b"\n")
         ]
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def parse_record(line: bytes, where: str) -> dict[str, Any]:
+    """The record in a line.
+
+    Raises:
+        ValueError: it is not JSON; the message says where it is.
+    """
     try:
         record: dict[str, Any] = _from_json(json.loads(line))
     except ValueError as error:
@@ -136,7 +141,7 @@ class JsonlTracker(GeneralTracker):
         if clash := values.keys() & fields.keys():
             raise ValueError(
                 f"The metrics {sorted(clash)} have the names of fields of the record "
-                f"({sorted(_RESERVED | fields.keys())}). Log them under other names."
+                f"({sorted(FIELDS | fields.keys())}). Log them under other names."
             )
         line = json.dumps(_to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
         file = self._opened()

@@ -82,6 +82,36 @@ def _one_after_another(calls: Sequence[Hook]) -> Hook:
     return call_all
 
 
+class Boundary:
+    """``on_boundary`` of the callbacks, which knows who has not been called at the one at hand.
+
+    A save that one of them makes holds the decisions of those before it alone. A run that goes on
+    from there calls the others first.
+
+    Args:
+        hooks: Each with the `Callback.state_key` of its owner.
+    """
+
+    def __init__(self, hooks: Sequence[tuple[str, Hook]]) -> None:
+        self._hooks = hooks
+        self._due: list[int] = []
+
+    def __call__(self) -> None:
+        """Call those that are left, or all."""
+        due = self._due = self._due or list(range(len(self._hooks)))
+        while due:
+            self._hooks[due.pop(0)][1]()
+
+    @property
+    def left(self) -> list[str]:
+        """The keys of those that are still to be called."""
+        return [self._hooks[number][0] for number in self._due]
+
+    @left.setter
+    def left(self, keys: Sequence[str]) -> None:
+        self._due = [number for number, (key, _) in enumerate(self._hooks) if key in keys]
+
+
 def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
     """One function that calls all; an error of theirs must not hide the one they are told."""
 
@@ -108,6 +138,9 @@ class HookTable:
 
     Hooks around the reduction of metrics have two attributes, ``on_train_epoch_end_module`` and
     ``on_train_epoch_end_callbacks``.
+
+    Attributes:
+        boundary: Behind ``on_boundary``.
 
     Args:
         trainer: Passed to the callbacks.
@@ -149,6 +182,15 @@ class HookTable:
             table[f"{name}_callbacks"] = _one_after_another(of_callbacks(name))
         for name in _CALLBACKS_ONLY:
             table[name] = _one_after_another(of_callbacks(name))
+        self.boundary = Boundary(
+            [
+                (callback.state_key, _bound(hook, trainer, module))
+                for callback in callbacks
+                for hook in of(callback, "on_boundary", Callback)
+            ]
+        )
+        if table["on_boundary"] is not _nothing:
+            table["on_boundary"] = self.boundary
         table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
         self._table = table
         self.__dict__.update(table)

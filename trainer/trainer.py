@@ -115,10 +115,11 @@ class Trainer:
         max_grad_norm: Clip the norm of all gradients, but of those of optimizers for which
             `configure_optimizers` gives another.
         max_grad_value: Clip each element of the gradients, likewise.
-        non_finite: What becomes of an update whose gradients hold NaN or infinity: ``"stop"`` ends
-            the run with a ``FloatingPointError`` that names the parameters, ``"skip"`` leaves the
-            update out and counts it, ``"ignore"`` does not look. Alike on all processes. Overflows
-            that the scaler of fp16 handles are counted as skipped. Not in manual optimisation.
+        non_finite: What becomes of an update whose loss or gradients hold NaN or infinity:
+            ``"stop"`` ends the run with a ``FloatingPointError`` that names the parameters,
+            ``"skip"`` leaves the update out and counts it, ``"ignore"`` does not look. Alike on all
+            processes. Overflows that the scaler of fp16 handles are counted as skipped. In manual
+            optimisation gradients alone are looked at, and ``"skip"`` is refused.
         max_skipped_in_row: So many skipped updates in a row end the run.
         deterministic: Refuse operations that have no deterministic form, while the Trainer works;
             ``"warn"`` only tells them.
@@ -337,6 +338,7 @@ class Trainer:
             project=self._parts.project.unwritten(),
             callbacks=callbacks,
             trainer=trial,
+            tells=False,
         )
         trial._slurm_requeue = False
         trial._counters = Counters()
@@ -378,6 +380,7 @@ class Trainer:
                 "Nothing ends this run: max_epochs and max_steps are both None. Pass one of them "
                 "to the Trainer, or max_time."
             )
+        self._check_idle("fit")
         self._parts.project.check_ckpt_path(ckpt_path)
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
@@ -570,16 +573,21 @@ class Trainer:
         run = self._fit_run("require_space")
         require_space(run, folder, on_each_node=self._parts.project.on_each_node)
 
-    def wait_for_save(self) -> bool:
+    def wait_for_save(self, path: str | os.PathLike[str] | None = None) -> bool:
         """Wait for the save in flight, if any; every process calls it.
 
+        Args:
+            path: The checkpoint that is asked for, as it was given to `save_checkpoint`; by default
+                the latest.
+
         Returns:
-            Whether the latest save of the fit succeeded, or there was none.
+            Whether its latest save succeeded, or there was none.
 
         Raises:
             CheckpointError: It was required and failed; on all processes alike.
         """
-        return self._fit is None or self._fit.writer.wait()
+        name = None if path is None else Path(path)
+        return self._fit is None or self._fit.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
         """Save the weights as this process has them; no other one takes part.
@@ -1003,6 +1011,19 @@ class Trainer:
             raise RuntimeError(f"{what} is there only while fit runs.")
         return self._run
 
+    def _check_idle(self, name: str) -> None:
+        """Refuse a run inside a run, of which this Trainer would lose sight.
+
+        Raises:
+            RuntimeError: One is at hand.
+        """
+        if self._run is not None:
+            raise RuntimeError(
+                f"{name} was called inside another run of the same Trainer, by a hook or a step. "
+                "For a further validation of a fit there is val_every; for other data or another "
+                "module call it when the run is over, or make a second Trainer."
+            )
+
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
@@ -1062,6 +1083,7 @@ class Trainer:
         self, stage: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
     ) -> Iterator[tuple[Run, list[Feed]]]:
         """Inside, the run of validate, test or predict is at hand."""
+        self._check_idle(stage)
         self._parts.project.check_ckpt_path(ckpt_path)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
         with (

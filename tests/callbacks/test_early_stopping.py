@@ -111,3 +111,8 @@ def test_wrong_arguments_are_refused(arguments):
     (value,) = arguments.values()
     with pytest.raises(ValueError, match=f"{value!r}"):
         EarlyStopping("loss", **arguments)
+
+
+def test_patience_is_a_number():
+    with pytest.raises(TypeError, match=r"patience is '3'; it must be an int\."):
+        EarlyStopping("loss", patience="3")

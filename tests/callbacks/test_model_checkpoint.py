@@ -318,3 +318,9 @@ def test_saves_after_the_other_callbacks():
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ModelCheckpoint(**arguments)
+
+
+@pytest.mark.parametrize("name", ["save_top_k", "save_last"])
+def test_counts_are_numbers(name):
+    with pytest.raises(TypeError, match=f"{name} is '3'; it must be an int"):
+        ModelCheckpoint(**{name: "3"})

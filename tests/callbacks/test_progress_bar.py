@@ -55,6 +55,19 @@ def test_an_error_ends_the_line_and_asks_for_no_metrics(terminal):
     assert terminal.read() == ""
 
 
+def test_what_a_save_on_a_signal_says_has_a_line_of_its_own(terminal):
+    loop = terminal.loop(refresh_rate=1e-9)
+    loop.call("on_train_epoch_start")
+    loop.batches(range(4))
+    loop.call("on_preemption")
+    sys.stderr.write("Saved\n")
+    epoch, said, *rest = terminal.screen()
+    assert epoch.startswith("epoch 1:  40%")
+    assert said == "Saved"
+    assert set(rest) == {""}
+    loop.call("teardown", "fit")
+
+
 @pytest.mark.parametrize("ending", [("on_train_end",), ("on_exception", KeyboardInterrupt())])
 def test_an_interrupted_epoch_shows_where_it_stopped(terminal, ending):
     loop = terminal.loop(refresh_rate=1e-9)
@@ -150,3 +163,5 @@ def test_quiet_where_there_is_no_terminal(tmp_path, monkeypatch):
 def test_wrong_rate_is_refused():
     with pytest.raises(ValueError, match="-1"):
         ProgressBar(refresh_rate=-1)
+    with pytest.raises(TypeError, match="refresh_rate is 'often'; it must be a number"):
+        ProgressBar(refresh_rate="often")

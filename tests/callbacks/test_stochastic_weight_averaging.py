@@ -16,7 +16,13 @@ from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
-from callbacks import Callback, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from callbacks import (
+    BackboneFinetuning,
+    Callback,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
 from trackers import read_metrics
 from trainer import TrainModule
@@ -421,3 +427,56 @@ def test_a_schedule_of_any_kind_may_be_there():
     rates = Rates()
     train(StochasticWeightAveraging(0.5, 3, 0), rates, module=Warm(), max_epochs=4)
     assert [rate for (rate,) in rates.rates[::6]] == pytest.approx([0.01, 0.02, 0.5, 0.5])
+
+
+class Late(Net):
+    """Of which a part is trained later, in a group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(trained, lr=0.2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_group_that_joins_meanwhile_goes_to_the_same_rate(tmp_path, first):
+    def run(folder: str, **options: Any) -> tuple[list[Any], dict[str, Any]]:
+        rates = []
+
+        class Rates(Callback):
+            def on_train_step_end(self, trainer: Any, module: Any) -> None:
+                groups = trainer.optimizers[0].param_groups
+                rates.append([group["lr"] for group in groups])
+
+        average = StochasticWeightAveraging(0.1, 2, 4, "linear")
+        thawing = BackboneFinetuning(2, lambda epoch: 1.0, 0.5, backbone="net")
+        callbacks = [average, thawing] if first else [thawing, average]
+        module = train(
+            *callbacks,
+            Rates(),
+            ModelCheckpoint(every=1),
+            module=Late(),
+            folder=str(tmp_path / folder),
+            ckpt_path="auto",
+            **options,
+        )
+        return rates, copy_of(module)
+
+    rates, weights = run("whole")
+    by_epoch = [rates[6 * epoch] for epoch in range(6)]
+    assert len(rates) == 36
+    assert [len(each) for each in by_epoch] == [1, 1, 2, 2, 2, 2]
+    wanted = [0.2, 0.2, 0.175, 0.15, 0.125, 0.1]
+    assert [each[0] for each in by_epoch] == pytest.approx(wanted)
+    assert by_epoch[5][1] == pytest.approx(0.1)
+    for stop in (14, 18, 20):  # in the epoch in which it joins, behind it, and in the next one
+        run(f"at-{stop}", max_steps=stop)
+        resumed, same = run(f"at-{stop}")
+        assert resumed == rates[stop:]
+        assert_same(same, weights)
+
+
+def test_a_group_that_joins_needs_a_rate_too():
+    thawing = BackboneFinetuning(2, backbone="net")
+    average = StochasticWeightAveraging([0.1], 2, 4)
+    with pytest.raises(ValueError, match="swa_lrs has 1 rates for 2 parameter groups"):
+        train(thawing, average, module=Late())

@@ -109,7 +109,7 @@ class TrainerStandIn:
     def require_space(self, folder: Path) -> None:
         self.space_asked.append(folder)
 
-    def wait_for_save(self) -> bool:
+    def wait_for_save(self, path: Any = None) -> bool:
         self.waits += 1
         return self.saved
 

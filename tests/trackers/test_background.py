@@ -1,5 +1,6 @@
 import concurrent.futures
 import logging
+import math
 import threading
 import weakref
 
@@ -8,6 +9,7 @@ import torch
 
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, NullTracker, read_metrics
 from trackers.background import finish_all
+from trackers.missed import Missed
 
 
 class Recorder(GeneralTracker):
@@ -79,7 +81,7 @@ class Failing(Recorder):
 def blocked():
     """A background tracker whose thread waits in the `log` of step 0."""
     tracker = Blocking()
-    background = BackgroundTracker(tracker, capacity=3)
+    background = BackgroundTracker(tracker, capacity=4)
     background.start()
     background.log({}, 0)
     tracker.entered.wait()
@@ -132,7 +134,6 @@ def test_it_takes_the_attributes_of_the_tracker_and_gives_its_object():
 
 
 def test_values_are_those_of_the_time_of_the_call(blocked):
-    blocked.capacity = 4
     tensor, rows = torch.zeros(1), [[1]]
     values = {"x": 1, "parts": {"loss": tensor}}
     blocked.store_init_configuration(values)
@@ -164,19 +165,19 @@ def test_log_returns_while_the_tracker_blocks(blocked):
 
 def test_a_full_queue_drops_the_oldest_records_and_nothing_else(blocked, caplog):
     blocked.store_init_configuration({"lr": 1})
-    for step in range(1, 7):
+    for step in range(1, 8):
         blocked.log({}, step)
     assert blocked.dropped == 4
     blocked.wrapped.release.set()
     blocked.finish()
-    assert blocked.wrapped.steps == [0, 5, 6]
+    assert blocked.wrapped.steps == [0, 5, 6, 7]
     assert ("configuration", {"lr": 1}) in blocked.wrapped.calls
     (warning,) = warnings_of(caplog)
     assert "lost 4 records and failed in 0 calls." in warning.getMessage()
 
 
-@pytest.mark.parametrize("error", [OSError("no network"), SystemExit(1)])
-def test_failures_are_reported_once_and_counted(caplog, error):
+@pytest.mark.parametrize("error", [ValueError("too long"), TypeError("a set")])
+def test_values_that_are_refused_are_reported_once_and_counted(caplog, error):
     background = BackgroundTracker(Failing(error))
     background.start()
     for step in range(5):
@@ -198,7 +199,7 @@ def test_a_start_that_raises_is_reported_and_raised_only_to_who_asks_for_the_obj
         def start(self):
             raise ConnectionError("no server")
 
-    background = BackgroundTracker(NoServer())
+    background = BackgroundTracker(NoServer(), finish_timeout=0.1)
     background.start()
     with pytest.raises(ConnectionError, match="no server"):
         background.tracker
@@ -311,10 +312,12 @@ def test_an_idle_thread_keeps_no_tensor_alive():
     background.finish()
 
 
-@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"finish_timeout": 0}])
+@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"finish_timeout": 0}, {"first_pause": 0}])
 def test_wrong_arguments(wrong):
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=0"):
         BackgroundTracker(Recorder(), **wrong)
+    with pytest.raises(ValueError, match=r"first_pause=9.* longest_pause=1"):
+        BackgroundTracker(Recorder(), first_pause=9, longest_pause=1)
 
 
 class Outcome(Recorder):
@@ -392,7 +395,7 @@ def test_the_time_limit_runs_from_when_the_end_was_asked_for(monkeypatch):
     background.log({}, 0)
     blocking.entered.wait()
     now = [0.0]
-    monkeypatch.setattr("trackers.background.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trackers.worker.time.monotonic", lambda: now[0])
     background.begin_finish()
     now[0] = 999.99
     background.finish()  # waits for a hundredth of a second, not for 1000 seconds
@@ -413,7 +416,7 @@ class Plain(GeneralTracker):
     def log(self, values, step):
         self.seen.append((values, step))
         if values == {"bad": 1}:
-            raise OSError("no network")
+            raise ValueError("bad")
 
     def count(self):
         return len(self.seen)
@@ -607,3 +610,344 @@ def test_the_run_goes_on_with_an_id_that_is_known_once_it_has_begun():
     background.start()
     background.finish()
     assert fresh.calls[0] == ("start",)
+
+
+# -- outages ---------------------------------------------------------------------------------------
+
+
+class Away(Recorder):
+    """Its service is away while `there` is not set."""
+
+    def __init__(self):
+        super().__init__()
+        self.there, self.tried = threading.Event(), threading.Event()
+        self.resumed = []
+
+    def _reach(self):
+        self.tried.set()
+        if not self.there.is_set():
+            raise ConnectionError("refused")
+
+    def resume(self, run_id, step):
+        self.resumed.append((run_id, step))
+
+    def log(self, values, step, **kwargs):
+        self._reach()
+        super().log(values, step, **kwargs)
+
+
+SLOW = {"first_pause": 1000.0, "longest_pause": 1000.0}  # whoever waits for it runs out of time
+QUICK = {"first_pause": 0.001, "longest_pause": 0.002}
+
+
+def test_a_service_that_returns_has_all_records_once_and_in_order(caplog):
+    tracker = Away()
+    background = BackgroundTracker(tracker, **QUICK)
+    background.start()
+    background.log({}, 0)
+    tracker.tried.wait()
+    background.store_init_configuration({"lr": 1})
+    for step in range(1, 50):
+        background.log({}, step)
+    tracker.there.set()
+    background.finish()
+    assert tracker.steps == list(range(50))
+    assert tracker.calls[2] == ("configuration", {"lr": 1})
+    assert tracker.calls[-1] == ("finish",)
+    assert background.dropped == 0
+    assert "failed in `log`: ConnectionError('refused')" in caplog.messages[0]
+    assert len(caplog.messages) == 2
+    assert "lost 0 records and failed in" in caplog.messages[1]
+
+
+def test_the_end_interrupts_a_pause_and_pauses_grow_anew():
+    tracker = Away()
+    background = BackgroundTracker(tracker, **SLOW)
+    background.start()
+    background.log({}, 0)
+    tracker.tried.wait()
+    tracker.there.set()
+    background.finish()
+    assert tracker.steps == [0]
+    assert background.dropped == 0
+
+
+def test_a_service_that_stays_away_costs_what_waits_and_is_closed(caplog):
+    tracker = Away()
+    background = BackgroundTracker(tracker, finish_timeout=0.2, **QUICK)
+    background.start()
+    for step in range(5):
+        background.log({}, step)
+    background.log_table("table", data=[])
+    background.store_init_configuration({})
+    background.finish()
+    assert background.dropped == 6
+    assert tracker.calls == [("start",), ("finish",)]
+    assert "lost 6 records and failed in" in caplog.messages[-1]
+
+
+def test_a_service_that_begins_late_is_asked_to_resume_each_time():
+    class Late(Away):
+        def start(self):
+            self._reach()
+            super().start()
+
+    tracker = Late()
+    background = BackgroundTracker(tracker, **QUICK)
+    background.resume("earlier", 3)
+    background.start()
+    background.log({}, 4)
+    tracker.tried.wait()
+    tracker.there.set()
+    background.settle(20)
+    assert background.tracker is tracker.calls
+    background.finish()
+    assert [call[0] for call in tracker.calls] == ["start", "log", "finish"]
+    assert len(tracker.resumed) == background.failures + 1 > 1
+    assert set(tracker.resumed) == {("earlier", 3)}
+
+
+def test_a_start_that_is_refused_for_good_is_not_tried_again():
+    class Refused(Away):
+        def start(self):
+            super().start()
+            raise ValueError("no such project")
+
+    background = BackgroundTracker(Refused(), **SLOW)
+    background.start()
+    for step in range(3):
+        background.log({}, step)
+    background.finish()
+    assert background.failures == 4
+    assert background.wrapped.calls == [("start",), ("finish",)]
+
+
+def test_a_record_that_is_refused_while_others_pass_does_not_block_them():
+    class Picky(Recorder):
+        def log(self, values, step, **kwargs):
+            if step == 1:
+                raise RuntimeError("400 Bad Request")
+            super().log(values, step, **kwargs)
+
+    background = BackgroundTracker(Picky(), **QUICK)
+    background.start()
+    for step in range(7):
+        background.log({}, step)
+    background.settle(20)
+    assert background.wrapped.steps == [0, 2, 3, 4, 5, 6]
+    assert background.dropped == 1
+    background.finish()
+
+
+def test_a_service_that_returns_when_another_record_is_tried_has_all():
+    """It then has that one first; what waited for it is not given up."""
+
+    class Returning(Recorder):
+        def __init__(self):
+            super().__init__()
+            self.failures = 0
+
+        def log(self, values, step, **kwargs):
+            if step == 0 and self.failures < 6:
+                self.failures += 1
+                raise ConnectionError("refused")
+            super().log(values, step, **kwargs)
+
+    background = BackgroundTracker(Returning(), **QUICK)
+    for step in range(4):
+        background.log({}, step)
+    background.start()
+    background.finish()
+    assert sorted(background.wrapped.steps) == [0, 1, 2, 3]
+    assert background.dropped == 0
+
+
+def test_a_file_that_is_not_there_is_not_waited_for():
+    class Missing(Rich):
+        def log_model(self, path, name=None, step=None):
+            raise FileNotFoundError(path)
+
+    background = BackgroundTracker(Missing(), **SLOW)
+    background.start()
+    background.log_model("gone")
+    background.log({}, 1)
+    background.finish()
+    assert background.wrapped.steps == [1]
+
+
+def test_files_wait_for_the_end_of_an_outage():
+    class Upload(Away):
+        def log_artifact(self, path, name=None, kind="artifact", step=None):
+            self._reach()
+            self._note("artifact", path)
+
+    tracker = Upload()
+    background = BackgroundTracker(tracker, **QUICK)
+    background.start()
+    background.log_artifact("path")
+    tracker.tried.wait()
+    tracker.there.set()
+    background.finish()
+    assert ("artifact", "path") in tracker.calls
+
+
+def test_submit_does_not_wait_for_the_end_of_an_outage():
+    tracker = Away()
+    background = BackgroundTracker(tracker, **SLOW)
+    background.start()
+    background.log({}, 0)
+    background.log({}, 1)
+    assert background.submit(lambda one: one.steps).result(20) == []
+    tracker.there.set()
+    background.settle(20)
+    assert tracker.steps == [0, 1]
+    background.finish()
+
+
+# -- what a full queue dropped ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A local record with one of an earlier run, whose clock was ahead."""
+    record = BackgroundTracker(JsonlTracker(tmp_path / "metrics.jsonl"), **QUICK)
+    record.start()
+    record.log({"x": -1.0}, 3, time=15.0)
+    yield record
+    record.finish()
+
+
+def begin(tracker, local, **options):
+    background = BackgroundTracker(tracker, **options)
+    offset = local.submit(lambda record: record.offset)
+    background.missed = Missed(local, offset, {"private"})
+    background.start()
+    return background
+
+
+def record_both(local, background, steps):
+    for step in steps:
+        value = math.nan if step == 4 else step / 3
+        local.log({"x": value, "private": 0.0}, step, time=10.0 + step)
+        background.log_recorded({"x": value}, step, 10.0 + step)
+
+
+def told(tracker):
+    return [(call[2], str(call[1])) for call in tracker.calls if call[0] == "log"]
+
+
+def expected(steps):
+    return [(step, str({"x": math.nan if step == 4 else step / 3})) for step in steps]
+
+
+def test_what_a_full_queue_dropped_comes_from_the_local_record_in_its_place(local, caplog):
+    tracker = Blocking()
+    background = begin(tracker, local, capacity=3)
+    for steps in (range(20), range(20, 40)):
+        record_both(local, background, steps[:1])
+        tracker.entered.wait()
+        record_both(local, background, steps[1:])
+        assert len(background._worker.pending._calls) == 3
+        tracker.release.set()
+        background.settle(20)
+        tracker.entered.clear()
+        tracker.release.clear()
+    tracker.release.set()
+    background.finish()
+    assert told(tracker) == expected(range(40))
+    # `settle` is a call too, for which nothing is dropped.
+    assert (background.replayed, background.dropped) == (32, 0)
+    assert not warnings_of(caplog)
+
+
+def test_records_that_come_while_others_are_replayed_are_not_lost_either(local):
+    class Slow(Blocking):
+        """It blocks a second time in the midst of what is replayed."""
+
+        def log(self, values, step, **kwargs):
+            if step == 5:
+                self.midst.set()
+                self.go_on.wait()
+            super().log(values, step, **kwargs)
+
+    tracker = Slow()
+    tracker.midst, tracker.go_on = threading.Event(), threading.Event()
+    background = begin(tracker, local, capacity=3)
+    record_both(local, background, [0])
+    tracker.entered.wait()
+    record_both(local, background, range(1, 20))
+    tracker.release.set()
+    tracker.midst.wait()
+    record_both(local, background, range(20, 40))
+    tracker.go_on.set()
+    background.finish()
+    assert told(tracker) == expected(range(40))
+    assert background.dropped == 0
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_outage_while_records_are_replayed(local, returns, caplog):
+    class Again(Blocking):
+        def log(self, values, step, **kwargs):
+            if step >= 5 and not self.there:
+                self.there = returns
+                raise ConnectionError("again")
+            super().log(values, step, **kwargs)
+
+    tracker = Again()
+    tracker.there = False
+    background = begin(tracker, local, capacity=3, finish_timeout=30 if returns else 0.5, **QUICK)
+    record_both(local, background, [0])
+    tracker.entered.wait()
+    record_both(local, background, range(1, 20))
+    tracker.release.set()
+    background.finish()
+    assert told(tracker) == expected(range(20 if returns else 5))
+    assert background.dropped == (0 if returns else 15)
+    if not returns:
+        where = f"lost 15 records, which are in {local.tracker}, and failed"
+        assert where in caplog.messages[-1]
+
+
+def test_records_that_the_local_one_has_not_are_counted_as_lost(local):
+    tracker = Blocking()
+    background = begin(tracker, local, capacity=3)
+    background.log({}, 0)
+    tracker.entered.wait()
+    record_both(local, background, [1, 2])
+    background.log_recorded({"x": 3.0}, 3, 13.0)  # the disk refused it
+    background.log({"by hand": 1}, 3)
+    record_both(local, background, range(4, 8))
+    tracker.release.set()
+    background.finish()
+    assert [step for step, _ in told(tracker)] == [0, 1, 2, 4, 5, 6, 7]
+    assert background.dropped == 2
+
+
+def test_a_local_record_that_cannot_be_read_is_told_and_ends_nothing(local, caplog):
+    tracker = Blocking()
+    background = begin(tracker, local, capacity=2)
+    record_both(local, background, [0])
+    tracker.entered.wait()
+    record_both(local, background, range(1, 6))
+    local.settle(20)
+    local.tracker.write_text("no json\n" * 100)
+    tracker.release.set()
+    background.finish()
+    assert [step for step, _ in told(tracker)] == [0, 4, 5]
+    assert (background.dropped, background.failures) == (3, 1)
+    assert "is not JSON" in caplog.text
+
+
+def test_trackers_that_change_what_they_are_given_change_it_for_no_other(local):
+    class Taking(Recorder):
+        def log(self, values, step, **kwargs):
+            super().log(dict(values), step, **kwargs)
+            values.clear()
+
+    values = {"x": 1.0}
+    trackers = [begin(Taking(), local) for _ in range(2)]
+    for background in trackers:
+        background.log_recorded(values, 1, 11.0)
+        background.finish()
+    assert [told(one.wrapped) for one in trackers] == [[(1, "{'x': 1.0}")]] * 2

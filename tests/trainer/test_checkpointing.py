@@ -361,6 +361,15 @@ def test_callbacks_and_the_module_get_back_what_they_saved():
     assert second.updates == 4
     assert second.extra.tolist() == [1.0, 2.0]
     assert module.note == {"words": ["a", "b"], "epoch": 0}
+    for method in ("validate", "test", "predict"):  # an evaluation of a checkpoint has it too
+        module = Extra([0.0])
+        getattr(make(), method)(module, loader(), ckpt_path="last")
+        assert module.note == {"words": ["a", "b"], "epoch": 1}
+    saves = ModelCheckpoint(save_weights_only=True, dirpath="bare")
+    fit(Extra([0.0]), saves, max_epochs=1, project_dir="other")
+    (bare,) = Path("bare").iterdir()
+    make().validate(module := Extra([0.0]), loader(), ckpt_path=bare)
+    assert module.note is None
 
 
 def test_a_new_callback_may_join_a_resumed_run():

@@ -247,6 +247,13 @@ def test_an_early_stopping_that_judged_nothing_is_told(caplog):
     assert "EarlyStopping saw no value of 'val'" in caplog.text
 
 
+def test_an_early_stopping_by_steps_that_are_not_recorded_says_what_helps(caplog):
+    trainer = quiet_trainer(max_steps=3, log_every=4, callbacks=EarlyStopping("loss"))
+    trainer.fit(Blind(), loader())
+    assert "EarlyStopping saw no value of 'loss'" in caplog.text
+    assert "log_every says when" in caplog.text
+
+
 class Stream(IterableDataset[Any]):
     def __len__(self) -> int:
         return 10

@@ -259,13 +259,17 @@ def test_setup_and_teardown_are_told_the_stage():
 def test_manual_optimisation_leaves_the_update_to_the_step():
     module, heard = listening(Manual)
     trainer_for(heard).fit(module, loader(2))
-    backward = [*cm("on_before_backward"), *mc("on_after_backward")]
+    update = [
+        *cm("on_before_backward"),
+        *mc("on_after_backward"),
+        *cm("on_before_optimizer_step"),
+    ]
     batch = [
         *cm("on_train_step_start"),
         *cm("on_train_batch_start"),
         "m training_step",
-        *backward,
-        *backward,
+        *update,
+        *update,
         *mc("on_train_batch_end"),
         *mc("on_train_step_end"),
     ]
@@ -283,6 +287,44 @@ def test_manual_optimisation_leaves_the_update_to_the_step():
         *mc("on_fit_end"),
         *end(),
     ]
+
+
+def test_by_hand_hooks_see_the_gradients_of_all_processes_before_the_step(ranks2):
+    def body(closure):
+        class ByHand(Quiet):
+            automatic_optimization = False
+
+            def training_step(self, batch, batch_idx):
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+
+                def evaluate():
+                    loss = self.layer(batch).square().mean()
+                    self.manual_backward(loss)
+                    return loss
+
+                if closure:
+                    optimizer.step(evaluate)
+                else:
+                    evaluate()
+                    optimizer.step()
+
+            def on_before_optimizer_step(self, optimizer):
+                assert optimizer is self.optimizers()
+                seen.append([self.layer.weight.grad.tolist(), self.layer.weight.tolist()])
+
+        seen = []
+        torch.manual_seed(0)
+        trainer_for([]).fit(ByHand(), loader(3))  # of which the last is one process's alone
+        return seen
+
+    seen, other = ranks2(body, False)
+    assert len(seen) == 2
+    assert other == seen[:1]  # for the other process it is no update of a batch of its own
+    assert seen[0] != seen[1]
+    alone = body(True)
+    assert alone == body(False)
+    assert len(alone) == 3
 
 
 def test_a_manual_batch_without_a_step_is_no_update_and_has_no_boundary():
@@ -736,7 +778,7 @@ def test_a_manual_fit_resumed_inside_an_epoch_goes_on_with_the_next_batch():
         *cm("on_train_step_start"),
         *cm("on_train_batch_start"),
         "m training_step",
-        *backward * 2,
+        *[*backward, *cm("on_before_optimizer_step")] * 2,
         *mc("on_train_batch_end"),
         *mc("on_train_step_end"),
     ]

@@ -329,14 +329,16 @@ def test_a_record_is_one_json_object_a_line_with_step_epoch_and_time(monkeypatch
     log = lambda m, b, i: m.log("train/loss", b.mean(), on_epoch=True)  # noqa: E731
     trainer.fit(Net(log, lambda m, b, i: m.log("val", 7.0)), loader(1), loader(1))
     lines = trainer.metrics_path.read_text().splitlines()
+    now = pytest.approx(1234.5)
     assert [json.loads(line) for line in lines] == [
-        {"step": 1, "epoch": 0, "time": 1234.5, "train/loss_step": 1.0},
-        {"step": 1, "epoch": 0, "time": 1234.5, "val": 7.0},
-        {"step": 1, "epoch": 0, "time": 1234.5, "train/loss_epoch": 1.0},
-        {"step": 2, "epoch": 1, "time": 1234.5, "train/loss_step": 1.0},
-        {"step": 2, "epoch": 1, "time": 1234.5, "val": 7.0},
-        {"step": 2, "epoch": 1, "time": 1234.5, "train/loss_epoch": 1.0},
+        {"step": 1, "epoch": 0, "time": now, "train/loss_step": 1.0},
+        {"step": 1, "epoch": 0, "time": now, "val": 7.0},
+        {"step": 1, "epoch": 0, "time": now, "train/loss_epoch": 1.0},
+        {"step": 2, "epoch": 1, "time": now, "train/loss_step": 1.0},
+        {"step": 2, "epoch": 1, "time": now, "val": 7.0},
+        {"step": 2, "epoch": 1, "time": now, "train/loss_epoch": 1.0},
     ]
+    assert len({json.loads(line)["time"] for line in lines}) == 6  # they are told apart by it
     assert list(json.loads(lines[0]))[:3] == ["step", "epoch", "time"]
 
 
@@ -464,7 +466,9 @@ def test_a_tracker_of_ones_own(form, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["start", "store_init_configuration", "log", "finish"])
-def test_a_tracker_that_raises_does_not_stop_the_run(where, caplog):
+def test_a_tracker_that_raises_does_not_stop_the_run(where, caplog, monkeypatch):
+    monkeypatch.setattr("trackers.worker._LAST", 1.0)  # the end waits for no service to return
+
     def fail(self, *args, **kwargs):
         raise ConnectionError("no route to host")
 
@@ -544,3 +548,19 @@ def test_a_metric_of_one_rank_alone_is_an_error_that_names_both(ranks2):
         assert kind == "MetricError"
         assert "Rank 1 did not log 'mine'" in text
         assert "rank 0 did" in text
+
+
+def test_of_an_evaluations_steps_the_value_of_the_whole_is_recorded():
+    def both(module, batch, batch_idx):
+        module.log("alone", batch.mean(), on_step=True)
+        module.log("both", batch.mean(), on_step=True, on_epoch=True)
+
+    trainer = make()
+    trainer.fit(Net(val_log=both), loader(2), loader(4))
+    assert trainer.callback_metrics == {"alone_epoch": 2.5, "both_epoch": 2.5}
+
+    def lost(module, batch, batch_idx):
+        module.log("lost", batch.mean(), on_step=True, on_epoch=False)
+
+    with pytest.raises(ValueError, match=r"log\('lost', .* in a validation, of which only"):
+        make().fit(Net(val_log=lost), loader(2), loader(4))

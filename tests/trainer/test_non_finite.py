@@ -105,6 +105,80 @@ def test_only_the_parameters_concerned_are_named():
         fit(Half(), cpu=True)
 
 
+class Constant(Net):
+    """Whose bad losses have gradients that are finite: a constant is added to them."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.head(self.body(batch[0])).square().mean()
+        here = self.trainer.accelerator.process_index == self.rank
+        if here and self.global_step in self.bad and (self.rank or batch_idx % 2 == 0):
+            loss = loss + self.value
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_bad_loss_counts_though_its_gradients_are_finite(value, accumulation):
+    arguments = {"cpu": True, "gradient_accumulation_steps": accumulation, "max_epochs": 2}
+    module = Constant(bad=[2, 4], value=value)
+    with pytest.raises(FloatingPointError, match="A loss of update 3 is NaN or infinite") as caught:
+        fit(module, **arguments)
+    assert "rank 0 was" in str(caught.value)
+    assert "hold NaN" not in str(caught.value)
+    skipping = fit(Constant([2, 4], value), non_finite="skip", folder="skip", **arguments)
+    assert skipping.skipped_updates == 2
+
+
+def test_all_processes_hear_of_a_bad_loss_with_finite_gradients(ranks3):
+    def body(policy):
+        module = Constant([1], rank=1)
+        try:
+            trainer = fit(module, non_finite=policy, folder=policy, cpu=True, max_epochs=2)
+        except FloatingPointError as error:
+            return "A loss of update 2 is" in str(error)
+        return trainer.skipped_updates, [p.tolist() for p in module.parameters()]
+
+    assert ranks3(body, "stop") == [True] * 3
+    first, *others = ranks3(body, "skip")
+    assert first[0] == 1
+    assert others == [first, first]
+
+
+class ByHand(Net):
+    """The same by hand, in two optimizers."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        parts = self.body, self.head
+        return [torch.optim.AdamW(part.parameters(), lr=0.1) for part in parts]
+
+
+def test_manual_optimisation_stops_too(ranks2):
+    def body():
+        module, keep = ByHand([2], rank=1), Keep()
+        with pytest.raises(FloatingPointError, match=r"of update 3 .*'ignore'") as caught:
+            fit(module, keep, cpu=True, max_epochs=2)
+        now = list(module.parameters())
+        kept = all(torch.equal(a, b) for a, b in zip(keep.weights[-1], now, strict=True))
+        return kept, "of: body.weight, body.bias" in str(caught.value)
+
+    assert ranks2(body) == [(True, True)] * 2
+    with pytest.raises(ValueError, match="non_finite is 'skip', but in manual optimisation"):
+        fit(ByHand(), cpu=True, folder="skip", non_finite="skip")
+    ignoring = ByHand([2])
+    fit(ignoring, cpu=True, folder="ignore", non_finite="ignore")
+    assert ignoring.head.weight.isnan().all()
+
+
 def plain(bad, updates=6):
     """The same training without a Trainer, and without the bad updates."""
     module = Net()
@@ -199,6 +273,8 @@ def test_gradients_of_every_kind_are_looked_at():
         bad = good.clone()
         bad[1] = math.inf
         assert find_non_finite([good, bad, None])
+        # Two kinds that are bad are not twice as bad: a fused optimizer takes 2 for a no.
+        assert find_non_finite([bad, torch.full((2,), math.nan, dtype=torch.float64)]) == 1.0
         assert find_non_finite([torch.ones(2, dtype=torch.float64), bad])
     table = torch.nn.Embedding(4, 2, sparse=True)
     (table(torch.tensor([1])).sum() * math.nan).backward()

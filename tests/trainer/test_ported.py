@@ -71,6 +71,9 @@ class Net(TrainModule):
 
     test_step = validation_step
 
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 

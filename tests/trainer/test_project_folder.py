@@ -15,6 +15,7 @@ from callbacks import Callback, ModelCheckpoint
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
+from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK, alone_in, holder_of
 from trainer.errors import CheckpointError
 from trainer.rng import isolated_rng
@@ -211,6 +212,14 @@ def test_a_folder_of_checkpoints_that_two_projects_share_is_theirs_one_after_the
     assert not Path("other").exists()
 
 
+def test_a_new_run_clears_what_a_run_without_checkpoints_has_left():
+    leftover = CHECKPOINTS / ".cadence-staging-step-00000005"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_bytes(b"half of it")
+    fit("run", max_steps=4)
+    assert names() == [step(4).name]
+
+
 def test_trials_that_write_nothing_need_no_lock_and_clear_nothing():
     def beside():
         staging = disk.open_staging(step(16))  # as the save that is about to begin
@@ -288,6 +297,23 @@ def test_going_back_sets_the_later_checkpoints_aside(run, whole, relative, caplo
     fit("run", ckpt_path="auto")
     assert same_weights(step(12), whole / "checkpoints/step-00000012")
     assert records() == records(whole / "metrics.jsonl")
+
+
+def test_a_kill_while_going_back_loses_no_record(run, whole, monkeypatch):
+    real, moved = layout.os.rename, []
+
+    def rename(source, target):  # killed behind the last checkpoint that is set aside
+        real(source, target)
+        moved.append(target)
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(layout.os, "rename", rename)
+        fit("run", ckpt_path=step(4), max_steps=6)
+    assert names() == [*(f"abandoned-step-{number:08d}" for number in (8, 12)), step(4).name]
+    fit("run", ckpt_path=step(4), max_steps=6)
+    assert records("run/metrics.1.jsonl") == records(whole / "metrics.jsonl")
 
 
 def test_the_best_of_the_branch_that_was_left_is_forgotten():
@@ -379,6 +405,43 @@ def test_two_ranks_go_back_together(ranks2):
     ranks2(body)
     first, second = ranks2(lambda: body(step(4), max_steps=5), timeout=120)
     assert first == second == ["abandoned-step-00000006", "step-00000004", "step-00000005"]
+
+
+class FailsOnOne(Net):
+    def on_load_checkpoint(self, checkpoint):
+        if self.trainer.global_rank == 1:
+            raise ArithmeticError("here alone")
+
+
+def test_what_fails_to_load_on_one_rank_keeps_no_other_waiting(ranks2):
+    def body(module):
+        try:
+            fit("run", module=module, ckpt_path="auto", max_steps=5)
+        except (ArithmeticError, RuntimeError) as error:
+            return str(error)
+        return None
+
+    assert ranks2(lambda: body(Net())) == [None, None]
+    first, second = ranks2(lambda: body(FailsOnOne()))
+    assert second == "here alone"
+    assert "Rank 1 failed" in first
+    assert "here alone" in first
+
+
+class StopsInAStep(Net):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_stop_that_a_step_asked_for_holds_when_the_run_is_started_again(ranks2):
+    def body(module):
+        return fit("run", module=module, ckpt_path="auto").global_step
+
+    stopped = ranks2(lambda: body(StopsInAStep()))
+    assert stopped[0] < 6
+    assert ranks2(lambda: body(Net())) == stopped
 
 
 # -- weights alone ---------------------------------------------------------------------------------

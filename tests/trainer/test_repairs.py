@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from callbacks import EarlyStopping, ModelCheckpoint
+from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from trackers import read_metrics
 from trainer import Accelerator, Trainer, TrainModule
 
@@ -272,3 +272,109 @@ def test_a_project_dir_that_is_a_file_is_refused_before_training(tmp_path):
     with pytest.raises(ValueError, match=r"project_dir is 'taken', which cannot be used"):
         make(project_dir="taken").fit(module, DataLoader(data(), batch_size=2))
     assert module.seen == []
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_no_optimizer_uses_do_not_shrink_the_update(accumulation):
+    """They were zeroed by nobody and grew, and the norm of all grew with them."""
+
+    class HeadOnly(Line):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.layer = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(self.body(batch[0])).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+    class Unfreeze(Callback):
+        """The body joins at the fifth update."""
+
+        def on_boundary(self, trainer, module):
+            if trainer.global_step == 4:
+                module.optimizers().add_param_group({"params": list(module.body.parameters())})
+
+    module, plain = HeadOnly(), HeadOnly()
+    trainer = make(
+        max_grad_norm=0.5,
+        callbacks=[Unfreeze()],
+        checkpointing=False,
+        max_epochs=2,
+        gradient_accumulation_steps=accumulation,
+    )
+    trainer.fit(module, DataLoader(data(12), batch_size=2 // accumulation))
+    trained = list(plain.layer.parameters())
+    for number in range(12):
+        if number == 4:
+            trained += plain.body.parameters()
+        (x,) = data(12)[number % 6 * 2 : number % 6 * 2 + 2]
+        plain.layer(plain.body(x)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        with torch.no_grad():
+            for parameter in trained:
+                parameter -= 0.1 * parameter.grad
+        plain.zero_grad()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_run_inside_a_run_is_refused():
+    class Nested(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            with pytest.raises(RuntimeError, match="validate was called inside another run"):
+                trainer.validate(module, DataLoader(data(), batch_size=2))
+            with pytest.raises(RuntimeError, match="fit was called inside another run"):
+                trainer.fit(module, DataLoader(data(), batch_size=2))
+
+    trainer = make(callbacks=[Nested()], max_epochs=2)
+    trainer.fit(Line(), DataLoader(data(), batch_size=2))  # goes on
+    assert trainer.global_step == 8
+    assert trainer.validate(Line(), DataLoader(data(), batch_size=2))
+
+
+def test_what_hooks_log_before_a_window_counts_alike_and_once(tmp_path):
+    """It had the weight of the batch before, and a resumed start logged it a second time."""
+
+    class Early(Line):
+        def on_train_start(self):
+            self.log("starts", 1.0, reduce="sum", on_epoch=True)
+
+        def on_train_epoch_start(self):
+            self.log("epochs", 1.0, reduce="sum")
+
+        def on_train_step_start(self):
+            self.log("update", float(self.global_step), on_step=False, on_epoch=True)
+
+    def run(folder, ckpt_path=None, **arguments):
+        trainer = make(
+            project_dir=tmp_path / folder,
+            max_epochs=2,
+            log_every=1,
+            callbacks=[ModelCheckpoint(every=1)],
+            **arguments,
+        )
+        trainer.fit(
+            Early(),
+            DataLoader(data(7), batch_size=2),
+            DataLoader(data(), batch_size=4),
+            ckpt_path=ckpt_path,
+        )
+        lines = read_metrics(trainer.metrics_path)
+        return [{k: v for k, v in line.items() if k != "time"} for line in lines]
+
+    whole = run("whole")
+    ends = [line for line in whole if "update" in line]
+    assert [line["update"] for line in ends] == [1.5, 5.5]  # of updates 0 to 3, and 4 to 7
+    assert [line["epochs"] for line in ends] == [1.0, 1.0]
+    assert [line.get("starts") for line in ends] == [1.0, None]
+    for stop in (2, 4, 6):
+        run(f"at-{stop}", max_steps=stop)
+        resumed = run(f"at-{stop}", ckpt_path="auto")
+        assert [set(line) for line in resumed] == [set(line) for line in whole]
+        names = ("update", "epochs", "starts")
+        assert [[line.get(n) for n in names] for line in resumed] == [
+            [line.get(n) for n in names] for line in whole
+        ]

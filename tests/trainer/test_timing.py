@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -411,6 +412,8 @@ def test_a_stream_without_workers_and_an_evaluation_have_words_of_their_own():
     assert "num_workers" not in report(num_workers=None, data_wait=9).bottleneck()
     assert report(stage="test", data_wait=9).bottleneck().startswith("The evaluation waits")
     assert report().bottleneck() == "No time was measured."
+    nothing_done = replace(report(data_wait=9), steps=0)
+    assert nothing_done.bottleneck() == "No update was completed."
 
 
 def test_the_table_has_the_mean_the_total_and_the_share():

@@ -35,6 +35,9 @@ class Net(TrainModule):
     def test_step(self, batch, batch_idx):
         self.log("test/loss", self.layer(batch[0]).square().mean())
 
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch[0])
+
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -73,6 +76,9 @@ def fit_fails(module, kind, *parts, train=None, val=None, **arguments):
 ARGUMENTS = [
     ({"val_every": "1 epohc"}, ValueError, ["'epohc'", "steps, epochs, items", "'epochs'"]),
     ({"val_every": "often"}, ValueError, ["'often'", "'30 minutes'"]),
+    ({"precision": "16-mixed"}, TypeError, ["'precision'", "mixed_precision='bf16' or 'fp16'"]),
+    ({"use_distributed_sampler": False}, TypeError, ["nothing in its place", "loaders"]),
+    ({"inference_mode": True}, TypeError, ["nothing in its place", "no gradients"]),
     ({"val_every": 0}, ValueError, ["0", "above zero"]),
     ({"val_every": 1.5}, TypeError, ["1.5", "float", "'1 epoch'"]),
     ({"log_every": "3 stpes"}, ValueError, ["'stpes'", "'steps'"]),
@@ -182,6 +188,21 @@ def test_a_run_that_nothing_ends():
 
 
 # -- the module ------------------------------------------------------------------------------------
+
+
+def test_predict_needs_a_step_or_a_forward():
+    def predicts(**methods):
+        return make().predict(type("Bare", (TrainModule,), methods)(), loader())
+
+    fails(predicts, TypeError, "Bare defines neither predict_step nor forward", "predict_step(self")
+    assert predicts(forward=lambda self, batch: 1) == [1, 1]
+    assert predicts(predict_step=lambda self, batch, batch_idx: batch_idx) == [0, 1]
+
+
+def test_a_dataset_in_place_of_a_loader():
+    dataset = TensorDataset(torch.ones(4, 2))
+    fit_fails(Net(), TypeError, "TensorDataset", "Wrap it: DataLoader(dataset", train=dataset)
+    assert "Wrap" not in fit_fails(Net(), TypeError, "of type int", train=7)
 
 
 def test_what_is_not_a_train_module():
@@ -726,6 +747,24 @@ def test_a_path_without_a_checkpoint_or_a_misspelt_word():
         "'auto', 'best', 'last'",
         "Did you mean 'last'",
     )
+    text = fails(
+        lambda: make().fit(Net(), loader(), ckpt_path="run/checkpoints/step-1"),
+        CheckpointError,
+        "no checkpoint at run/checkpoints/step-1",
+    )
+    assert "As a word" not in text
+
+
+def test_a_file_in_place_of_a_checkpoint(tmp_path):
+    def begins_with(path):
+        make(max_epochs=2).fit(Net(), loader(), ckpt_path=path)
+
+    (tmp_path / "old.ckpt").write_bytes(b"a pickle")
+    text = fails(lambda: begins_with("old.ckpt"), CheckpointError, "old.ckpt", "pickles")
+    assert "give its folder" not in text
+    make().fit(Net(), loader())
+    folder = "run/checkpoints/step-00000002"
+    fails(lambda: begins_with(f"{folder}/model.safetensors"), CheckpointError, f"folder, {folder}.")
 
 
 def test_a_checkpoint_of_another_model_names_what_differs():

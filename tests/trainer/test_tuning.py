@@ -753,6 +753,18 @@ def test_wrong_objects_are_refused():
         Tuner(quiet_trainer()).scale_batch_size(Line(), method="validate")
 
 
+def test_trials_of_a_batch_size_do_not_ask_for_a_validation(caplog):
+    class Validating(Line):
+        def validation_step(self, batch, batch_idx):
+            self.log("never", 0.0)
+
+    trainer = quiet_trainer(max_epochs=1)
+    Tuner(trainer).scale_batch_size(Validating(), DataLoader(data()), max_val=4)
+    assert "no validation data" not in caplog.text
+    trainer.fit(Validating(), DataLoader(data()))
+    assert "no validation data" in caplog.text
+
+
 class Axes:
     """What `plot` needs of matplotlib's axes."""
 

@@ -31,7 +31,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.branch import leave_branch, refuse_other_runs
+    from trainer.checkpoint.branch import later_than, leave_branch, refuse_other_runs
     from trainer.checkpoint.layout import (
         FORMAT_VERSION,
         checkpoint_name,
@@ -73,6 +73,7 @@ _HOME = {
     "holder_of": "lock",
     "holds_weights_only": "save",
     "keeps": "save",
+    "later_than": "branch",
     "leave_branch": "branch",
     "load_checkpoint_in_model": "load",
     "load_into": "weights",
@@ -109,6 +110,7 @@ __all__ = [
     "holder_of",
     "holds_weights_only",
     "keeps",
+    "later_than",
     "leave_branch",
     "load_checkpoint_in_model",
     "load_into",

@@ -35,24 +35,29 @@ def refuse_other_runs(chosen: Path, roots: Iterable[Path]) -> None:
             )
 
 
-def leave_branch(chosen: Path, roots: Iterable[Path]) -> list[Path]:
-    """Set aside the checkpoints behind the one that a run goes on from; the log tells it.
+def later_than(chosen: Path, roots: Iterable[Path]) -> list[Path]:
+    """The checkpoints behind the one that a run goes on from, the newest first.
 
     Args:
         chosen: That one, wherever it is.
         roots: The folders that the run saves to.
 
-    Returns:
-        Their new paths.
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+    """
+    step = read_manifest(chosen)["step"]
+    later = [path for root in roots for path in committed(root) if (step_of(path) or 0) > step]
+    return sorted(later, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def leave_branch(chosen: Path, later: Iterable[Path]) -> None:
+    """Set these aside, which :func:`later_than` gave; the log tells it.
 
     Raises:
         OSError: The disk refuses. The older ones have their names then, so the run that is started
             again finds them.
     """
     step = read_manifest(chosen)["step"]
-    later = [path for root in roots for path in committed(root) if (step_of(path) or 0) > step]
-    aside = []
-    for path in sorted(later, key=lambda path: step_of(path) or 0, reverse=True):
-        aside.append(set_aside(path, "abandoned"))
-        logger.warning("The run goes back to update %d. %s is now %s.", step, path, aside[-1])
-    return aside
+    for path in later:
+        aside = set_aside(path, "abandoned")
+        logger.warning("The run goes back to update %d. %s is now %s.", step, path, aside)

@@ -99,7 +99,7 @@ def _take(file: Path) -> int:
         descriptor = _opened(file, os.O_RDWR | os.O_CREAT)
         try:
             _lock(descriptor, exclusive=True)
-            if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            if _is(file, descriptor):
                 return descriptor  # and not what a run that has just ended removed
         except BlockingIOError:
             pass
@@ -116,7 +116,8 @@ def _take(file: Path) -> int:
 
 def _give_up(descriptor: int, file: Path) -> None:
     try:
-        file.unlink()  # while it is locked: whoever opened it before sees that it is gone
+        if _is(file, descriptor):  # else it was deleted, and this one is another run's
+            file.unlink()  # while it is locked: whoever opened it before sees that it is gone
     except OSError as error:
         logger.warning("%s is not needed any more but could not be deleted: %s", file, error)
     finally:
@@ -150,6 +151,14 @@ def _lock(descriptor: int, *, exclusive: bool) -> None:
     except ImportError as error:
         raise OSError(errno.ENOSYS, "this system has no locks on files") from error
     fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+
+
+def _is(file: Path, descriptor: int) -> bool:
+    """Whether a file that was opened still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _opened(file: Path, flags: int) -> int:

@@ -32,7 +32,9 @@ class Writer:
         self._state = state
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
-        self._required = self._succeeded = True
+        self._required = True
+        self._name: object = None
+        self._failed: set[object] = set()  # of which the latest save failed
         self._error: CheckpointError | None = None
         self._abandoned = False
         self.copies = HostCopies()
@@ -54,12 +56,18 @@ class Writer:
         return self._error is not None and self._required
 
     def start(
-        self, work: Callable[..., object], *, required: bool = True, background: bool = True
+        self,
+        work: Callable[..., object],
+        *,
+        name: object = None,
+        required: bool = True,
+        background: bool = True,
     ) -> None:
         """Make or begin a save; :meth:`wait` tells how it ended.
 
         Args:
             work: Makes it, and agrees over the ``group`` that it is given.
+            name: What is saved, to ask :meth:`wait` for.
             required: Its failure shall end the run.
             background: On a thread.
 
@@ -68,7 +76,8 @@ class Writer:
         """
         if self._thread is not None:
             raise RuntimeError("A save is in flight. Wait for it before the next one is begun.")
-        self._required, self._error, self._succeeded = required, None, True
+        self._required, self._error, self._name = required, None, name
+        self._failed.discard(name)
         group = self.group
 
         def run() -> None:
@@ -91,12 +100,15 @@ class Writer:
             error = failed
         self._error = error
 
-    def wait(self) -> bool:
+    def wait(self, name: object = None) -> bool:
         """Wait for the save in flight, if any.
 
+        Args:
+            name: Whose save is asked for, which others may have followed; None for the latest.
+
         Returns:
-            Whether the latest one succeeded, also when it is asked again; one that failed without
-            being required is told in the log.
+            Whether the latest one of this name succeeded, also when it is asked again; one that
+            failed without being required is told in the log.
 
         Raises:
             CheckpointError: It was required and failed. On all processes alike.
@@ -106,11 +118,11 @@ class Writer:
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
-            self._succeeded = False
+            self._failed.add(self._name)
             if self._required:
                 raise error
             logger.warning("The run goes on without this checkpoint. %s", error)
-        return self._succeeded
+        return (self._name if name is None else name) not in self._failed
 
     def abandon(self) -> None:
         """Do not wait for the save in flight: its process is about to end."""

@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.data.batches import completed, concatenate, length, samples_in, take
 from trainer.data.rebuild import loader_kwargs
@@ -105,9 +105,10 @@ class Feed:
         remember: bool = False,
     ) -> None:
         if not isinstance(source, Iterable):
+            wrap = " Wrap it: DataLoader(dataset, batch_size=32)." * isinstance(source, Dataset)
             raise TypeError(
                 f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
-                "or another iterable of batches."
+                f"or another iterable of batches.{wrap}"
             )
         self._source, self._shuffle = source, shuffle
         self.rank, self.world_size, self.seed = rank, world_size, seed

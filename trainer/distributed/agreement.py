@@ -9,13 +9,13 @@ would make the host wait.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-FIELDS = 8
+FIELDS = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Tally:
         witness: 1 from rank 0 alone; another sum says that nothing was reduced.
         failed_saves: How many know of a save in the background that failed.
         asked_saves: Saves that were asked for in the window.
+        bad_losses: How many had a loss in it that is NaN or infinite; of one process, a tensor of
+            shape () where it is on an accelerator.
     """
 
     items: float
@@ -41,6 +43,7 @@ class Tally:
     witness: float
     failed_saves: float = 0.0
     asked_saves: float = 0.0
+    bad_losses: float | Tensor = 0.0
 
 
 class Agreement:
@@ -48,6 +51,11 @@ class Agreement:
 
     Args:
         device: Where the sums are formed.
+
+    Attributes:
+        items_seen: Items of the run, over all processes.
+        latest: The sums that are known.
+        bad_losses: That sum of the very latest window; on an accelerator it is not read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,22 +63,35 @@ class Agreement:
         self._host: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
         self.items_seen = 0.0
+        self.bad_losses: float | Tensor = 0.0
         self.latest = Tally(0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
 
     def count_alone(self, tally: Tally) -> None:
         """The tally of a process that has no peers: its own ballot."""
+        self.bad_losses = tally.bad_losses
+        self._keep(tally)
+
+    def _keep(self, tally: Tally) -> None:
         self.latest = tally
         self.items_seen += tally.items
 
     def ballot(self, own: Tally) -> Tensor:
         """This process's numbers, on the device."""
-        return torch.tensor(astuple(own), dtype=torch.float64).to(self._device, non_blocking=True)
+        *numbers, bad = (getattr(own, field.name) for field in fields(own))
+        known = 0.0 if isinstance(bad, Tensor) else bad
+        ballot = torch.tensor([*numbers, known], dtype=torch.float64)
+        ballot = ballot.to(self._device, non_blocking=True)
+        if isinstance(bad, Tensor):
+            ballot[-1] = bad
+        return ballot
 
     def count(self, total: Tensor) -> None:
         """Take the sums over all processes; `latest` has them now, or after the next update."""
         if self._device.type == "cpu":
             self._take(total)
+            self.bad_losses = self.latest.bad_losses
             return
+        self.bad_losses = total[-1]
         self.settle()
         if self._host is None:
             self._host = torch.empty(FIELDS, dtype=torch.float64, pin_memory=True)
@@ -88,4 +109,4 @@ class Agreement:
             self._take(host)
 
     def _take(self, total: Tensor) -> None:
-        self.count_alone(Tally(*total.tolist()))
+        self._keep(Tally(*total.tolist()))

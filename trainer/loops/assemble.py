@@ -19,7 +19,7 @@ from trainer.data.loader import Feed
 from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
-from trainer.distributed.control import on_main
+from trainer.distributed.control import exchange, on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
@@ -57,6 +57,7 @@ class Parts:
         project: Its folder.
         callbacks: In the order in which they are called.
         trainer: Itself, for the hooks.
+        tells: Whether the user is told what is missing; the trials of a `Tuner` keep silent.
     """
 
     settings: Settings
@@ -64,6 +65,7 @@ class Parts:
     project: Project
     callbacks: list[Callback]
     trainer: Any
+    tells: bool = True
 
     def roots(self) -> list[Path]:
         """The folders of callbacks that save elsewhere than in the project."""
@@ -147,13 +149,7 @@ def prepare_fit(
     run.writer.open()
     offset = None
     if chosen is not None:
-        offset = load_run(
-            run,
-            chosen,
-            trainer=parts.trainer,
-            callbacks=parts.callbacks,
-            stays_stopped=not _goes_back(ckpt_path),
-        )
+        offset = _load_together(run, parts, chosen, stays_stopped=not _goes_back(ckpt_path))
         # Not before it is loaded: it may not fit.
         if _goes_back(ckpt_path) and parts.project.leave_branch(chosen, parts.roots(), offset):
             recorder.resume({}, run.counters.global_step)  # no service takes steps back
@@ -168,6 +164,29 @@ def prepare_fit(
     return run
 
 
+def _load_together(run: FitRun, parts: Parts, chosen: Path, *, stays_stopped: bool) -> int | None:
+    """`load_run` on all processes; where it fails on one, the others do not wait for that.
+
+    Raises:
+        CheckpointError: See `load_run`.
+        RuntimeError: On the processes that fared well, where another one did not.
+    """
+    offset: int | None = None
+    error: Exception | None = None
+    try:
+        offset = load_run(
+            run,
+            chosen,
+            trainer=parts.trainer,
+            callbacks=parts.callbacks,
+            stays_stopped=stays_stopped,
+        )
+    except Exception as caught:  # noqa: BLE001 - raised at once, when the others know
+        error = caught
+    exchange(error, "fit")
+    return offset
+
+
 def foresee_validations(run: FitRun, parts: Parts, datamodule: Any) -> None:
     """Find out whether the run comes to a validation, and tell it if not."""
     settings, trainer = parts.settings, parts.trainer
@@ -180,7 +199,8 @@ def foresee_validations(run: FitRun, parts: Parts, datamodule: Any) -> None:
         feed=None if reloads else run.feed,
         accumulation=trainer.accumulation_in,
     )
-    tell_of_no_validation(run, settings, datamodule)
+    if parts.tells:
+        tell_of_no_validation(run, settings, datamodule)
 
 
 def _check_manual(settings: Settings) -> None:
@@ -190,6 +210,11 @@ def _check_manual(settings: Settings) -> None:
         raise ValueError(
             f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
             "decides when to step; leave it at 1."
+        )
+    if settings.non_finite == "skip":
+        raise ValueError(
+            "non_finite is 'skip', but in manual optimisation training_step decides about updates: "
+            "look at the loss there, or leave it at 'stop'."
         )
     for name in ("max_grad_norm", "max_grad_value"):
         if getattr(settings, name):
@@ -379,8 +404,8 @@ def make_fit_run(
 def _guard(
     module: TrainModule, optimizers: list[Optimizer], accelerator: Accelerator, settings: Settings
 ) -> FiniteGuard | None:
-    """What looks for gradients that are not finite; in manual optimisation the user does."""
-    if settings.non_finite == "ignore" or not module.automatic_optimization:
+    """What looks for gradients that are not finite."""
+    if settings.non_finite == "ignore":
         return None
     return FiniteGuard(
         settings.non_finite,
@@ -388,6 +413,7 @@ def _guard(
         optimizers=optimizers,
         named_parameters=module.named_parameters,
         rank=accelerator.process_index,
+        manual=not module.automatic_optimization,
     )
 
 

@@ -199,6 +199,8 @@ class Report:
         """
         if not self.total:
             return "No time was measured."
+        if not self.steps:
+            return f"No {self.unit} was completed."
         what = "training" if self.unit == "update" else "evaluation"
         others = {part: self.share(part) for part in _LIMITS}
         largest = max(others, key=lambda part: others[part])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NoReturn
 
@@ -20,8 +21,8 @@ from trainer.loops.run import FitRun, items_of
 from trainer.loops.timing import OPTIMIZER, VALIDATING
 from trainer.metrics import TRAIN_EPOCH, TRAIN_STEP
 from trainer.optim.clipping import NO_LIMITS, clip_, clip_apart_
-from trainer.optim.finite import find_non_finite
-from trainer.optim.optimizer import parameters_of
+from trainer.optim.finite import find_non_finite, is_non_finite
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import isolated_rng, load_rng_state, rng_state
 from trainer.tree import detach, to_host
 
@@ -33,12 +34,18 @@ def fit(run: FitRun) -> None:
     called first.
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
+    if not run.module.automatic_optimization:
+        for optimizer in run.optimizers:
+            optimizer.before_step = partial(before_manual_step, run)
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
     if not run.module.training:  # as a whole; parts that the user set to eval mode stay there
         run.module.train()
-    hooks.on_train_start()
+    with logged_before(run, again=counters.batches_seen > 0):
+        hooks.on_train_start()
+    if hooks.boundary.left:
+        finish_boundary(run)
     while run.unfinished or not finished(run):
         if counters.epoch_complete and not run.unfinished:
             counters.begin_epoch()
@@ -76,7 +83,9 @@ def train_epoch(run: FitRun) -> None:
     # the uninterrupted run did not do it.
     if counters.rounds == 0:
         restore_rng(run)
-    run.hooks.on_train_epoch_start()
+    run.metrics.begin_epoch_values()
+    with logged_before(run, again=counters.rounds > 0):
+        run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
     restore_rng(run)
     if run.unfinished:
@@ -99,6 +108,14 @@ def train_epoch(run: FitRun) -> None:
             "dataset, its sampler and drop_last, and limit_train_batches; an iterator can be read "
             "only once, so pass an object that can be iterated again."
         )
+
+
+def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
+    """Inside, `log` does nothing if the hook is called again, by a start that goes on with a run.
+
+    What it logged the first time is in the record, or in the checkpoint's accumulators.
+    """
+    return run.metrics.muted() if again else nullcontext()
 
 
 def restore_rng(run: FitRun) -> None:
@@ -124,8 +141,10 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
     items_everywhere: float | None = 0.0  # where each process knows what the others have
+    losses: Tensor | None = None  # their sum, which is finite if they all are
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
+    metrics.begin_epoch_values()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
@@ -146,12 +165,14 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
                     outputs = step_without_gradient(run, batch, batch_idx)
         if items:
             loss = loss_of(outputs)
+            losses = loss.detach() if losses is None else losses + loss.detach()
             hooks.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
         items_everywhere = count_round(run, micro, items_everywhere)
         if sync:
-            total = engine.finish_window(loss, run.own_tally(items_here))
+            bad = 0.0 if run.guard is None or losses is None else is_non_finite(losses)
+            total = engine.finish_window(loss, run.own_tally(items_here, bad))
         elif loss is not None:
             engine.backward(loss)
         if loss is not None:
@@ -183,6 +204,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     outputs: Any = None
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
+    metrics.begin_epoch_values()
     hooks.on_train_step_start()
     if not micro.complete and run.last_batch is None:
         # Fewer batches in the epoch than processes. It travels by the host.
@@ -199,12 +221,34 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     engine.finish_window(None, run.own_tally(items))
     stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
     if stepped:
+        if run.guard is not None and run.found is not None:
+            run.guard.admits(run.found, counters.global_step + 1, None)
+            run.found = None
         see_if_log_is_due(run)
         run.counters.global_step += 1
     if micro.present:
         hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
     return stepped or micro.last
+
+
+def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
+    """Let the hooks see the gradients that `training_step` uses; stop if they are not finite.
+
+    Raises:
+        FloatingPointError: See `FiniteGuard.admits`; on an accelerator later.
+    """
+    if not run.weightless:
+        run.hooks.on_before_optimizer_step(optimizer)
+    if run.guard is None or run.precision.scales:
+        return
+    found = find_non_finite(parameter.grad for parameter in parameters_of([optimizer]))
+    if found is None:
+        return
+    if found.device.type == "cpu":
+        run.guard.admits(found, run.counters.global_step + 1, None)
+    else:  # those of all optimizers are read together
+        run.found = found if run.found is None else torch.maximum(run.found, found.to(run.found))
 
 
 def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
@@ -293,6 +337,7 @@ def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
     Raises:
         FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
     """
+    drop_unused(run)
     run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
     run.weighting.rescale_([parameter.grad for parameter in run.parameters], total)
     see_if_log_is_due(run)
@@ -307,6 +352,21 @@ def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
         run.guard.count_scaled(skipped, run.counters.global_step + 1)
     tick(run, "step", run.counters.global_step + 1)
     run.counters.global_step += 1
+
+
+def drop_unused(run: FitRun) -> None:
+    """Drop the gradients that no optimizer uses, of parameters that are trained by none.
+
+    Nobody would zero them: they would grow from update to update, and with them the norm by which
+    the others are clipped.
+    """
+    number = sum(len(group["params"]) for each in run.optimizers for group in each.param_groups)
+    if number != run.optimized:  # since the last time a group was added
+        used = {id(parameter) for parameter in parameters_of(run.optimizers)}
+        run.unused = [parameter for parameter in run.parameters if id(parameter) not in used]
+        run.optimized = number
+    for parameter in run.unused:
+        parameter.grad = None
 
 
 def clip(run: FitRun) -> None:
@@ -330,6 +390,9 @@ def admitted(run: FitRun, loss: Tensor | None) -> bool:
     if run.guard is None or run.precision.scales:
         return True
     found = find_non_finite(parameter.grad for parameter in run.parameters)
+    if found is not None:
+        bad = torch.as_tensor(run.agreement.bad_losses).to(found, non_blocking=True)
+        found = torch.maximum(found, bad.clamp(max=1.0))
     seen = None if loss is None else loss.detach()
     if run.guard.admits(found, run.counters.global_step + 1, seen):
         return True
@@ -376,12 +439,24 @@ def finish_update(run: FitRun) -> None:
             preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
+    boundary(run, together=together)
+
+
+def boundary(run: FitRun, *, together: bool) -> None:
+    """Let the callbacks save or stop, and make the saves that were asked for before."""
     run.metrics.scope = None
     run.in_boundary = True
     run.hooks.on_boundary()
     if together or run.world_size == 1 or run.agreement.latest.asked_saves:
         run.asked.make(run.world_size)
     run.in_boundary = False
+
+
+def finish_boundary(run: FitRun) -> None:
+    """Go on inside the boundary at which a callback saved what the run goes on from."""
+    restore_rng(run)
+    boundary(run, together=True)
+    run.saved_rng = rng_state()  # the hooks before the next window have drawn already
 
 
 def preempt(run: FitRun) -> NoReturn:

@@ -55,6 +55,12 @@ def check_module(module: Any, stage: str) -> None:
                 f"{type(module).__name__} does not define {name}, which {stage} needs: "
                 f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
             )
+    steps = [is_overridden(module, name, TrainModule) for name in ("predict_step", "forward")]
+    if stage == "predict" and not any(steps):
+        raise TypeError(
+            f"{type(module).__name__} defines neither predict_step nor forward, of which predict "
+            "needs one: def predict_step(self, batch, batch_idx)."
+        )
 
 
 def check_hooks(module: TrainModule, callbacks: Iterable[Callback], datamodule: Any) -> None:

@@ -22,6 +22,7 @@ from trackers import (
     select_trackers,
 )
 from trainer import checkpoint as disk
+from trainer.checkpoint.layout import MANIFEST
 from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.distributed.control import on_main
 from trainer.errors import CheckpointError, choose
@@ -189,14 +190,14 @@ class Project:
                 there are weights alone.
             ValueError: ``"best"`` without a metric to rank by.
         """
-        if ckpt_path is None:
-            return None
         state = PartialState()
         roots = list(dict.fromkeys([self.checkpoints, *roots]))
         if sweeps and self._writes:
             keeper = disk.keeps(state, self.on_each_node)
             what = "Clearing what killed saves have left"
             disk.together(what, lambda: [disk.sweep(r) for r in roots if keeper], state)
+        if ckpt_path is None:
+            return None
         if ckpt_path not in _WORDS:
             return _existing(ckpt_path)
         if ckpt_path == "best":
@@ -273,11 +274,13 @@ class Project:
         def leave() -> None:
             if not self._writes or not disk.keeps(state, self.on_each_node):
                 return
-            later[:] = disk.leave_branch(chosen, roots)
+            later[:] = disk.later_than(chosen, roots)
+            # The record first: once there are no later checkpoints, nobody knows that it is theirs.
             if self.record.exists() and not JsonlTracker(self.record).ends_record(offset or 0):
                 _set_aside(self.record)  # it is not the one that the checkpoint knows
             elif self.record.exists() and later:
                 shutil.copy2(self.record, _unused(self.record))
+            disk.leave_branch(chosen, later)
 
         disk.together("Setting aside later checkpoints", leave, state)
         return bool(later)
@@ -335,6 +338,12 @@ class Project:
 
 def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
     path = Path(ckpt_path).expanduser()
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        raise CheckpointError(
+            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
+            "are pickles, which are never loaded: take their weights with the library that wrote "
+            "them, and load them by module.load_state_dict."
+        )
     if path.is_file():
         raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
     if newest := disk.committed(path):
@@ -342,9 +351,10 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
             f"ckpt_path is {path}, a folder of checkpoints; give one of them, such as {newest[-1]}."
         )
     if not disk.locate(path).exists():
+        hint = choose("As a word it", str(ckpt_path), _WORDS) if path.name == str(ckpt_path) else ""
         raise CheckpointError(
             f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
-            f"a word. {choose('As a word it', str(ckpt_path), _WORDS)}"
+            f"a word ({', '.join(_WORDS)}). {hint}".rstrip()
         )
     return disk.locate(path)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
+from trackers.missed import Missed
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
@@ -23,7 +26,8 @@ class Recorder:
 
     Args:
         local: The record on this machine's disk.
-        trackers: The services; both are no-op objects where this process does not write.
+        trackers: The services, none where this process does not write; `local` then is a no-op
+            object. What they miss they get from `local`.
 
     Attributes:
         latest: The last value of every name.
@@ -31,11 +35,12 @@ class Recorder:
         updates: The update at which each became known.
     """
 
-    def __init__(self, local: GeneralTracker, trackers: Sequence[GeneralTracker]) -> None:
+    def __init__(self, local: GeneralTracker, trackers: Sequence[BackgroundTracker]) -> None:
         self._local = local
         self._trackers = trackers
         self._finished = False
         self._end: int | None = None  # of the local record, once it is closed
+        self._last = 0.0  # the time of the last record
         self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
@@ -86,10 +91,12 @@ class Recorder:
     ) -> dict[str, float]:
         self._remember(read, step if arrived is None else arrived)
         if read:
-            self._local.log(read, step, epoch=epoch, time=time.time())
+            # Trackers find again by its time what they missed: no two records have the same.
+            self._last = max(time.time(), math.nextafter(self._last, math.inf))
+            self._local.log(read, step, epoch=epoch, time=self._last)
             told = {name: read[name] for name in read if name not in self.private}
             for tracker in self._trackers if told else ():
-                tracker.log(told, step)
+                tracker.log_recorded(told, step, self._last)
         return read
 
     def _remember(self, read: dict[str, float], step: int) -> None:
@@ -134,12 +141,15 @@ class Recorder:
                 after it is dropped.
         """
         try:
-            for tracker in (self._local, *self._trackers):
-                tracker.start()
+            self._local.start()
+            if isinstance(self._local, BackgroundTracker):
+                cut = self._local.submit(lambda record: _begin(cast(JsonlTracker, record), cut_at))
+                for tracker in self._trackers:
+                    tracker.missed = Missed(self._local, cut, self.private)
             for tracker in self._trackers:
+                tracker.start()
                 tracker.store_init_configuration(configuration)
             if cut_at is not None and isinstance(self._local, BackgroundTracker):
-                cut = self._local.submit(lambda record: cast(JsonlTracker, record).truncate(cut_at))
                 cut.result()
         except BaseException:
             self.finish("failed")
@@ -156,15 +166,8 @@ class Recorder:
         if self._finished or not isinstance(self._local, BackgroundTracker):
             return lambda: self._end
         synced = self._local.submit(lambda record: cast(JsonlTracker, record).sync())
-
-        def wait() -> int | None:
-            try:
-                return synced.result()
-            except Exception:
-                logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
-                return None
-
-        return wait
+        patience = self._local.finish_timeout
+        return lambda: _length(synced, patience)
 
     def finish(self, status: Status = "finished") -> None:
         """Wait, within limits, until everything is written.
@@ -174,9 +177,28 @@ class Recorder:
         """
         if self._finished:
             return
+        local, synced = self._local, None
         try:
             self.flush()  # may fail where the device has
-            self._end = self.sync()()
+            if isinstance(local, BackgroundTracker):
+                synced = local.submit(lambda record: cast(JsonlTracker, record).sync())
         finally:
             self._finished = True
-            finish_all([self._local, *self._trackers], status)
+            finish_all([local, *self._trackers], status)
+        if synced is not None:
+            self._end = _length(synced, 0.0)  # a disk that hangs has had its time
+
+
+def _begin(record: JsonlTracker, cut_at: int | None) -> int:
+    """Cut the record, on its thread, and give its length."""
+    if cut_at is not None:
+        record.truncate(cut_at)
+    return record.offset
+
+
+def _length(synced: Future[int], patience: float) -> int | None:
+    try:
+        return synced.result(patience)
+    except Exception:
+        logger.warning("metrics.jsonl could not be synced before a save.", exc_info=True)
+        return None

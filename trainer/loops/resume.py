@@ -101,6 +101,7 @@ def load_run(
     _restore_ranks(run, path)
     run.stop_now = stays_stopped and state["should_stop"]
     run.unfinished = state["unfinished"]
+    run.hooks.boundary.left = state.get("boundary", [])
     run.last_logged = state["last_logged"]
     run.run_id = state["run_id"]
     record = disk.load_tree(path, RECORD)
@@ -218,11 +219,13 @@ def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
 
 
 def load_weights(module: TrainModule, path: Path) -> None:
-    """Put a module's weights back to a checkpoint's.
+    """Put a module's weights back to a checkpoint's, and what its `on_save_checkpoint` added.
 
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit the module.
     """
     path = disk.locate(path)
-    disk.verify(path)
+    manifest = disk.verify(path)
     disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
+    if f"{TRAINER}.json" in manifest["files"]:  # not where the weights were saved alone
+        module.on_load_checkpoint(disk.load_tree(path, TRAINER)["extra"])

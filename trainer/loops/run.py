@@ -298,6 +298,8 @@ class FitRun(Run):
         optimizers: Prepared, in the user's order.
         schedulers: And when they tick.
         parameters: All of the module's.
+        unused: Those of them that no optimizer has, as of the latest update.
+        optimized: How many parameters the optimizers had then.
         length: When the run ends.
         accumulation: Micro-batches of the next window.
         limits: Of all gradients.
@@ -312,6 +314,7 @@ class FitRun(Run):
         writer: Saves, also in the background.
         asked: Saves to be made at the next boundary.
         guard: Finds gradients that are not finite; None lets them be.
+        found: In manual optimisation on an accelerator, whether there were any in the step at hand.
         schedulers_paused: A callback sets the learning rates instead.
         unfinished: The run was ended by a signal before what is due after its last update was done.
         run_id: Which run this is, whatever process goes on with it.
@@ -346,10 +349,13 @@ class FitRun(Run):
     writer: Writer
     asked: AskedSaves = field(default_factory=lambda: AskedSaves(_nothing))
     guard: FiniteGuard | None = None
+    found: Tensor | None = None
     told: Callable[[], int | None] = lambda: None
     schedulers_paused: bool = False
     run_id: str = ""
     stop_now: bool = False
+    unused: list[nn.Parameter] = field(default_factory=list)
+    optimized: int = -1
     unfinished: bool = False
     last_batch: Any = None
     weightless: bool = False
@@ -368,7 +374,7 @@ class FitRun(Run):
         """Training time of the whole run by this process's clock, in seconds."""
         return self.counters.seconds + time.monotonic() - self.started
 
-    def own_tally(self, items: float) -> Tally:
+    def own_tally(self, items: float, bad_losses: float | Tensor = 0.0) -> Tally:
         """What this process tells the others about its window."""
         return Tally(
             items=items,
@@ -379,6 +385,7 @@ class FitRun(Run):
             witness=float(self.rank == 0),
             failed_saves=float(self.writer.failed),
             asked_saves=float(len(self.asked)),
+            bad_losses=bad_losses,
         )
 
     def told_to_end(self, round_idx: int) -> bool:

@@ -111,6 +111,7 @@ def save_run(
             needs=sum(p.size for p in shared) + run.world_size * sum(p.size for p in of_ranks),
             displaces=displaces,
         ),
+        name=target,
         required=required,
         background=background,
     )
@@ -284,8 +285,9 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "reference": run.weighting.reference,
         "data_seed": run.feed.seed,
         "data": data_of(run),
-        "should_stop": run.stop_now,
+        "should_stop": run.stop_now or run.agreement.latest.stop_votes > 0,
         "unfinished": run.unfinished,
+        "boundary": run.hooks.boundary.left,
         "last_logged": run.last_logged,
         "latest": run.recorder.latest,
         "updates": run.recorder.updates,

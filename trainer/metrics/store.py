@@ -98,7 +98,9 @@ class MetricStore:
         if scope is None:
             raise MetricError(
                 f"log({name!r}) was called where no value can be recorded. Call it inside a step, "
-                "or in the hooks from on_train_start to on_train_end, on_validation_* or on_test_*."
+                "in a hook before or after one, or in the module's own on_train_epoch_end, "
+                "on_validation_epoch_end or on_test_epoch_end: when a callback's are called, and "
+                "later, the epoch's values are reduced already."
             )
         if reduce not in KINDS:
             raise ValueError(choose(f"reduce of the metric {name!r}", reduce, KINDS))
@@ -109,14 +111,7 @@ class MetricStore:
                 f"A metric cannot be called {name!r}: each record has a field of that name."
             )
         is_object = hasattr(value, "compute") and hasattr(value, "reset")
-        if on_step is None:
-            on_step = bool(scope.on_step) and not is_object
-        elif on_step and scope.on_step is None:
-            raise ValueError(
-                f"log({name!r}, on_step=True) was called outside a step; use on_epoch=True there."
-            )
-        if on_epoch is None:
-            on_epoch = not on_step
+        on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
         if not is_object:
             value = scalar(name, value)
         weight = self.items if batch_size is None else weight_of(name, batch_size)
@@ -247,3 +242,28 @@ class MetricStore:
 def _told(key: str) -> str:
     """The name that users know a value by."""
     return key.partition(_UNTOLD)[0]
+
+
+def _when(
+    name: str, scope: Scope, on_step: bool | None, on_epoch: bool | None, *, is_object: bool
+) -> tuple[bool, bool]:
+    """Whether a value is one of its step, of its epoch, or of both.
+
+    Raises:
+        ValueError: It is asked for what is not recorded there.
+    """
+    if on_step is None:
+        on_step = bool(scope.on_step) and not is_object
+    elif on_step and scope.on_step is None:
+        raise ValueError(
+            f"log({name!r}, on_step=True) was called outside a step; use on_epoch=True there."
+        )
+    evaluates = scope.phase != "train"
+    if on_epoch is None:
+        on_epoch = evaluates or not on_step
+    elif on_step and evaluates and not on_epoch:
+        raise ValueError(
+            f"log({name!r}, on_step=True, on_epoch=False) was called in a {scope.phase}, of which "
+            "only the values of the whole are recorded; leave both out there."
+        )
+    return on_step, on_epoch

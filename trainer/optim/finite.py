@@ -2,7 +2,8 @@
 
 NaN and infinity in the gradients of an update come from a loss that is none, or from an overflow on
 the way back. After the reduction all processes have the same gradients, so each of them finds the
-same, and they need not ask each other.
+same, and they need not ask each other. A loss may be none and its gradients finite, as where a
+constant is; that a process has such a one travels with the reduction.
 
 On the CPU the answer is there at once. On an accelerator it is read an update later, or before an
 evaluation or a save, so that nobody waits for the device: with ``"stop"`` the weights of the bad
@@ -13,6 +14,7 @@ an update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -60,8 +62,16 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> Tensor | None:
     for (device, _), tensors in groups.items():
         here = torch.zeros((), device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, torch.ones_like(here))
-        found = here if found is None else found + here.to(found.device)
+        # At most 1: fused optimizers take nothing else for a yes, and subtract it from their steps.
+        found = here if found is None else torch.maximum(found, here.to(found.device))
     return found
+
+
+def is_non_finite(loss: Tensor) -> float | Tensor:
+    """Whether a loss is NaN or infinite, 1 or 0; on an accelerator a tensor there, which waits."""
+    if loss.device.type == "cpu":
+        return float(not math.isfinite(loss))
+    return (~loss.isfinite()).float()
 
 
 def names_of_non_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
@@ -82,6 +92,7 @@ class FiniteGuard:
         optimizers: Those of the run.
         named_parameters: The module's, for the error.
         rank: Of this process, for the error.
+        manual: `training_step` decides about updates, for the error.
 
     Attributes:
         skipped: Updates that were left out, by this policy or by the scaler of fp16.
@@ -96,7 +107,9 @@ class FiniteGuard:
         optimizers: Sequence[Optimizer],
         named_parameters: Callable[[], Iterable[tuple[str, Tensor]]],
         rank: int = 0,
+        manual: bool = False,
     ) -> None:
+        self._manual = manual
         self.policy = policy
         self.skipped = 0
         self.in_row = 0
@@ -121,7 +134,8 @@ class FiniteGuard:
         """Whether to make the update.
 
         Args:
-            found: From `find_non_finite`; a fused optimizer is given it too.
+            found: Above 0 if not, see `find_non_finite` and `is_non_finite`; a fused optimizer is
+                given it too.
             step: The update's number.
             loss: The latest of this process, for the error.
 
@@ -208,8 +222,13 @@ class FiniteGuard:
             f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
         )
         said = "" if loss is None else f" The last loss of rank {self._rank} was {float(loss):g}."
-        return (
-            f"The gradients of update {step} hold NaN or infinity ({what}), of: {shown}.{said} "
-            "Trainer(detect_anomaly=True) finds the operation; Trainer(non_finite='skip') leaves "
-            "such updates out."
-        )
+        bad = f"The gradients of update {step} hold NaN or infinity ({what}), of: {shown}."
+        if not names:
+            bad = (
+                f"A loss of update {step} is NaN or infinite ({what}), on this process or another, "
+                "though the gradients are not."
+            )
+        others = "Trainer(non_finite='skip') leaves such updates out"
+        if self._manual:
+            others = "Trainer(non_finite='ignore') leaves it to training_step to look"
+        return f"{bad}{said} Trainer(detect_anomaly=True) finds the operation; {others}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from trainer.state import GradientState
 
 # What belongs to one object in one process: state that the process shares, and the `step` that a
 # torch scheduler puts before the class's own, which would go on stepping the original of a copy.
-_NOT_COPIED = ("_gradient_state", "step")
+_NOT_COPIED = ("_gradient_state", "step", "before_step")
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -36,7 +37,11 @@ class AcceleratedOptimizer(Optimizer):
     Attributes:
         optimizer: The user's optimizer.
         steps: How many updates were asked for at the end of a window, made or skipped.
+        before_step: Called with this optimizer before each update, when its gradients are averaged
+            and unscaled; with a closure, whenever that has computed them.
     """
+
+    before_step: Callable[[AcceleratedOptimizer], None] | None = None
 
     def __init__(
         self,
@@ -188,6 +193,11 @@ class AcceleratedOptimizer(Optimizer):
             return
         if not self._updates_in_backward:
             self.synchronize()
+            if self.before_step is not None and closure is not None:
+                closure = _followed_by(closure, partial(self.before_step, self))
+            elif self.before_step is not None:
+                self._precision.unscale(self.optimizer)
+                self.before_step(self)
             made = self._precision.step(self.optimizer, closure)
             self._skipped = ~made if isinstance(made, Tensor) else not made
         self._note_call()
@@ -223,6 +233,15 @@ class AcceleratedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _followed_by(closure: Callable[[], Any], then: Callable[[], None]) -> Callable[[], Any]:
+    def call() -> Any:
+        loss = closure()
+        then()
+        return loss
+
+    return call
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

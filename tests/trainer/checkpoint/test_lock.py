@@ -91,6 +91,32 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_none(monkeypatch):
             pass
 
 
+def test_a_run_that_ends_while_its_file_is_looked_at_keeps_nobody_from_locking(monkeypatch):
+    real, looked = Path.stat, []
+
+    def stat(self, **options):  # the other run ends before the file that was locked is compared
+        if self.name == LOCK and not looked:
+            looked.append(self)
+            self.unlink()
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with alone_in(RUN):
+        assert looked
+        with pytest.raises(ValueError, match="in use"), alone_in(RUN):
+            pass
+
+
+def test_the_file_of_a_run_that_began_when_it_was_deleted_by_hand_stays():
+    with ExitStack() as second:
+        with alone_in(RUN):
+            (RUN / LOCK).unlink()
+            second.enter_context(alone_in(RUN))
+        with pytest.raises(ValueError, match="in use"), alone_in(RUN):
+            pass
+    assert not (RUN / LOCK).exists()
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_locks_there_is_a_warning(monkeypatch, caplog, number):
     def refuse(*args):

@@ -1,0 +1,39 @@
+import random
+
+import pytest
+
+from trackers.retry import may_pass, pause
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(),
+        TimeoutError(),
+        OSError(28, "No space left on device"),
+        RuntimeError("the service has no words for it"),
+        SystemExit(1),
+        type("HTTPError", (OSError, ValueError), {})(),
+    ],
+)
+def test_what_may_pass(error):
+    assert may_pass(error, "log")
+
+
+@pytest.mark.parametrize("error", [TypeError(), ValueError(), KeyError(), NotImplementedError()])
+def test_what_will_not(error):
+    assert not may_pass(error, "log")
+
+
+def test_a_file_that_is_missing_stays_so_and_a_folder_may_come_back():
+    assert not may_pass(FileNotFoundError(), "log_model")
+    assert may_pass(FileNotFoundError(), "log")
+
+
+def test_pauses_double_up_to_a_limit_and_leave_the_generator_of_the_training_alone():
+    before = random.getstate()
+    for attempt in range(1, 10_000, 7):
+        full = min(60.0, 0.5 * 2.0 ** min(attempt - 1, 60))
+        assert full / 2 <= pause(attempt, 0.5, 60.0) <= full
+    assert random.getstate() == before
+    assert len({pause(1, 1.0, 1.0) for _ in range(50)}) > 1

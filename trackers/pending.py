@@ -1,0 +1,138 @@
+"""What waits for a tracker: a bounded queue, and the gap that a full one leaves."""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from trackers.base import GeneralTracker
+
+
+class Call(NamedTuple):
+    """A call of a tracker.
+
+    Attributes:
+        what: its name, for messages.
+        function: takes the tracker.
+        record: whether it is one of many, which a full queue drops.
+        time: of the same record in the local one, which has it if it is dropped here.
+        future: what who asked for it waits for.
+    """
+
+    what: str
+    function: Callable[[GeneralTracker], Any]
+    record: bool = True
+    time: float | None = None
+    future: "Future[Any] | None" = None
+
+
+class Gap(NamedTuple):
+    """Records that follow on each other in the local one, by their times."""
+
+    first: float
+    last: float
+    size: int
+
+
+class Pending:
+    """The calls that wait, in order.
+
+    A full one drops its oldest record. What is dropped lies between the record that the tracker is
+    at and the oldest that waits, so that all of it is one gap, to be filled before the next call.
+
+    Args:
+        capacity: how many calls wait until a further record drops one.
+
+    Attributes:
+        fills: whether what is dropped can be had from the local record.
+        lost: how many dropped records cannot, or came after the end.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.fills = False
+        self.lost = 0
+        self._calls: deque[Call] = deque()
+        self._gap: Gap | None = None
+        self._ended = False
+        self._changed = threading.Condition()
+
+    def put(self, call: Call, *, last: bool = False) -> bool:
+        """Add a call, unless the last one was added before."""
+        with self._changed:
+            if self._ended:
+                self.lost += call.record
+                return False
+            self._ended = last
+            if call.record and len(self._calls) >= self.capacity:
+                self._drop_oldest()
+            self._calls.append(call)
+            self._changed.notify()
+            return True
+
+    def take(self) -> Call | Gap:
+        """Wait for the next call, or the gap before it, and remove it."""
+        with self._changed:
+            while not self._calls and self._gap is None:
+                self._changed.wait()
+            gap, self._gap = self._gap, None
+            return gap or self._calls.popleft()
+
+    def oldest_record(self) -> Call | None:
+        """The record that comes next; None where a gap or nothing does."""
+        with self._changed:
+            return None if self._gap else next((c for c in self._calls if c.record), None)
+
+    def remove(self, call: Call) -> None:
+        """Take a record out that the tracker got before its turn."""
+        with self._changed:
+            for position, waiting in enumerate(self._calls):
+                if waiting is call:
+                    del self._calls[position]
+                    return
+            # It was dropped meanwhile, as the first of what was.
+            if self._gap is None:
+                self.lost -= 1
+            elif self._gap.size == 1:
+                self._gap = None
+            else:
+                behind = math.nextafter(self._gap.first, math.inf)
+                self._gap = Gap(behind, self._gap.last, self._gap.size - 1)
+
+    def take_awaited(self) -> list[Call]:
+        """Remove the calls of `submit`, whose future is waited for."""
+        with self._changed:
+            awaited = [call for call in self._calls if call.what == "submit"]
+            self._calls = deque(call for call in self._calls if call.what != "submit")
+            return awaited
+
+    def clear(self) -> list[Call]:
+        """Remove all but the last call, `finish`; records count as lost."""
+        with self._changed:
+            cleared = [call for call in self._calls if call.what != "finish"]
+            self._calls = deque(call for call in self._calls if call.what == "finish")
+            self.lost += sum(call.record for call in cleared)
+            self.lost += self._gap.size if self._gap else 0
+            self._gap = None
+            return cleared
+
+    def lose(self, count: int) -> None:
+        """Count records that were taken and will not reach the tracker."""
+        with self._changed:
+            self.lost += count
+
+    def _drop_oldest(self) -> None:
+        for position, call in enumerate(self._calls):
+            if call.record:
+                del self._calls[position]
+                break
+        else:
+            return
+        if call.time is None or not self.fills:
+            self.lost += 1
+        elif self._gap is None:
+            self._gap = Gap(call.time, call.time, 1)
+        else:
+            self._gap = Gap(self._gap.first, call.time, self._gap.size + 1)

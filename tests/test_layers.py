@@ -47,6 +47,7 @@ FLOORS = {
     "trainer.loops": 8,
     "trainer.metrics": 8,
     "trainer.module": 8,
+    "trainer.misspelt": 8,
     "trainer.ported": 8,
     "trainer.trainer": 9,
     "trainer.__main__": 10,

@@ -13,6 +13,7 @@ from trainer.distributed.collectives import all_gather_object
 from trainer.hooks import is_overridden
 from trainer.loops.lengths import apply_limit
 from trainer.loops.settings import Settings
+from trainer.misspelt import tell_of_misspelt
 from trainer.module import TrainModule
 from trainer.ported import refuse_step_signature, refuse_uncalled
 
@@ -64,16 +65,19 @@ def check_module(module: Any, stage: str) -> None:
 
 
 def check_hooks(module: TrainModule, callbacks: Iterable[Callback], datamodule: Any) -> None:
-    """Refuse hooks that nobody would call.
+    """Refuse hooks of Lightning's that nobody would call, and tell of names that look misspelt.
 
     Raises:
         TypeError: There is one; the text says what to use.
     """
     refuse_uncalled(module, "module")
+    tell_of_misspelt(module, TrainModule)
     for callback in callbacks:
         refuse_uncalled(callback, "callback")
+        tell_of_misspelt(callback, Callback)
     if datamodule is not None:
         refuse_uncalled(datamodule, "datamodule")
+        tell_of_misspelt(datamodule, DataModule)
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:

@@ -1,0 +1,96 @@
+"""One batch of manual optimisation, in which `training_step` makes the updates itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainer.data.loader import Round
+from trainer.distributed.collectives import broadcast_object
+from trainer.loops.run import FitRun, items_of
+from trainer.loops.window import count_round, see_if_log_is_due
+from trainer.metrics import TRAIN_STEP
+from trainer.optim.finite import find_non_finite
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.rng import isolated_rng
+from trainer.tree import detach, to_host
+
+
+def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
+    """Let `training_step` do its own backward passes and updates, on one batch.
+
+    Returns:
+        Whether there is an update to finish: an optimizer stepped, or the epoch is over.
+    """
+    hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    (micro,) = window
+    batch, items = items_of(micro)
+    batch_idx = counters.rounds
+    steps = sum(optimizer.steps for optimizer in run.optimizers)
+    outputs: Any = None
+    metrics.scope = TRAIN_STEP
+    metrics.clear_step()
+    metrics.begin_epoch_values()
+    hooks.on_train_step_start()
+    if not micro.complete and run.last_batch is None:
+        # Fewer batches in the epoch than processes. It travels by the host.
+        run.last_batch = run.move(broadcast_object(to_host(batch)))
+    if micro.present:
+        metrics.begin_batch(items)
+        hooks.on_train_batch_start(batch, batch_idx)
+        with run.precision.autocast():
+            outputs = engine.step("training_step", batch, batch_idx)
+        run.last_batch = batch if run.world_size > 1 else None
+    else:
+        stand_in(run, batch_idx)
+    count_round(run, micro, None)
+    engine.finish_window(None, run.own_tally(items))
+    stepped = sum(optimizer.steps for optimizer in run.optimizers) > steps
+    if stepped:
+        if run.guard is not None and run.found is not None:
+            run.guard.admits(run.found, counters.global_step + 1, None)
+            run.found = None
+        see_if_log_is_due(run)
+        run.counters.global_step += 1
+    if micro.present:
+        hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+    hooks.on_train_step_end()
+    return stepped or micro.last
+
+
+def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
+    """Let the hooks see the gradients that `training_step` uses; stop if they are not finite.
+
+    Raises:
+        FloatingPointError: See `FiniteGuard.admits`; on an accelerator later.
+    """
+    if not run.weightless:
+        run.hooks.on_before_optimizer_step(optimizer)
+    if run.guard is None or run.precision.scales:
+        return
+    found = find_non_finite(parameter.grad for parameter in parameters_of([optimizer]))
+    if found is None:
+        return
+    if found.device.type == "cpu":
+        run.guard.admits(found, run.counters.global_step + 1, None)
+    else:  # those of all optimizers are read together
+        run.found = found if run.found is None else torch.maximum(run.found, found.to(run.found))
+
+
+def stand_in(run: FitRun, batch_idx: int) -> None:
+    """Run the last batch again where this process has none and the others reduce gradients.
+
+    Its own gradients are zero, nothing is logged, buffers and generators are put back.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
+    run.weightless = True
+    try:
+        with isolated_rng(), run.metrics.muted(), run.precision.autocast():
+            run.engine.step("training_step", run.last_batch, batch_idx)
+    finally:
+        run.weightless = False
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -1,0 +1,227 @@
+"""One window of micro-batches, which makes one update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.loader import Round
+from trainer.distributed.collectives import broadcast_object
+from trainer.loops.run import FitRun, items_of
+from trainer.loops.timing import OPTIMIZER
+from trainer.metrics import TRAIN_STEP
+from trainer.optim.clipping import NO_LIMITS, clip_, clip_apart_
+from trainer.optim.finite import find_non_finite, is_non_finite
+from trainer.optim.optimizer import parameters_of
+from trainer.tree import detach
+
+
+def train_window(run: FitRun, window: Iterator[Round]) -> bool:
+    """Make one update from a window of micro-batches.
+
+    Returns:
+        True: there is an update to finish.
+    """
+    hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
+    size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
+    items_here = 0.0
+    items_everywhere: float | None = 0.0  # where each process knows what the others have
+    losses: Tensor | None = None  # their sum, which is finite if they all are
+    metrics.scope = TRAIN_STEP
+    metrics.clear_step()
+    metrics.begin_epoch_values()
+    hooks.on_train_step_start()
+    for number, micro in enumerate(window, 1):
+        sync = micro.last or number == size
+        engine.begin_micro_batch(sync=sync)
+        batch, items = items_of(micro)
+        if run.weighting.reference is None:
+            run.weighting.reference = broadcast_object(items) or 1.0
+        batch_idx = counters.rounds
+        outputs: Any = None
+        loss: Tensor | None = None
+        if micro.present:
+            metrics.begin_batch(items)
+            hooks.on_train_batch_start(batch, batch_idx)
+            with run.precision.autocast():
+                if items:
+                    outputs = engine.step("training_step", batch, batch_idx)
+                else:
+                    outputs = step_without_gradient(run, batch, batch_idx)
+        if items:
+            loss = loss_of(outputs)
+            losses = loss.detach() if losses is None else losses + loss.detach()
+            hooks.on_before_backward(loss)
+            loss = run.precision.scale(run.weighting.weigh(loss, items))
+        items_here += items
+        items_everywhere = count_round(run, micro, items_everywhere)
+        if sync:
+            bad = 0.0 if run.guard is None or losses is None else is_non_finite(losses)
+            total = engine.finish_window(loss, run.own_tally(items_here, bad))
+        elif loss is not None:
+            engine.backward(loss)
+        if loss is not None:
+            hooks.on_after_backward()
+        if sync:
+            with run.timing.part(OPTIMIZER):
+                update(run, total if items_everywhere is None else items_everywhere, loss)
+        if micro.present:
+            hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+    hooks.on_train_step_end()
+    with run.timing.part(OPTIMIZER):
+        for optimizer in run.optimizers:
+            hooks.on_before_zero_grad(optimizer)
+            optimizer.zero_grad()
+    return True
+
+
+def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
+    """A micro-batch without items: it may log, with weight 0, and adds no gradient.
+
+    Its loss is a mean over nothing, of which a backward pass would make NaN.
+    """
+    with torch.no_grad():
+        return run.bare_step("training_step")(batch, batch_idx)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The loss that `training_step` returned, checked.
+
+    Raises:
+        TypeError: It is not a tensor, or a dict with one under ``"loss"``.
+        ValueError: It has several elements, or no graph to go back through.
+    """
+    loss = outputs
+    if isinstance(outputs, dict):
+        if "loss" not in outputs:
+            raise TypeError(
+                f"training_step returned a dict without 'loss'; its keys are {sorted(outputs)}."
+            )
+        loss = outputs["loss"]
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"training_step returned {loss!r} of type {type(loss).__name__} as its loss; it must "
+            "return a tensor of one element, or a dict with one under 'loss'. (To do backward "
+            "and step yourself set automatic_optimization = False.)"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"training_step returned a loss of shape {tuple(loss.shape)}; it must have one "
+            "element: the mean over the batch, for example loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "training_step returned a loss without a graph: nothing that it was computed from "
+            "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
+            "are all parameters frozen?"
+        )
+    return loss.reshape(())
+
+
+def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
+    """Count a round, and add its items over all processes to `known` if each process knows them."""
+    counters = run.counters
+    counters.rounds += 1
+    counters.epoch_batches += run.world_size if micro.complete else 1  # it is the last one
+    counters.epoch_complete = micro.last
+    samples = micro.round_samples
+    if samples is None:  # only with ready-made batches: each process knows its own alone
+        samples = micro.samples * (1 if run.world_size == 1 else run.world_size)
+        known = None if run.world_size > 1 else known
+    counters.samples_seen += samples
+    counters.batches_seen += run.world_size if micro.complete else 1
+    return None if run.counts_items or known is None else known + samples
+
+
+def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
+    """Unscale, let the hooks see the gradients, look whether they are finite, clip, step, tick.
+
+    Args:
+        run: The run; its gradients are reduced.
+        total: Items of the window over all processes.
+        loss: The last one of this process, for an error.
+
+    Raises:
+        FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
+    """
+    drop_unused(run)
+    run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
+    run.weighting.rescale_([parameter.grad for parameter in run.parameters], total)
+    see_if_log_is_due(run)
+    for optimizer in run.optimizers:
+        run.hooks.on_before_optimizer_step(optimizer)
+    if admitted(run, loss):
+        clip(run)
+        for optimizer in run.optimizers:
+            optimizer.step()
+    if run.guard is not None and run.precision.scales:
+        skipped = [optimizer.skipped for optimizer in run.optimizers]
+        run.guard.count_scaled(skipped, run.counters.global_step + 1)
+    tick(run, "step", run.counters.global_step + 1)
+    run.counters.global_step += 1
+
+
+def drop_unused(run: FitRun) -> None:
+    """Drop the gradients that no optimizer uses, of parameters that are trained by none.
+
+    Nobody would zero them: they would grow from update to update, and with them the norm by which
+    the others are clipped.
+    """
+    number = sum(len(group["params"]) for each in run.optimizers for group in each.param_groups)
+    if number != run.optimized:  # since the last time a group was added
+        used = {id(parameter) for parameter in parameters_of(run.optimizers)}
+        run.unused = [parameter for parameter in run.parameters if id(parameter) not in used]
+        run.optimized = number
+    for parameter in run.unused:
+        parameter.grad = None
+
+
+def clip(run: FitRun) -> None:
+    """Clip the gradients: those of an optimizer with limits of its own apart, the others' together.
+
+    A group of parameters may be added to an optimizer at any time.
+    """
+    if run.own_limits:
+        apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
+        clip_apart_(run.parameters, apart, run.limits)
+    elif run.limits != NO_LIMITS:
+        clip_(run.parameters, max_norm=run.limits.max_norm, max_value=run.limits.max_value)
+
+
+def admitted(run: FitRun, loss: Tensor | None) -> bool:
+    """Whether to make the update; an overflow of scaled gradients is the scaler's to handle.
+
+    Raises:
+        FloatingPointError: See `FiniteGuard.admits`.
+    """
+    if run.guard is None or run.precision.scales:
+        return True
+    found = find_non_finite(parameter.grad for parameter in run.parameters)
+    if found is not None:
+        bad = torch.as_tensor(run.agreement.bad_losses).to(found, non_blocking=True)
+        found = torch.maximum(found, bad.clamp(max=1.0))
+    seen = None if loss is None else loss.detach()
+    if run.guard.admits(found, run.counters.global_step + 1, seen):
+        return True
+    for optimizer in run.optimizers:
+        optimizer.leave_out()
+    return False
+
+
+def see_if_log_is_due(run: FitRun) -> None:
+    """Before an update is counted: is it one whose values are recorded?"""
+    before = run.progress
+    run.log_due = run.log_schedule.due(replace(before, steps=before.steps + 1))
+
+
+def tick(run: FitRun, interval: str, number: int) -> None:
+    """Advance the schedules that count steps or epochs, of which this is the n-th."""
+    if run.schedulers_paused:
+        return
+    for entry in run.schedulers:
+        if entry.interval == interval and number % entry.frequency == 0:
+            entry.tick(run.recorder.latest)

@@ -139,7 +139,10 @@ class Callback:
         """After the update, before its gradients go."""
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Once an update, when everything due at it is done: the place to save or to stop."""
+        """Once an update, when everything due at it is done: the place to save or to stop.
+
+        A run that goes on from what one callback saves here calls those behind it first.
+        """
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
         """A signal ends the run after this update; what is due at it is done by the next start."""

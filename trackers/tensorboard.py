@@ -88,11 +88,9 @@ class TensorBoardTracker(GeneralTracker):
 
     def start(self) -> None:
         """Make the folder and the writer."""
-        from torch.utils.tensorboard import SummaryWriter
-
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
+        self._open(**{**self.writer_options, **purge})
         self._purge_step = None
-        self._writer = SummaryWriter(str(self.log_dir), **{**self.writer_options, **purge})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".
@@ -126,9 +124,15 @@ class TensorBoardTracker(GeneralTracker):
 
         Raises:
             TypeError: a value is none of these. The others are recorded.
+            OSError: the disk refused. Further values go to another file of the folder.
         """
-        rejected = self._add(values, step, kwargs)
-        self.tracker.flush()
+        try:
+            rejected = self._add(values, step, kwargs)
+            self.tracker.flush()
+        except OSError:
+            # The writer's own thread ended with it: only another writer, and file, can go on.
+            self._open(**{**self.writer_options, "purge_step": None})
+            raise
         if rejected:
             raise TypeError(
                 f"TensorBoard takes numbers, tensors of one element, texts and dicts of these, "
@@ -220,6 +224,11 @@ class TensorBoardTracker(GeneralTracker):
                 self._writer.add_text("status", self.status)
             self._writer.close()
             self._writer = None
+
+    def _open(self, **options: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self.log_dir), **options)
 
     def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
         rejected = []

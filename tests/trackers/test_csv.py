@@ -124,6 +124,32 @@ def test_a_full_disk_leaves_whole_rows(started):
     assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
 
 
+def test_a_full_disk_leaves_the_row_that_more_values_were_for(started):
+    tracker = started()
+    tracker.log({"loss": 1.0, "val": 1.0}, 1)
+    tracker.log({"loss": 2.0}, 2)
+    file = tracker._file
+
+    class Full:
+        """Its file cannot grow."""
+
+        size = tracker.path.stat().st_size
+
+        def __getattr__(self, name):
+            return getattr(file, name)
+
+        def write(self, line):
+            return file.write(line[: self.size - file.tell()])
+
+    tracker._file = Full()
+    with pytest.raises(OSError, match="could be written"):
+        tracker.log({"val": 123.456}, 2)
+    assert [row["loss"] for row in table(tracker.path)] == ["1.0", "2.0"]
+    tracker._file = file
+    tracker.log({"val": 3.0}, 2)
+    assert table(tracker.path)[1] == {"step": "2", "loss": "2.0", "val": "3.0"}
+
+
 def test_a_disk_without_room_for_another_column_leaves_the_table(started, monkeypatch):
     tracker = started()
     tracker.log({"loss": 1.0}, 1)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
-from trackers import BackgroundTracker, GeneralTracker, read_metrics
+from trackers import BackgroundTracker, GeneralTracker, TensorBoardTracker, read_metrics
 from trainer import Trainer, TrainModule
 
 STEPS = 16  # two epochs of eight
@@ -246,7 +247,9 @@ class Posting(GeneralTracker):
         request = urllib.request.Request(self.url, data=body)
         try:
             urllib.request.urlopen(request, timeout=20).close()
-        except OSError:
+        except OSError as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()  # it is an answer too
             self.failed.set()
             raise
 
@@ -266,7 +269,6 @@ class AtEnd(Callback):
         self.action()
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # urllib's, where a request is refused
 @pytest.mark.parametrize("capacity", [3, 10_000])
 @pytest.mark.parametrize("when", [5, "end"])
 def test_a_server_that_refuses_and_comes_back(check, options, service, when, capacity, caplog):
@@ -282,7 +284,6 @@ def test_a_server_that_refuses_and_comes_back(check, options, service, when, cap
     assert "lost 0 records and failed in" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.parametrize("refused", [2, 9])
 @pytest.mark.parametrize("capacity", [3, 10_000])
 def test_a_server_with_an_outage_in_the_midst(check, options, service, capacity, refused):
@@ -353,7 +354,32 @@ class Told(logging.Handler):
         assert all(event.wait(20) for event in self.events.values())
 
 
-def test_a_disk_that_fills_under_the_local_record_and_a_table(check, tmp_path):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_a_disk_that_fills_under_tensorboard():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    background = BackgroundTracker(TensorBoardTracker("run", "logs"), first_pause=0.01)
+    told = Told("tensorboard")
+    logging.getLogger("trackers").addHandler(told)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    background.start()
+    background.log({"x": 0.0}, 0)
+    background.settle(60)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, hard))
+        for step in range(1, 20):
+            background.log({"x": float(step)}, step)
+        told.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        logging.getLogger("trackers").removeHandler(told)
+        background.finish()
+    read = EventAccumulator("logs/run").Reload()
+    assert [(one.step, one.value) for one in read.Scalars("x")] == [(n, n) for n in range(20)]
+    assert background.dropped == 0
+
+
+def test_a_disk_that_fills_under_the_local_record_and_a_table(check):
     """Files may grow to 300 bytes for a while: the last write is cut, as on a full disk."""
     told = Told("jsonl", "csv")
     logging.getLogger("trackers").addHandler(told)

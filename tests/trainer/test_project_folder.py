@@ -308,9 +308,10 @@ def test_a_kill_while_going_back_loses_no_record(run, whole, monkeypatch):
         if len(moved) == 2:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(layout.os, "rename", rename)
-        fit("run", ckpt_path=step(4), max_steps=6)
+        with pytest.raises(KeyboardInterrupt):
+            fit("run", ckpt_path=step(4), max_steps=6)
     assert names() == [*(f"abandoned-step-{number:08d}" for number in (8, 12)), step(4).name]
     fit("run", ckpt_path=step(4), max_steps=6)
     assert records("run/metrics.1.jsonl") == records(whole / "metrics.jsonl")

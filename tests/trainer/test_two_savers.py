@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Trainer, TrainModule
+from trainer.checkpoint.writer import Writer
 from trainer.errors import Preempted
+from trainer.state import PartialState
 
 
 class Killed(BaseException):
@@ -37,12 +39,24 @@ class Net(TrainModule):
 
 
 class Draw(Callback):
-    """Draws from the generator of the training at every boundary, behind the first save."""
+    """Draws from the generator of the training at every boundary, behind the first save.
+
+    And when an epoch begins, or what is left of it: that must not count a second time.
+    """
 
     runs_last = True
 
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        torch.rand(1)
+
     def on_boundary(self, trainer: Any, module: Any) -> None:
         torch.rand(1)
+
+
+class DrawBefore(Draw):
+    """Likewise before all saves, so that a resumed run must not call it at their boundary."""
+
+    runs_last = False
 
 
 class At(Callback):
@@ -107,17 +121,18 @@ def test_a_kill_at_a_boundary_costs_no_saver_its_decision(step, place, tmp_path,
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "whole")
     newest, best = savers()
-    fit(newest, Draw(), best)
+    fit(DrawBefore(), newest, Draw(), best)
     whole = outcome(newest, best)
     assert list(best.best_k_models.values()) == [0.0]
 
     monkeypatch.chdir(tmp_path / "killed")
     newest, best = savers()
     kill = At(step, die)
+    last = [kill, best] if place == "between the saves" else [best, kill]
     with pytest.raises(Killed):
-        fit(newest, Draw(), *([kill, best] if place == "between the saves" else [best, kill]))
+        fit(DrawBefore(), newest, Draw(), *last)
     newest, best = savers()
-    fit(newest, Draw(), best, ckpt_path="auto")
+    fit(DrawBefore(), newest, Draw(), best, ckpt_path="auto")
     assert outcome(newest, best) == whole
 
 
@@ -152,3 +167,18 @@ def test_a_save_that_fails_is_not_taken_for_that_of_another(first, tmp_path, mon
     assert [path.name for path in Path("newest").glob("step-*")] == ["step-00000010"]
     assert [path.name for path in best.best_k_models] == ["step-00000002"]
     assert [path.name for path in Path("best").glob("step-*")] == ["step-00000002"]
+
+
+def test_a_save_is_asked_for_by_name_and_its_latest_counts():
+    def fail(group: Any) -> None:
+        raise OSError("full")
+
+    writer = Writer(PartialState())
+    for name, work in (("one", fail), ("other", lambda group: None)):
+        writer.start(work, name=name, required=False, background=False)
+        writer.wait()
+    assert not writer.wait("one")
+    assert writer.wait("other")
+    assert writer.wait()
+    writer.start(lambda group: None, name="one", background=False)
+    assert writer.wait("one")

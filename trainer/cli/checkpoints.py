@@ -130,8 +130,10 @@ def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.N
     hopeless: dict[str, str] = {}
     reason: str | None
     steps = [entry for entry in entries if is_step(entry)]
+    weights = [entry for entry in steps if entry.manifest.get("weights_only")]
+    whole = [entry for entry in steps if entry not in weights]  # from which a run can go on
     numbered = [entry for entry in entries if entry.number is not None and not is_step(entry)]
-    for ours in (steps, numbered):
+    for ours in (whole, weights, numbered):
         last = _first_sound(reversed(ours), entries, arguments.keep_last)
         plan.kept |= dict.fromkeys(last, "among the last")
         if not last:

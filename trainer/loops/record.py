@@ -19,6 +19,7 @@ from trackers.missed import Missed
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
+_PATIENCE = 120.0  # seconds that a save waits for the local record's disk
 
 
 class Recorder:
@@ -166,8 +167,7 @@ class Recorder:
         if self._finished or not isinstance(self._local, BackgroundTracker):
             return lambda: self._end
         synced = self._local.submit(lambda record: cast(JsonlTracker, record).sync())
-        patience = self._local.finish_timeout
-        return lambda: _length(synced, patience)
+        return lambda: _length(synced, _PATIENCE)
 
     def finish(self, status: Status = "finished") -> None:
         """Wait, within limits, until everything is written.

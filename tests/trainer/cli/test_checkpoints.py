@@ -440,6 +440,13 @@ def test_both_kinds_are_counted_by_themselves_and_named_ones_stay():
     assert names() == ["checkpoint_10", "exception-step", "final", "step-00000002"]
 
 
+def test_weights_alone_are_counted_by_themselves_since_no_run_goes_on_from_them():
+    for step in (1, 2, 3, 4):
+        make(step, weights_only=step > 2)
+    assert call("run", "--prune", "--keep-last", 1, "--yes") == 0
+    assert steps() == [2, 4]
+
+
 def test_what_is_kept_is_read_first_and_must_be_sound(report):
     for step in (1, 2, 3, 4, 5):
         make(step, metrics={"loss": float(step)})

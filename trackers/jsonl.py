@@ -196,12 +196,28 @@ class JsonlTracker(GeneralTracker):
             )
         os.truncate(self.path, offset)
 
+    def offset_behind(self, step: int) -> int:
+        """Where the records of later steps begin, in bytes; for `truncate` without an offset.
+
+        Args:
+            step: the last one whose records are wanted.
+        """
+        offset = 0
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if (parse_record(line, f"{self.path}, line {number}")["step"] or 0) > step:
+                    break
+                offset += len(line)
+        return offset
+
     def finish(self) -> None:
         """Put the records on the disk and close the file."""
         if self._file is not None:
-            self.sync()
-            self._file.close()
-            self._file = None
+            try:
+                self.sync()
+            finally:  # a disk that refuses must not keep the file open
+                self._file.close()
+                self._file = None
 
     def _opened(self) -> io.FileIO:
         if self._file is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
-from trackers import read_metrics
+from trackers import JsonlTracker, read_metrics
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
 from trainer.checkpoint import layout
@@ -265,17 +266,41 @@ def test_an_evaluation_beside_a_training_has_a_record_of_its_own(caplog):
     validated, tested = records("run/evaluations.jsonl")
     assert validated["score"] == -4.0
     assert (tested["step"], "weight" in tested) == (4, True)
-    assert f"process {os.getpid()} on" in caplog.text
-    assert "trains in run: this goes to evaluations.jsonl" in caplog.text
 
 
-def test_an_evaluation_without_a_training_records_where_it_did(run):
-    before = records()
+def test_evaluations_before_and_behind_a_training_are_kept_when_it_goes_on():
     evaluate("validate")
-    assert records()[:-1] == before
-    assert records()[-1]["score"] == -4.0
-    assert not Path("run/evaluations.jsonl").exists()
+    trainer = make("run", ModelCheckpoint(every=4), max_epochs=1)
+    trainer.fit(Net(), loader(), loader(1))
+    trainer.test(Net(), loader(1))
     assert LOCK not in names("run")
+    longer = make("run", ModelCheckpoint(every=4), max_epochs=2)
+    longer.fit(Net(), loader(), loader(1), ckpt_path="auto")
+    assert [record["step"] for record in records("run/evaluations.jsonl")] == [
+        0,
+        trainer.global_step,
+    ]
+    assert not Path("run/metrics.1.jsonl").exists()
+    steps = [record["step"] for record in records() if "loss" in record]
+    assert steps == list(range(1, longer.global_step + 1))
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_a_record_whose_length_was_not_known_is_cut_by_its_steps(monkeypatch):
+    def refused(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlTracker, "sync", refused)
+        with pytest.raises(KeyboardInterrupt):
+            fit("run", At({7: interrupted}), ModelCheckpoint(every=4, background=False))
+    assert [record["step"] for record in records()][-1] > 4
+    fit("run", ModelCheckpoint(every=4), ckpt_path="auto")
+    fit("whole", ModelCheckpoint(every=4))
+    assert records() == records("whole/metrics.jsonl")
 
 
 # -- going back ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import layout
+from trainer.checkpoint import holder_of, layout
 from trainer.cli.inventory import (
     SET_ASIDE,
     Entry,
@@ -73,6 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentTypeError(
             f"{root} is one checkpoint; --prune needs the folder that it lies in."
         )
+    if arguments.prune and not arguments.dry_run:
+        for folder in (root, root.parent):  # where `project_dir` or a `dirpath` may be locked
+            if holder := holder_of(folder):
+                raise argparse.ArgumentTypeError(
+                    f"{folder} is in use by {holder}, which removes what it does not keep. Prune "
+                    "when it has ended; --dry-run shows what that would do."
+                )
     if single:
         entry = read_entry(root, hashes=arguments.verify)
         entries, leftovers = [entry] if entry else [], list[Leftover]()

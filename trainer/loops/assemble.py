@@ -160,7 +160,8 @@ def prepare_fit(
     told = logged(module)
     if isinstance(datamodule, DataModule):
         told = logged(datamodule) | told
-    on_main(lambda: recorder.start(settings.describe() | told, cut_at=offset))
+    behind = None if chosen is None else run.counters.global_step
+    on_main(lambda: recorder.start(settings.describe() | told, cut_at=offset, cut_behind=behind))
     return run
 
 

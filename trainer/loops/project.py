@@ -308,8 +308,9 @@ class Project:
         """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
 
         Args:
-            evaluates: For an evaluation: the record of a training that is under way is not its
-                own. Behind a fit its values go to the same runs of the trackers.
+            evaluates: For an evaluation: a training, which may be under way or go on later, cuts
+                and continues a record of its own. Behind a fit the values go to the same runs of
+                the trackers.
         """
         made: list[Recorder] = []
         if self._writes:
@@ -323,10 +324,7 @@ class Project:
             run_name=self._run_name,
             logging_dir=self.logs,
         )
-        file = self.record
-        if evaluates and (holder := disk.holder_of(self.folder)):
-            file = file.with_name("evaluations.jsonl")
-            logger.warning("%s trains in %s: this goes to %s.", holder, self.folder, file.name)
+        file = self.record.with_name("evaluations.jsonl") if evaluates else self.record
         record = BackgroundTracker(JsonlTracker(file), capacity=_CAPACITY)
         recorder = Recorder(record, [BackgroundTracker(tracker) for tracker in trackers])
         if not evaluates:

@@ -133,24 +133,34 @@ class Recorder:
             keyed[f"{tracker.name}/{number}" if number else tracker.name] = tracker
         return keyed
 
-    def start(self, configuration: dict[str, Any], *, cut_at: int | None = None) -> None:
+    def start(
+        self,
+        configuration: dict[str, Any],
+        *,
+        cut_at: int | None = None,
+        cut_behind: int | None = None,
+    ) -> None:
         """Begin the record; only an object that is no no-op does anything.
 
         Args:
             configuration: Stored by the trackers.
             cut_at: The local record's length at the checkpoint that is resumed; what was written
                 after it is dropped.
+            cut_behind: The update of that checkpoint, by which it is cut where the length could
+                not be found out.
         """
         try:
             self._local.start()
             if isinstance(self._local, BackgroundTracker):
-                cut = self._local.submit(lambda record: _begin(cast(JsonlTracker, record), cut_at))
+                cut = self._local.submit(
+                    lambda record: _begin(cast(JsonlTracker, record), cut_at, cut_behind)
+                )
                 for tracker in self._trackers:
                     tracker.missed = Missed(self._local, cut, self.private)
             for tracker in self._trackers:
                 tracker.start()
                 tracker.store_init_configuration(configuration)
-            if cut_at is not None and isinstance(self._local, BackgroundTracker):
+            if cut_behind is not None and isinstance(self._local, BackgroundTracker):
                 cut.result()
         except BaseException:
             self.finish("failed")
@@ -189,8 +199,10 @@ class Recorder:
             self._end = _length(synced, 0.0)  # a disk that hangs has had its time
 
 
-def _begin(record: JsonlTracker, cut_at: int | None) -> int:
+def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> int:
     """Cut the record, on its thread, and give its length."""
+    if cut_at is None and cut_behind is not None:
+        cut_at = record.offset_behind(cut_behind)
     if cut_at is not None:
         record.truncate(cut_at)
     return record.offset

@@ -23,6 +23,7 @@ from callbacks import ModelCheckpoint
 from trainer import Trainer, TrainModule
 from trainer.checkpoint import layout
 from trainer.checkpoint.folder import open_folder
+from trainer.checkpoint.lock import LOCK, alone_in
 from trainer.checkpoint.project import save_state
 from trainer.checkpoint.restore import Prepared
 from trainer.cli import main
@@ -708,3 +709,19 @@ def test_the_command_needs_no_torch():
 def test_the_help_lists_it(capsys):
     assert main([]) == 1
     assert "checkpoints" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT.parent])
+def test_nothing_is_pruned_under_a_run(folder, states, capsys):
+    before = sorted(ROOT.iterdir())
+    arguments = ["checkpoints", str(ROOT), "--prune", "--keep-last", "1", "--yes"]
+    with alone_in(folder):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        told = capsys.readouterr().err
+        assert f"{folder.resolve()} is in use by process {os.getpid()}" in told
+        main([*arguments[:-1], "--dry-run"])
+        assert sorted(path for path in ROOT.iterdir() if path.name != LOCK) == before
+    main(arguments)
+    assert len(list(ROOT.iterdir())) == 1

@@ -14,6 +14,7 @@ from callbacks.memory_snapshot import MemorySnapshot
 from callbacks.model_checkpoint import ModelCheckpoint
 from callbacks.model_summary import ModelSummary
 from callbacks.monitor import Monitor
+from callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from callbacks.prediction_writer import PredictionWriter
 from callbacks.profiler import Profiler
 from callbacks.progress_bar import ProgressBar
@@ -42,6 +43,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "Monitor",
+    "OnExceptionCheckpoint",
     "PredictionWriter",
     "Profiler",
     "Progress",

@@ -13,6 +13,7 @@ import torch
 from callbacks.base import Callback
 from callbacks.interval import Interval, Progress
 from callbacks.monitor import Mode, Monitor
+from callbacks.on_exception_checkpoint import save_weights_at
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -232,13 +233,8 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Save this process's weights, if asked for; not where somebody wants the end at once."""
-        asked = self.saves_on_exception and isinstance(exception, Exception)
-        if not asked or not self._training or trainer.fast_dev_run:
-            return
-        rank = trainer.accelerator.process_index
-        name = f"exception-{trainer.global_step:08d}-rank-{rank:05d}"
-        path = trainer.save_own_weights(self._path(name))
-        logger.warning("The weights at the exception are in %s.", path)
+        if self.saves_on_exception and self._training:
+            save_weights_at(exception, trainer, self._path(""))
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """The stage is over."""

@@ -33,6 +33,7 @@ PUBLIC: dict[str, list[str]] = {
         "ModelCheckpoint",
         "ModelSummary",
         "Monitor",
+        "OnExceptionCheckpoint",
         "PredictionWriter",
         "Profiler",
         "Progress",

@@ -20,6 +20,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint is missing, damaged, foreign, or could not be written."""
 
 
+class LaterReleaseError(CheckpointError):
+    """A later release wrote the checkpoint: it is sound, but cannot be read here."""
+
+
 class MetricError(RuntimeError):
     """Ranks disagree about what was logged, or ``log`` was called where it cannot work."""
 

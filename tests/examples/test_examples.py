@@ -76,8 +76,10 @@ def printed(output: str, name: str) -> str:
 
 
 def series(project_dir: Path, name: str) -> list[float]:
-    """Every recorded value of a metric."""
-    return [r[name] for r in read_metrics(project_dir / "metrics.jsonl") if name in r]
+    """Every recorded value of a metric, of the fit and of the evaluations behind it."""
+    files = [project_dir / "metrics.jsonl", project_dir / "evaluations.jsonl"]
+    records = [record for file in files if file.exists() for record in read_metrics(file)]
+    return [record[name] for record in records if name in record]
 
 
 def test_the_index_lists_every_example_with_its_command():

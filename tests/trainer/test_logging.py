@@ -360,7 +360,9 @@ def test_evaluations_after_a_fit_are_recorded_under_its_last_update():
     module = Net(None, lambda m, b, i: m.log("seen", b.mean()))
     trainer.fit(module, loader(3))
     trainer.test(module, loader(3))
-    assert records(trainer) == [{"step": 3, "epoch": 0, "seen": 2.0}]
+    assert records(trainer) == []
+    (record,) = read_metrics("run/evaluations.jsonl")
+    assert {**record, "time": None} == {"step": 3, "epoch": 0, "time": None, "seen": 2.0}
 
 
 def test_the_learning_rate_that_a_step_ends_with_is_recorded():

@@ -18,7 +18,7 @@ from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK, alone_in, holder_of
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, LaterReleaseError
 from trainer.rng import isolated_rng
 
 CHECKPOINTS = Path("run/checkpoints")
@@ -507,3 +507,28 @@ def test_weights_alone_are_told_to_all_ranks(ranks2):
     first, second = ranks2(lambda: attempt("auto"), timeout=60)
     assert first == second
     assert "holds weights alone" in first
+
+
+def test_a_later_releases_checkpoint_is_not_gone_back_behind_in_another_folder():
+    best = {"every": 2, "save_top_k": -1, "dirpath": "best"}
+    fit("run", ModelCheckpoint(every=4, save_top_k=-1), ModelCheckpoint(**best))
+    for path in CHECKPOINTS.iterdir():
+        manifest = json.loads((path / MANIFEST).read_text())
+        (path / MANIFEST).write_text(json.dumps(manifest | {"format_version": 99}))
+    for later in Path("best").glob("step-000000[01][0268]"):
+        if later.name > "step-00000004":
+            shutil.rmtree(later)
+    with pytest.raises(LaterReleaseError, match=r"format version 99.*pass its path"):
+        make("run", ModelCheckpoint(every=4), ModelCheckpoint(**best))._parts.choose("auto")
+
+
+@pytest.mark.parametrize("first", ["run", "other"])
+def test_a_run_that_saves_into_anothers_folder_is_not_beside_it(first):
+    inside = ModelCheckpoint(every=4, dirpath=CHECKPOINTS)
+    started = {
+        "run": lambda: fit("run", At({6: lambda: second["run"]()})),
+        "other": lambda: fit("other", inside, At({6: lambda: second["other"]()})),
+    }
+    second = {"run": lambda: fit("other", inside), "other": lambda: fit("run")}
+    with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()}"):
+        started[first]()

@@ -13,7 +13,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -30,7 +30,7 @@ from trainer.checkpoint.layout import (
     without_manifest,
 )
 from trainer.distributed.meeting import parted, share
-from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.errors import CheckpointError, DistributedOperationException, LaterReleaseError
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +222,8 @@ def newest_sound(
 
     Raises:
         CheckpointError: On every rank alike, if there are checkpoints but none is sound: to start
-            from nothing then would throw a run away; or if a later release has written a newer one.
+            from nothing then would throw a run away.
+        LaterReleaseError: On every rank alike, if a later release has written a newer one.
     """
     keeper, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
 
@@ -239,7 +240,13 @@ def newest_sound(
     own = found[first] or {}
     for step in sorted(everywhere, reverse=True):
         path = own[step]
-        if all(together(what, lambda: not keeper or _is_sound(path), state, group)):  # noqa: B023
+        verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
+        if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
+            raise LaterReleaseError(
+                f"{what} failed: {later[0].text} To go on from an older checkpoint all the same, "
+                "pass its path."
+            )
+        if not any(verdicts):
             return path
     if some:
         which = f"none of the {len(some)} checkpoints there is sound"
@@ -313,17 +320,23 @@ def refuse_together(
         raise ValueError(refused[0])
 
 
-def _is_sound(path: Path) -> bool:
+class _Verdict(NamedTuple):
+    """Why a checkpoint is not used."""
+
+    text: str
+    damaged: bool  # else a later release wrote it
+
+
+def _verdict(path: Path) -> _Verdict | None:
+    """None of a sound checkpoint; damage is told in the log."""
     try:
         verify(path)
     except CheckpointError as error:
-        if is_newer(path):
-            raise CheckpointError(
-                f"{error} To go on from an older checkpoint all the same, pass its path."
-            ) from error
-        logger.warning("%s is not used: %s", path, error)
-        return False
-    return True
+        damaged = not is_newer(path)
+        if damaged:
+            logger.warning("%s is not used: %s", path, error)
+        return _Verdict(str(error), damaged)
+    return None
 
 
 def together(

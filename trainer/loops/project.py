@@ -25,7 +25,7 @@ from trainer import checkpoint as disk
 from trainer.checkpoint.layout import MANIFEST
 from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.distributed.control import on_main
-from trainer.errors import CheckpointError, choose
+from trainer.errors import CheckpointError, LaterReleaseError, choose
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
 
@@ -140,6 +140,13 @@ class Project:
         with ExitStack() as held:
 
             def take() -> None:
+                # A run may save to another one's folder by a `dirpath`, whichever began first.
+                for near in (self.checkpoints, *(folder.parent for folder in folders[1:])):
+                    if holder := disk.holder_of(near):
+                        raise ValueError(
+                            f"{near} is in use by {holder}. Wait for its end, or give one of the "
+                            "runs another project_dir or dirpath."
+                        )
                 tells.extend(held.enter_context(disk.alone_in(folder)) for folder in folders)
 
             here = self._writes and disk.keeps(state, self.on_each_node)
@@ -202,10 +209,21 @@ class Project:
             return _existing(ckpt_path)
         if ckpt_path == "best":
             return self._best(roots, monitors)
+        newest = self._newest(roots, state)
+        if newest is None:
+            instead = _TO_EVALUATE if not sweeps else _TO_TRAIN
+            disk.refuse_weights_alone(roots, state, instead=instead, on_each_node=self.on_each_node)
+        if newest is None and ckpt_path == "last":
+            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
+        return newest
+
+    def _newest(self, roots: Sequence[Path], state: PartialState) -> Path | None:
         newest, refused = [], []
         for root in roots:
             try:
                 found = disk.newest_sound(root, state, on_each_node=self.on_each_node)
+            except LaterReleaseError:  # it may be further than what another folder has
+                raise
             except CheckpointError as error:  # on all processes alike
                 refused.append(error)
             else:
@@ -214,11 +232,6 @@ class Project:
             raise refused[0]
         for each in refused:
             logger.warning("%s A checkpoint of another folder is used.", each)
-        if not newest:
-            instead = _TO_EVALUATE if not sweeps else _TO_TRAIN
-            disk.refuse_weights_alone(roots, state, instead=instead, on_each_node=self.on_each_node)
-        if not newest and ckpt_path == "last":
-            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
         return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
 
     def _best(self, roots: Sequence[Path], monitors: Sequence[tuple[str, str]]) -> Path:

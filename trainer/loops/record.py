@@ -160,7 +160,8 @@ class Recorder:
             for tracker in self._trackers:
                 tracker.start()
                 tracker.store_init_configuration(configuration)
-            if cut_behind is not None and isinstance(self._local, BackgroundTracker):
+            cuts = cut_at is not None or cut_behind is not None
+            if cuts and isinstance(self._local, BackgroundTracker):
                 cut.result()
         except BaseException:
             self.finish("failed")

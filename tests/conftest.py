@@ -19,7 +19,7 @@ from trackers.base import _REGISTRY
 # The bar's monitor is a thread that never ends; compiling in place needs no pool of compilers.
 tqdm.tqdm.monitor_interval = 0
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# A shell starts what it puts in the background with interrupts ignored, which tests of them are not.
+# What a shell puts in the background begins with interrupts ignored; tests of them need them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test speaks to a service, nor do the SDKs tell their makers of errors, on threads that stay.

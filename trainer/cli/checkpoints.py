@@ -19,7 +19,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import holder_of, layout
+from trainer.checkpoint import layout
+from trainer.checkpoint.lock import holder_of
 from trainer.cli.inventory import (
     SET_ASIDE,
     Entry,

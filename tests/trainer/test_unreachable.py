@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +137,12 @@ def test_the_thread_is_gone_also_after_an_error(monkeypatch):
     with pytest.raises(KeyError):
         fail()
     assert "cadence-signals" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize(("shell", "expected"), [(None, False), (object(), True)])
+def test_a_session_is_where_ipython_has_a_shell_not_where_it_was_loaded(
+    shell, expected, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert unreachable.interactive() is expected

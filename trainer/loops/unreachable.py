@@ -74,4 +74,6 @@ def end_unreachable() -> None:
 
 def interactive() -> bool:
     """Somebody's session lives in this process, such as a notebook's kernel: it must not end."""
-    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    # Others load IPython too, W&B's SDK for example; a session is where it has a shell.
+    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return hasattr(sys, "ps1") or bool(get_ipython and get_ipython())

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, python_number, register_tracker
-from trackers.media import finite, pixels, plain, rendered, table_of
+from trackers.base import GeneralTracker, register_tracker
+from trackers.media import finite, one_level, pixels, plain, rendered, table_of
 
 # Comet would patch torch and work inside the training's own calls; what to record is said here.
 _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}
@@ -254,12 +254,8 @@ class CometMLTracker(GeneralTracker):
 
     def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
         rejected = []
-        for name, value in values.items():
-            value = python_number(value)
-            if isinstance(value, dict):
-                inner = {f"{name}/{key}": item for key, item in value.items()}
-                rejected += self._add(inner, step, options)
-            elif isinstance(value, str):
+        for name, value in one_level(values).items():
+            if isinstance(value, str):
                 self.tracker.log_other(name, value)
             elif isinstance(value, (int, float)):
                 self.tracker.log_metric(name, value, step=step, **options)

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, python_number, register_tracker
+from trackers.base import GeneralTracker, register_tracker
+from trackers.jsonl import unused_name
+from trackers.media import one_level
 
 
 @register_tracker
@@ -59,7 +61,7 @@ class CSVTracker(GeneralTracker):
         self._kept = None
         if self.path.exists():
             if purge_step is None:
-                _set_aside(self.path)
+                self.path.rename(unused_name(self.path))
             else:
                 rows = [row for row in self._read() if int(row["step"] or 0) < purge_step]
         self._write_anew(rows, self._columns)
@@ -76,7 +78,7 @@ class CSVTracker(GeneralTracker):
             RuntimeError: the tracker is not started, or finished.
             OSError: the disk refused.
         """
-        row: dict[str, Any] = {"step": step, **_flat(values)}
+        row: dict[str, Any] = {"step": step, **one_level(values)}
         same = step is not None and bool(self._last) and self._last["step"] == step
         merged = {**self._last, **row} if same else row
         at = self._last_at if same else self._opened().seek(0, os.SEEK_END)
@@ -136,18 +138,3 @@ def _line(row: dict[str, Any], columns: list[str]) -> bytes:
     cells = ["" if row.get(name) is None else row[name] for name in columns]
     csv.writer(text, lineterminator="\n").writerow(cells)
     return text.getvalue().encode()
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat.update(_flat(value, f"{name}/") if isinstance(value, dict) else {name: value})
-    return {name: python_number(value) for name, value in flat.items()}
-
-
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(aside)

@@ -79,6 +79,14 @@ def _from_json(value: Any) -> Any:
     return float(value) if isinstance(value, str) and value in _NON_FINITE else value
 
 
+def unused_name(path: Path) -> Path:
+    """A numbered name beside a file, for one of another run that is kept: ``metrics.1.jsonl``."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return aside
+
+
 class JsonlTracker(GeneralTracker):
     """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object a line.
 

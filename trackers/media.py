@@ -23,6 +23,19 @@ def plain(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
+def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
+    """A nest of dicts as one, with names such as "outer/inner"; numbers are Python's own."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        value = python_number(value)
+        if isinstance(value, dict):
+            inner = one_level(value, separator)
+            flat |= {f"{name}{separator}{key}": item for key, item in inner.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
 def array_of(value: Any) -> Any:
     """The NumPy array of a tensor, an array or a list; bfloat16, which NumPy lacks, as float32."""
     import numpy as np

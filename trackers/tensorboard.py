@@ -5,20 +5,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, python_number, register_tracker
+from trackers.base import GeneralTracker, register_tracker
 from trackers.code import git_commit
-from trackers.media import finite, image_layout, plain, rendered, table_of
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """One level of "outer.inner" names, as the table of hyperparameters needs them."""
-    flat = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value if isinstance(value, (bool, int, float)) else str(value)
-    return flat
+from trackers.media import finite, image_layout, one_level, plain, rendered, table_of
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
@@ -106,7 +95,9 @@ class TensorBoardTracker(GeneralTracker):
 
         values = plain(values)
         # The writer's own add_hparams opens a run of its own, in a folder named by the time.
-        for summary in hparams(_flat(values), {}):
+        table = one_level(values, ".")
+        shown = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in table.items()}
+        for summary in hparams(shown, {}):
             self.tracker.file_writer.add_summary(summary)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.tracker.add_text("configuration", f"```yaml\n{text}```")
@@ -232,13 +223,8 @@ class TensorBoardTracker(GeneralTracker):
 
     def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
         rejected = []
-        for name, value in values.items():
-            value = python_number(value)
-            if isinstance(value, dict):
-                # Not add_scalars, which opens a run of its own for each name.
-                inner = {f"{name}/{key}": item for key, item in value.items()}
-                rejected += self._add(inner, step, options)
-            elif isinstance(value, str):
+        for name, value in one_level(values).items():  # add_scalars opens a run for each name
+            if isinstance(value, str):
                 self.tracker.add_text(name, value, global_step=step, **options)
             elif isinstance(value, (int, float)):
                 self.tracker.add_scalar(name, float(value), global_step=step, **options)

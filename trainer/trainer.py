@@ -541,12 +541,10 @@ class Trainer:
                 )
             run.asked.add(
                 target,
-                {
-                    "weights_only": weights_only,
-                    "background": background,
-                    "required": required,
-                    "displaces": displaces,
-                },
+                weights_only=weights_only,
+                background=background,
+                required=required,
+                displaces=displaces,
             )
             return target
         with run.timing.part(SAVING):
@@ -1027,7 +1025,12 @@ class Trainer:
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
-        check_hooks(module, self.callbacks, datamodule)
+        check_hooks(
+            module,
+            self.callbacks,
+            datamodule,
+            tells=self._parts.tells and self.accelerator.is_main_process,
+        )
         self._stop_requested = False
         self._datamodule = datamodule
         settings = self._parts.settings

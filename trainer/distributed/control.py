@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -45,6 +45,30 @@ def exchange(error: BaseException | None, operation: str) -> None:
             raise RuntimeError(
                 f"Rank {rank} failed while the others waited for it: {told.decode()}"
             )
+
+
+def on_all(work: Callable[[], R], operation: str) -> R:
+    """Do something on every process, and go on only if each of them fared well; collective.
+
+    Args:
+        work: What is done; it is not collective itself.
+        operation: What users called.
+
+    Returns:
+        This process's result.
+
+    Raises:
+        Exception: What `work` raised here.
+        RuntimeError: On the other processes; it names the rank and its error.
+    """
+    result: R | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:  # noqa: BLE001 - raised below, once the others know
+        error = caught
+    exchange(error, operation)
+    return cast(R, result)
 
 
 @contextmanager

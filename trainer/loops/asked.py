@@ -31,7 +31,7 @@ class AskedSaves:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, target: Path, options: dict[str, Any]) -> None:
+    def add(self, target: Path, **options: Any) -> None:
         """Ask for a save."""
         self._waiting[target] = options
 

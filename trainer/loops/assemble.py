@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainer.data.loader import Feed
 from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
-from trainer.distributed.control import exchange, on_main
+from trainer.distributed.control import on_all, on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
@@ -149,7 +150,15 @@ def prepare_fit(
     run.writer.open()
     offset = None
     if chosen is not None:
-        offset = _load_together(run, parts, chosen, stays_stopped=not _goes_back(ckpt_path))
+        load = partial(
+            load_run,
+            run,
+            chosen,
+            trainer=parts.trainer,
+            callbacks=parts.callbacks,
+            stays_stopped=not _goes_back(ckpt_path),
+        )
+        offset = on_all(load, "fit")
         # Not before it is loaded: it may not fit.
         if _goes_back(ckpt_path) and parts.project.leave_branch(chosen, parts.roots(), offset):
             recorder.resume({}, run.counters.global_step)  # no service takes steps back
@@ -163,29 +172,6 @@ def prepare_fit(
     behind = None if chosen is None else run.counters.global_step
     on_main(lambda: recorder.start(settings.describe() | told, cut_at=offset, cut_behind=behind))
     return run
-
-
-def _load_together(run: FitRun, parts: Parts, chosen: Path, *, stays_stopped: bool) -> int | None:
-    """`load_run` on all processes; where it fails on one, the others do not wait for that.
-
-    Raises:
-        CheckpointError: See `load_run`.
-        RuntimeError: On the processes that fared well, where another one did not.
-    """
-    offset: int | None = None
-    error: Exception | None = None
-    try:
-        offset = load_run(
-            run,
-            chosen,
-            trainer=parts.trainer,
-            callbacks=parts.callbacks,
-            stays_stopped=stays_stopped,
-        )
-    except Exception as caught:  # noqa: BLE001 - raised at once, when the others know
-        error = caught
-    exchange(error, "fit")
-    return offset
 
 
 def foresee_validations(run: FitRun, parts: Parts, datamodule: Any) -> None:

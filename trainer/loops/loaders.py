@@ -64,20 +64,27 @@ def check_module(module: Any, stage: str) -> None:
         )
 
 
-def check_hooks(module: TrainModule, callbacks: Iterable[Callback], datamodule: Any) -> None:
+def check_hooks(
+    module: TrainModule, callbacks: Iterable[Callback], datamodule: Any, *, tells: bool
+) -> None:
     """Refuse hooks of Lightning's that nobody would call, and tell of names that look misspelt.
+
+    Args:
+        module: The user's.
+        callbacks: All of them.
+        datamodule: The user's, or None.
+        tells: Whether this process is the one that tells, of a run that does.
 
     Raises:
         TypeError: There is one; the text says what to use.
     """
-    refuse_uncalled(module, "module")
-    tell_of_misspelt(module, TrainModule)
-    for callback in callbacks:
-        refuse_uncalled(callback, "callback")
-        tell_of_misspelt(callback, Callback)
-    if datamodule is not None:
-        refuse_uncalled(datamodule, "datamodule")
-        tell_of_misspelt(datamodule, DataModule)
+    owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
+    owners += [(callback, "callback", Callback) for callback in callbacks]
+    owners += [] if datamodule is None else [(datamodule, "datamodule", DataModule)]
+    for owner, kind, base in owners:
+        refuse_uncalled(owner, kind)
+        if tells:
+            tell_of_misspelt(owner, base)
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ from trackers import (
     resolve_trackers,
     select_trackers,
 )
+from trackers.jsonl import unused_name
 from trainer import checkpoint as disk
 from trainer.checkpoint.layout import MANIFEST
 from trainer.distributed.collectives import all_gather_object, broadcast_object
@@ -290,9 +291,11 @@ class Project:
             later[:] = disk.later_than(chosen, roots)
             # The record first: once there are no later checkpoints, nobody knows that it is theirs.
             if self.record.exists() and not JsonlTracker(self.record).ends_record(offset or 0):
-                _set_aside(self.record)  # it is not the one that the checkpoint knows
+                self.record.rename(
+                    unused_name(self.record)
+                )  # it is not the one that the checkpoint knows
             elif self.record.exists() and later:
-                shutil.copy2(self.record, _unused(self.record))
+                shutil.copy2(self.record, unused_name(self.record))
             disk.leave_branch(chosen, later)
 
         disk.together("Setting aside later checkpoints", leave, state)
@@ -315,7 +318,7 @@ class Project:
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
         if self.record.exists():
-            _set_aside(self.record)
+            self.record.rename(unused_name(self.record))
 
     def make_recorder(self, *, evaluates: bool = False) -> Recorder:
         """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
@@ -396,16 +399,3 @@ def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
     by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
     sign = 1 if mode == "min" else -1
     return min(by_age, key=lambda path: sign * scores[path], default=None)
-
-
-def _set_aside(path: Path) -> None:
-    """Keep the record of a run that left no checkpoint, under another name."""
-    path.rename(_unused(path))
-
-
-def _unused(path: Path) -> Path:
-    """A numbered name beside a file that nothing has."""
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return aside

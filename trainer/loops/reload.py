@@ -14,7 +14,7 @@ from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.data.loader import Feed
 from trainer.distributed.collectives import broadcast_object
-from trainer.distributed.control import exchange
+from trainer.distributed.control import on_all
 from trainer.loops.lengths import require_length
 from trainer.loops.loaders import check_step, feeds_for, loaders_for, validation_loaders
 from trainer.loops.run import FitRun
@@ -146,12 +146,10 @@ def _reload(run: FitRun, sources: Sources) -> None:
     """
     counters = run.counters
     origin = Origin(epoch=counters.epoch, step=counters.global_step, seed=run.feed.seed)
-    loaders: list[Any] = []
-    val_loaders: list[Any] = []
-    error: Exception | None = None
     for old in (run.feed, *run.val_feeds):
         old.close()
-    try:
+
+    def call() -> tuple[list[Any], list[Any]]:
         loaders, val_loaders = sources.call(origin)
         if run.val_feeds and not val_loaders:
             raise ValueError(
@@ -159,8 +157,8 @@ def _reload(run: FitRun, sources: Sources) -> None:
                 "are due could not run. Return the loaders of before; val_every says how often to "
                 "validate."
             )
-    except Exception as caught:  # noqa: BLE001 - raised at once, when the others know
-        error = caught
-    exchange(error, "reload_dataloaders_every_n_epochs")
+        return loaders, val_loaders
+
+    loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
     run.feed, run.val_feeds = sources.feeds(origin, loaders, val_loaders)
     run.loaders = origin.describe()

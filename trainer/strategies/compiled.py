@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.configuration import DynamoBackend
-from trainer.distributed.control import exchange
+from trainer.distributed.control import on_all
 from trainer.plugins import TorchDynamoPlugin
 from trainer.strategies.compile import torch_arguments
 from trainer.tree import leaves
@@ -66,14 +66,13 @@ def compiled_steps(
     if plugin.backend == DynamoBackend.NO or plugin.disable:
         yield
         return
-    arguments: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
+
+    def check() -> dict[str, Any]:
         arguments = torch_arguments(plugin)
         _refuse(module, names, plugin, device)
-    except (ValueError, RuntimeError) as caught:
-        error = caught
-    exchange(error, "compiling the steps")
+        return arguments
+
+    arguments = on_all(check, "compiling the steps")
     steps = {name: step for name in names if not _has_own(step := getattr(module, name))}
     tally = _Tally()
     ours: dict[str, Any] = {

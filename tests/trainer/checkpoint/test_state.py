@@ -264,8 +264,10 @@ def test_a_map_location_that_is_none(where):
 
 @pytest.mark.parametrize("where", [None, "cpu", "on_device"])
 def test_map_locations(where):
-    save_state(OUT, make(1), ALONE)
-    load_state(OUT, make(2), ALONE, map_location=where)
+    saved, other = make(1), make(2)
+    save_state(OUT, saved, ALONE)
+    load_state(OUT, other, ALONE, map_location=where)
+    assert torch.equal(other.models[0][0].weight, saved.models[0][0].weight)
 
 
 def test_a_folder_that_is_none():

@@ -174,6 +174,14 @@ def state_of(module: Any, loader: Any) -> dict[str, Any]:
     }
 
 
+def files_of_all(trainer: Trainer) -> dict[str, str]:
+    """What lies on the disk that the processes share, while none of them writes."""
+    trainer.accelerator.wait_for_everyone()
+    files = files_in(Path())
+    trainer.accelerator.wait_for_everyone()
+    return files
+
+
 def train(kind: str, tune: bool, seed: int | None, earlier: bool, **kwargs: Any) -> dict[str, Any]:
     folder = Path(f"{kind}-{tune}-{seed}-{earlier}")
     torch.manual_seed(5)
@@ -197,15 +205,13 @@ def train(kind: str, tune: bool, seed: int | None, earlier: bool, **kwargs: Any)
             project_dir=f"{folder}-second", max_epochs=2, gradient_accumulation_steps=2,
             seed=seed, callbacks=[watch, ModelCheckpoint()], **kwargs,
         )  # fmt: skip
-    trainer.accelerator.wait_for_everyone()
-    before, files = state_of(module, loader), files_in(Path())
+    before, files = state_of(module, loader), files_of_all(trainer)
     if tune:
         tuner = Tuner(trainer)
         tuner.lr_find(module, loader, num_training=15)
         tuner.scale_batch_size(module, loader, val, mode="binsearch", max_val=5)
         trace["same"] = (before, state_of(module, loader))
-        trainer.accelerator.wait_for_everyone()
-        trace["files"] = (files, files_in(Path()))
+        trace["files"] = (files, files_of_all(trainer))
         trace["counters"] = (trainer.global_step, trainer.samples_seen, trainer.module is None)
     trainer.fit(module, loader, val)
     record = [json.loads(line) for line in trainer.metrics_path.read_text().splitlines()]

@@ -12,12 +12,8 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import holder_of
@@ -33,29 +29,43 @@ from trainer.cli.inventory import (
     read_folder,
     strangers,
 )
+from trainer.cli.listing import Plan, amount, listing, plan_report, plan_text, report
+from trainer.cli.parsing import command_parser, count
 from trainer.errors import CheckpointError
 
-_METRICS_SHOWN = 3
-_COLUMNS = ("name", "step", "epoch", "metrics", "size", "age", "processes", "state")
 
-
-@dataclass
-class Plan:
-    """What a prune does with each checkpoint.
-
-    Attributes:
-        kept: Name to the reason: those that the user asked to keep.
-        untouched: Name to the reason: those that are not ours to remove.
-        removed: The others.
-        swept: Leftovers of killed saves.
-        failed: Name to the error: filled when the plan is carried out.
-    """
-
-    kept: dict[str, str] = field(default_factory=dict)
-    untouched: dict[str, str] = field(default_factory=dict)
-    removed: list[Entry] = field(default_factory=list)
-    swept: list[Leftover] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer checkpoints`."""
+    made = command_parser(
+        prog,
+        "List the checkpoints in a folder, verify them, remove old ones.",
+        examples=[
+            ("what a project has", "runs/digits"),
+            ("read every file and compare its hash", "runs/digits --verify"),
+            ("what a removal would do", "runs/digits --prune --keep-last 2 --dry-run"),
+        ],
+        codes={0: "all are sound", 1: "one is damaged or was not removed"},
+    )
+    made.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="the folder of a project, its 'checkpoints' folder, or one checkpoint",
+    )
+    made.add_argument("--verify", action="store_true", help="read every file, compare its hash")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    prune = made.add_argument_group("removing")
+    prune.add_argument(
+        "--prune",
+        action="store_true",
+        help="remove all but the last, and what killed saves left more than an hour ago",
+    )
+    prune.add_argument("--keep-last", type=count, metavar="N", help="keep the N newest sound ones")
+    prune.add_argument("--keep-best", metavar="METRIC", help="keep also the best by this metric")
+    prune.add_argument("--mode", choices=("min", "max"), help="which value of it is best")
+    prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
+    prune.add_argument("--yes", action="store_true", help="do not ask")
+    return made
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,18 +98,18 @@ def run(arguments: argparse.Namespace) -> int:
         entries, leftovers = read_folder(root, hashes=arguments.verify)
     first = [arguments.keep_best] if arguments.keep_best else monitored(entries)
     plan = _plan(entries, leftovers, arguments) if arguments.prune else None
-    report = _report(entries, leftovers)
+    shown = report(entries, leftovers)
     if not arguments.json:
         print(f"{root}\n")
-        print(_table(entries, leftovers, first, hashes=arguments.verify))
+        print(listing(entries, leftovers, first, hashes=arguments.verify))
     if plan is not None:
         done = _prune(plan, root, arguments)
-        report["prune"] = {"done": done, **_plan_report(plan)}
+        shown["prune"] = {"done": done, **plan_report(plan)}
         if done:
             gone = [entry for entry in plan.removed if entry.name not in plan.failed]
             entries = [entry for entry in entries if entry not in gone]
     if arguments.json:
-        print(json.dumps({"root": str(root), **report}, indent=1, allow_nan=False))
+        print(json.dumps({"root": str(root), **shown}, indent=1, allow_nan=False))
     failed = plan is not None and bool(plan.failed)
     return int(failed or any(entry.is_bad for entry in entries))
 
@@ -217,7 +227,7 @@ def _not_ours(entry: Entry, *, linked: bool) -> str | None:
 def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
     """Show a plan, ask, and carry it out; whether that was done."""
     if not arguments.json:
-        print(_plan_text(plan))
+        print(plan_text(plan))
     if arguments.dry_run:
         return False
     if (plan.removed or plan.swept) and not arguments.yes and not _agreed(plan):
@@ -252,146 +262,8 @@ def _agreed(plan: Plan) -> bool:
             "--prune asks before it removes anything, and there is no terminal to ask on. Give "
             "--yes, or --dry-run to see what it would do."
         )
-    question = f"Remove {_count(plan)}? [y/N] "
+    question = f"Remove {amount(plan)}? [y/N] "
     try:
         return input(question).strip().lower() in ("y", "yes")
     except (EOFError, KeyboardInterrupt):
         return False
-
-
-# -- showing ---------------------------------------------------------------------------------------
-
-
-def _table(
-    entries: Sequence[Entry], leftovers: Sequence[Leftover], first: Sequence[str], *, hashes: bool
-) -> str:
-    now = time.time()
-    parts = []
-    if entries:
-        parts.append(_aligned([_COLUMNS, *(_row(entry, first, now) for entry in entries)]))
-        what = "manifests, sizes and hashes" if hashes else "manifests and sizes"
-        more = "" if hashes else "; --verify reads the files too"
-        parts.append(f"Checked: {what}{more}.")
-    else:
-        parts.append("No checkpoints.")
-    if notes := [f"{entry.name}: {entry.note}" for entry in entries if entry.note]:
-        parts.append("\n".join(notes))
-    if leftovers:
-        rows = [
-            (each.name, _size(each.size), _age(now - each.touched), each.meaning)
-            for each in leftovers
-        ]
-        parts.append("Leftovers:\n" + _aligned(rows))
-    return "\n\n".join(parts)
-
-
-def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
-    def text(key: str) -> str:
-        return str(entry.manifest.get(key, "-"))
-
-    metrics = entry.metrics
-    names = [*(name for name in first if name in metrics), *sorted(set(metrics) - set(first))]
-    shown = [f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]]
-    if len(names) > _METRICS_SHOWN:
-        shown.append(f"+{len(names) - _METRICS_SHOWN}")
-    return (
-        entry.name,
-        text("step"),
-        text("epoch"),
-        " ".join(shown) or "-",
-        _size(entry.size),
-        _age(now - entry.saved),
-        text("world_size"),
-        entry.state,
-    )
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(lines)
-
-
-def _plan_text(plan: Plan) -> str:
-    lines = [("keep", name, reason) for name, reason in plan.kept.items()]
-    lines += [("leave", name, reason) for name, reason in plan.untouched.items()]
-    lines += [("remove", entry.name, entry.state) for entry in plan.removed]
-    lines += [("sweep", each.name, each.meaning) for each in plan.swept]
-    table = _aligned(sorted(lines, key=lambda line: line[1])) if lines else ""
-    return f"\n{table}\n\nTo remove: {_count(plan)}."
-
-
-def _count(plan: Plan) -> str:
-    size = sum(entry.size for entry in plan.removed) + sum(each.size for each in plan.swept)
-    what = f"{len(plan.removed)} checkpoint{'' if len(plan.removed) == 1 else 's'}"
-    if plan.swept:
-        what += f" and {len(plan.swept)} leftover{'' if len(plan.swept) == 1 else 's'}"
-    return f"{what}, {_size(size)}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _age(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "-"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit}"
-    return f"{max(int(seconds), 0)} s"
-
-
-def _report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str, Any]:
-    """What `--json` prints: bytes, times as ISO 8601, and null for what is not there or finite."""
-    return {
-        "checkpoints": [
-            {
-                "name": entry.name,
-                "path": str(entry.path),
-                "kind": entry.kind,
-                "state": entry.state,
-                "note": entry.note,
-                "hashed": entry.hashed,
-                "step": entry.manifest.get("step"),
-                "epoch": entry.manifest.get("epoch"),
-                "metrics": {
-                    name: value if math.isfinite(value) else None
-                    for name, value in entry.metrics.items()
-                },
-                "size": entry.size,
-                "saved": _time(entry.saved),
-                "processes": entry.manifest.get("world_size"),
-            }
-            for entry in entries
-        ],
-        "leftovers": [
-            {
-                "path": str(each.path),
-                "meaning": each.meaning,
-                "size": each.size,
-                "touched": _time(each.touched),
-            }
-            for each in leftovers
-        ],
-    }
-
-
-def _plan_report(plan: Plan) -> dict[str, Any]:
-    return {
-        "kept": plan.kept,
-        "untouched": plan.untouched,
-        "removed": [entry.name for entry in plan.removed if entry.name not in plan.failed],
-        "swept": [each.name for each in plan.swept if each.name not in plan.failed],
-        "failed": plan.failed,
-    }
-
-
-def _time(seconds: float) -> str | None:
-    if not math.isfinite(seconds):
-        return None
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -1,0 +1,173 @@
+"""What `trainer checkpoints` shows: tables for people, plain data for programs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from trainer.cli.inventory import Entry, Leftover
+
+_METRICS_SHOWN = 3
+_COLUMNS = ("name", "step", "epoch", "metrics", "size", "age", "processes", "state")
+
+
+@dataclass
+class Plan:
+    """What a prune does with each checkpoint.
+
+    Attributes:
+        kept: Name to the reason: those that the user asked to keep.
+        untouched: Name to the reason: those that are not ours to remove.
+        removed: The others.
+        swept: Leftovers of killed saves.
+        failed: Name to the error: filled when the plan is carried out.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    untouched: dict[str, str] = field(default_factory=dict)
+    removed: list[Entry] = field(default_factory=list)
+    swept: list[Leftover] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def listing(
+    entries: Sequence[Entry], leftovers: Sequence[Leftover], first: Sequence[str], *, hashes: bool
+) -> str:
+    """The checkpoints of a folder as a table, the metrics of ``first`` before the others."""
+    now = time.time()
+    parts = []
+    if entries:
+        parts.append(_aligned([_COLUMNS, *(_row(entry, first, now) for entry in entries)]))
+        what = "manifests, sizes and hashes" if hashes else "manifests and sizes"
+        more = "" if hashes else "; --verify reads the files too"
+        parts.append(f"Checked: {what}{more}.")
+    else:
+        parts.append("No checkpoints.")
+    if notes := [f"{entry.name}: {entry.note}" for entry in entries if entry.note]:
+        parts.append("\n".join(notes))
+    if leftovers:
+        rows = [
+            (each.name, _size(each.size), _age(now - each.touched), each.meaning)
+            for each in leftovers
+        ]
+        parts.append("Leftovers:\n" + _aligned(rows))
+    return "\n\n".join(parts)
+
+
+def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
+    def text(key: str) -> str:
+        return str(entry.manifest.get(key, "-"))
+
+    metrics = entry.metrics
+    names = [*(name for name in first if name in metrics), *sorted(set(metrics) - set(first))]
+    shown = [f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]]
+    if len(names) > _METRICS_SHOWN:
+        shown.append(f"+{len(names) - _METRICS_SHOWN}")
+    return (
+        entry.name,
+        text("step"),
+        text("epoch"),
+        " ".join(shown) or "-",
+        _size(entry.size),
+        _age(now - entry.saved),
+        text("world_size"),
+        entry.state,
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def plan_text(plan: Plan) -> str:
+    """What a prune would do, a line for each checkpoint."""
+    lines = [("keep", name, reason) for name, reason in plan.kept.items()]
+    lines += [("leave", name, reason) for name, reason in plan.untouched.items()]
+    lines += [("remove", entry.name, entry.state) for entry in plan.removed]
+    lines += [("sweep", each.name, each.meaning) for each in plan.swept]
+    table = _aligned(sorted(lines, key=lambda line: line[1])) if lines else ""
+    return f"\n{table}\n\nTo remove: {amount(plan)}."
+
+
+def amount(plan: Plan) -> str:
+    """How much a prune would remove."""
+    size = sum(entry.size for entry in plan.removed) + sum(each.size for each in plan.swept)
+    what = f"{len(plan.removed)} checkpoint{'' if len(plan.removed) == 1 else 's'}"
+    if plan.swept:
+        what += f" and {len(plan.swept)} leftover{'' if len(plan.swept) == 1 else 's'}"
+    return f"{what}, {_size(size)}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _age(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {unit}"
+    return f"{max(int(seconds), 0)} s"
+
+
+def report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str, Any]:
+    """What `--json` prints: bytes, times as ISO 8601, and null for what is not there or finite."""
+    return {
+        "checkpoints": [
+            {
+                "name": entry.name,
+                "path": str(entry.path),
+                "kind": entry.kind,
+                "state": entry.state,
+                "note": entry.note,
+                "hashed": entry.hashed,
+                "step": entry.manifest.get("step"),
+                "epoch": entry.manifest.get("epoch"),
+                "metrics": {
+                    name: value if math.isfinite(value) else None
+                    for name, value in entry.metrics.items()
+                },
+                "size": entry.size,
+                "saved": _time(entry.saved),
+                "processes": entry.manifest.get("world_size"),
+            }
+            for entry in entries
+        ],
+        "leftovers": [
+            {
+                "path": str(each.path),
+                "meaning": each.meaning,
+                "size": each.size,
+                "touched": _time(each.touched),
+            }
+            for each in leftovers
+        ],
+    }
+
+
+def plan_report(plan: Plan) -> dict[str, Any]:
+    """What a prune does, as `--json` prints it."""
+    return {
+        "kept": plan.kept,
+        "untouched": plan.untouched,
+        "removed": [entry.name for entry in plan.removed if entry.name not in plan.failed],
+        "swept": [each.name for each in plan.swept if each.name not in plan.failed],
+        "failed": plan.failed,
+    }
+
+
+def _time(seconds: float) -> str | None:
+    if not math.isfinite(seconds):
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

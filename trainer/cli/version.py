@@ -1,0 +1,15 @@
+"""The version of the installed distribution."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from trainer._siblings import DISTRIBUTION
+
+
+def version() -> str:
+    """The version of Cadence, or that it is not installed."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"

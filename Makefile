@@ -22,8 +22,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train the digits example and say where its results are
 	$(BIN)/python examples/digits.py --project-dir runs/digits
 
+# Two at a time, a file in one process: much of a test is waiting, for a process, a rank or the disk.
 test: $(READY)  ## run every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long

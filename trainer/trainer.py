@@ -981,6 +981,8 @@ class Trainer:
                 "manual_backward was called in automatic optimisation, which does backward itself: "
                 "return the loss, or set automatic_optimization = False."
             )
+        for optimizer in run.optimizers:
+            optimizer.note_backward()
         if run.weightless:
             run.engine.backward(run.precision.scale(loss) * 0.0, *args, **kwargs)
             return

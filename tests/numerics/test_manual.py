@@ -163,3 +163,45 @@ def test_weights_are_those_of_a_loop_over_the_batches_of_all_ranks(ranks, world,
     weights = simulated(22, world, max_grad_norm)
     for result in on_processes(ranks, world, manual_fit, 22, False, max_grad_norm):
         torch.testing.assert_close(result["weights"], weights, rtol=1e-5, atol=1e-6)
+
+
+class ClippedEachBatch(TrainModule):
+    """Clips after every backward, and steps after every second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = Pair(False).discriminator
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.net(batch[0]).square().mean())
+        self.clip_gradients(optimizer, max_grad_norm=0.05)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def clipped_fit() -> dict[str, Tensor]:
+    module = ClippedEachBatch()
+    quiet_trainer(max_epochs=1).fit(module, DataLoader(tensors(16), batch_size=BATCH // 2))
+    return copy_of(module)
+
+
+def test_gradients_that_come_after_a_clipping_are_averaged_too(ranks):
+    net = Pair(False).discriminator
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for index, batch in enumerate(tensors(16).tensors[0].split(BATCH)):  # those of two ranks
+        net(batch).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    results = on_processes(ranks, 2, clipped_fit)
+    assert_same(results[1], results[0])
+    reference = {f"net.{name}": value for name, value in copy_of(net).items()}
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=1e-7)

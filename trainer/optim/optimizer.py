@@ -169,6 +169,10 @@ class AcceleratedOptimizer(Optimizer):
             self._reduce(self.optimizer)
             self._reduced = True
 
+    def note_backward(self) -> None:
+        """Gradients are about to be added that the processes have not averaged yet."""
+        self._reduced = False
+
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Make an update, unless the window goes on.
 

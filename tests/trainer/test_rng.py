@@ -379,3 +379,50 @@ def test_what_is_drawn_inside_on_cuda_follows_the_seed_and_is_forgotten():
         assert torch.rand(2, device="cuda").tolist() == drawn
     found += torch.rand(2, device="cuda").tolist()
     assert found == expected
+
+
+def numpy_after(draws_before: int, draws_between: int) -> list[list[float]]:
+    """What numpy draws around two stretches of its own, which draw an odd number of normals."""
+    numpy.random.seed(3)
+    drawn = [numpy.random.randn(draws_before).tolist()]
+    inside = []
+    for seed in (5, 6):
+        with isolated_rng(seed):
+            inside.append(numpy.random.randn(3).tolist())
+        drawn.append(numpy.random.randn(draws_between).tolist())
+    with isolated_rng(5), isolated_rng(6):
+        inside.append(numpy.random.randn(3).tolist())
+    for seed, values in zip((5, 6, 6), inside, strict=True):
+        assert values == numpy.random.RandomState(seed).randn(3).tolist()
+    return [*drawn, numpy.random.randn(4).tolist()]
+
+
+@pytest.mark.parametrize("before", [0, 1, 2, 3])
+@pytest.mark.parametrize("between", [0, 1, 2])
+def test_the_number_that_is_left_over_from_a_pair_is_kept(before, between):
+    plain = numpy.random.RandomState(3)
+    expected = [plain.randn(n).tolist() for n in (before, between, between, 4)]
+    assert numpy_after(before, between) == expected
+
+
+def test_numpy_is_put_back_if_a_stretch_draws_raises_or_seeds():
+    numpy.random.seed(1)
+    before = numpy.random.get_state()
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), isolated_rng(7):
+            numpy.random.seed(9 + len(numpy.random.randn(3)) // 0)
+    after = numpy.random.get_state()
+    assert all(numpy.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_another_bit_generator_of_the_users_goes_on():
+    mine = numpy.random.get_bit_generator()
+    try:
+        numpy.random.set_bit_generator(numpy.random.MT19937(4))
+        expected = numpy.random.RandomState(numpy.random.MT19937(4)).randn(5).tolist()
+        drawn = numpy.random.randn(1).tolist()
+        with isolated_rng(8):
+            numpy.random.randn(7)
+        assert drawn + numpy.random.randn(4).tolist() == expected
+    finally:
+        numpy.random.set_bit_generator(mine)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainer.data.sampling import BatchIndices, SampleIndex
-from trainer.rng import isolated_rng, seed_generators
+from trainer.rng import isolated_rng, seed_local
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -66,7 +66,7 @@ class SeededDataset(Dataset[Any]):
 
     def _seeded(self, seed: int, fetch: Callable[[], Any]) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
-            seed_generators(seed)
+            seed_local(seed)
             return fetch()
         with isolated_rng(seed):
             return fetch()

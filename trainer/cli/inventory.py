@@ -30,7 +30,7 @@ from trainer.errors import CheckpointError
 
 State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
-_RANKING = re.compile(r"\w+\((.+), (?:min|max)(?:, .+)?\)")
+_RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
 QUIET = 3600.0  # seconds without a write after which a leftover is not that of a running save
 SET_ASIDE = "set aside by a killed save; the next start puts it back"
@@ -225,13 +225,18 @@ def strangers(entry: Entry) -> list[str]:
 
 def monitored(entries: list[Entry]) -> list[str]:
     """The metrics that rank the checkpoints, as the newest one says that knows."""
+    return [metric for metric, _ in ranked_by(entries)]
+
+
+def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
+    """The same, each with the mode: ``"min"`` or ``"max"``."""
     for entry in reversed(entries):
         try:
             document = json.loads((entry.path / "trainer.json").read_bytes())
             keys = list(document["tree"]["callbacks"])
         except (OSError, ValueError, KeyError, TypeError):  # not of the Trainer, or damaged
             continue
-        return [match[1] for key in keys if (match := _RANKING.fullmatch(str(key)))]
+        return [(match[1], match[2]) for key in keys if (match := _RANKING.fullmatch(str(key)))]
     return []
 
 

@@ -51,7 +51,7 @@ def listing(
         parts.append("\n".join(notes))
     if leftovers:
         rows = [
-            (each.name, _size(each.size), _age(now - each.touched), each.meaning)
+            (each.name, size_text(each.size), _age(now - each.touched), each.meaning)
             for each in leftovers
         ]
         parts.append("Leftovers:\n" + _aligned(rows))
@@ -72,7 +72,7 @@ def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
         text("step"),
         text("epoch"),
         " ".join(shown) or "-",
-        _size(entry.size),
+        size_text(entry.size),
         _age(now - entry.saved),
         text("world_size"),
         entry.state,
@@ -101,10 +101,11 @@ def amount(plan: Plan) -> str:
     what = f"{len(plan.removed)} checkpoint{'' if len(plan.removed) == 1 else 's'}"
     if plan.swept:
         what += f" and {len(plan.swept)} leftover{'' if len(plan.swept) == 1 else 's'}"
-    return f"{what}, {_size(size)}"
+    return f"{what}, {size_text(size)}"
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes as people read them."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -27,6 +27,7 @@ from trainer.checkpoint.layout import MANIFEST
 from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.distributed.control import on_main
 from trainer.errors import CheckpointError, LaterReleaseError, choose
+from trainer.loops.about import AboutRun
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
 
@@ -101,6 +102,11 @@ class Project:
     def record(self) -> Path:
         """The local record of metrics."""
         return self.folder / "metrics.jsonl"
+
+    @property
+    def about(self) -> Path:
+        """What the run is, and how it ended."""
+        return self.folder / "run.json"
 
     @property
     def logs(self) -> Path:
@@ -317,8 +323,9 @@ class Project:
             raise ValueError(
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
-        if self.record.exists():
-            self.record.rename(unused_name(self.record))
+        for file in (self.record, self.about):
+            if file.exists():
+                file.rename(unused_name(file))
 
     def make_recorder(self, *, evaluates: bool = False) -> Recorder:
         """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
@@ -342,7 +349,8 @@ class Project:
         )
         file = self.record.with_name("evaluations.jsonl") if evaluates else self.record
         record = BackgroundTracker(JsonlTracker(file), capacity=_CAPACITY)
-        recorder = Recorder(record, [BackgroundTracker(tracker) for tracker in trackers])
+        services = [BackgroundTracker(tracker) for tracker in trackers]
+        recorder = Recorder(record, services, AboutRun(self.about))
         if not evaluates:
             self._fitted = recorder
         elif self._fitted is not None:

@@ -16,6 +16,7 @@ from trackers import BackgroundTracker, GeneralTracker, JsonlTracker
 from trackers.background import finish_all
 from trackers.base import Status
 from trackers.missed import Missed
+from trainer.loops.about import AboutRun, Listener, text_of
 from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Recorder:
         local: The record on this machine's disk.
         trackers: The services, none where this process does not write; `local` then is a no-op
             object. What they miss they get from `local`.
+        about: Told of the start, of warnings in the log and of the end, on the thread of `local`.
 
     Attributes:
         latest: The last value of every name.
@@ -36,9 +38,16 @@ class Recorder:
         updates: The update at which each became known.
     """
 
-    def __init__(self, local: GeneralTracker, trackers: Sequence[BackgroundTracker]) -> None:
+    def __init__(
+        self,
+        local: GeneralTracker,
+        trackers: Sequence[BackgroundTracker],
+        about: AboutRun | None = None,
+    ) -> None:
         self._local = local
         self._trackers = trackers
+        self._about = about
+        self._listener = Listener(lambda record: self._tell(lambda about: about.warn(record)))
         self._finished = False
         self._end: int | None = None  # of the local record, once it is closed
         self._last = 0.0  # the time of the last record
@@ -137,6 +146,8 @@ class Recorder:
         self,
         configuration: dict[str, Any],
         *,
+        about: Mapping[str, Any] | None = None,
+        step: int = 0,
         cut_at: int | None = None,
         cut_behind: int | None = None,
     ) -> None:
@@ -144,6 +155,8 @@ class Recorder:
 
         Args:
             configuration: Stored by the trackers.
+            about: What else the folder of the run says of it.
+            step: The update that it begins behind.
             cut_at: The local record's length at the checkpoint that is resumed; what was written
                 after it is dropped.
             cut_behind: The update of that checkpoint, by which it is cut where the length could
@@ -157,6 +170,9 @@ class Recorder:
                 )
                 for tracker in self._trackers:
                     tracker.missed = Missed(self._local, cut, self.private)
+            if about is not None:
+                self._tell(lambda file: file.begin(dict(about), step))
+                self._listener.listen()
             for tracker in self._trackers:
                 tracker.start()
                 tracker.store_init_configuration(configuration)
@@ -180,12 +196,20 @@ class Recorder:
         synced = self._local.submit(lambda record: cast(JsonlTracker, record).sync())
         return lambda: _length(synced, _PATIENCE)
 
-    def finish(self, status: Status = "finished") -> None:
+    def _tell(self, what: Callable[[AboutRun], None]) -> None:
+        """Change the file about the run, on the local record's thread."""
+        about = self._about
+        if about is not None and isinstance(self._local, BackgroundTracker):
+            self._local.submit(lambda _: what(about))
+
+    def finish(self, status: Status = "finished", error: BaseException | None = None) -> None:
         """Wait, within limits, until everything is written.
 
         Args:
             status: How the run ended, for the trackers.
+            error: What ended it.
         """
+        self._listener.close()
         if self._finished:
             return
         local, synced = self._local, None
@@ -195,6 +219,8 @@ class Recorder:
                 synced = local.submit(lambda record: cast(JsonlTracker, record).sync())
         finally:
             self._finished = True
+            if self._listener.began:
+                self._tell(lambda about: about.end(status, text_of(error)))
             finish_all([local, *self._trackers], status)
         if synced is not None:
             self._end = _length(synced, 0.0)  # a disk that hangs has had its time

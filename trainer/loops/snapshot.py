@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from callbacks import Callback
@@ -27,6 +25,7 @@ from trainer.checkpoint.portions import (
 from trainer.checkpoint.tensors import encode_tree
 from trainer.errors import CheckpointError
 from trainer.hparams import to_manifest
+from trainer.loops.about import versions
 from trainer.loops.accumulators import accumulators_of
 from trainer.loops.run import FitRun
 from trainer.optim.groups import names_of_groups
@@ -269,7 +268,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
             for name, value in run.recorder.latest.items()
             if run.recorder.updates[name] == run.counters.global_step
         },
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": versions(),
         "configuration": dict(configuration),
         "hyper_parameters": to_manifest(run.module),
     }

@@ -29,7 +29,7 @@ def stage_of(
     datamodule: Any,
     callbacks: Sequence[Callback],
     *,
-    finish: Callable[[Status], None],
+    finish: Callable[[Status, BaseException | None], None],
 ) -> Iterator[HookTable]:
     """Inside, the module belongs to the trainer and is set up.
 
@@ -39,7 +39,7 @@ def stage_of(
         module: The user's.
         datamodule: Or None.
         callbacks: In the order in which they are called.
-        finish: Called last, whatever happened, with how it ended.
+        finish: Called last, whatever happened, with how it ended, and by which error.
     """
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     steps = without_batch_idx(module)
@@ -47,6 +47,7 @@ def stage_of(
     if isinstance(datamodule, DataModule):
         datamodule.trainer = trainer
     status: Status = "finished"
+    cause: BaseException | None = None
     try:
         with PartialState().local_main_process_first():
             call_if_there(datamodule, "prepare_data")
@@ -61,7 +62,7 @@ def stage_of(
         status = "preempted"
         raise
     except BaseException as error:
-        status = "failed"
+        status, cause = "failed", error
         hooks.on_exception(error)
         for failed in _errors_of([partial(call_if_there, datamodule, "on_exception", error)]):
             logger.error("on_exception of the datamodule failed.", exc_info=failed)
@@ -73,7 +74,8 @@ def stage_of(
             partial(module.teardown, name),
         ]
         errors = _errors_of(tear_down)
-        errors += _errors_of([partial(finish, "failed" if errors else status)])
+        cause = cause or next(iter(errors), None)
+        errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
         module.__dict__["_trainer"] = None
         for step in steps:
             module.__dict__.pop(step, None)

@@ -1,0 +1,254 @@
+"""`run.json`: what a run is, how it ended, what was warned of."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import Callback, ModelCheckpoint
+from trainer import Preempted, Trainer, TrainModule
+from trainer.loops.about import AboutRun
+
+RUN = Path("run/run.json")
+
+
+class Net(TrainModule):
+    def __init__(self, width=3, secret="s", scale=float("inf")):
+        super().__init__()
+        self.save_hyperparameters("width", "scale")
+        self.save_hyperparameters("secret", logger=False)
+        self.net = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class At(Callback):
+    """Does something behind an update."""
+
+    def __init__(self, step, what):
+        self.step, self.what = step, what
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == self.step:
+            self.what(trainer)
+
+
+def loader():
+    return DataLoader(TensorDataset(torch.ones(8, 3)), batch_size=2)
+
+
+def fit(*callbacks, ckpt_path=None, max_epochs=2, **arguments):
+    trainer = Trainer(
+        max_epochs=max_epochs,
+        cpu=True,
+        seed=3,
+        progress_bar=False,
+        project_dir="run",
+        callbacks=[*callbacks, ModelCheckpoint(every=2, background=False)],
+        **arguments,
+    )
+    trainer.fit(Net(), loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def about(path=RUN):
+    return json.loads(Path(path).read_text())
+
+
+def fail(_):
+    raise ZeroDivisionError("on purpose")
+
+
+def test_it_says_what_the_run_is():
+    before = time.time()
+    fit()
+    told = about()
+    (checkpoint, *_) = sorted(Path("run/checkpoints").iterdir())
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert told["run_id"] == manifest["run_id"]
+    assert told["configuration"] == manifest["configuration"]
+    assert told["versions"] == manifest["versions"]
+    assert told["versions"] == {"torch": torch.__version__, "python": platform.python_version()}
+    assert told["hyper_parameters"] == {"width": 3, "scale": "Infinity"}  # and not the secret
+    assert (told["module"], told["world_size"], told["device"]) == ("Net", 1, "cpu")
+    (start,) = told["starts"]
+    assert before <= start["begin"] <= start["end"] <= time.time()
+    assert (start["step"], start["status"], start["error"]) == (0, "finished", None)
+    assert told["warnings"] == []
+
+
+def test_the_code_is_the_commit_of_the_working_folder():
+    Path(".git").mkdir()
+    Path(".git/HEAD").write_text("a" * 40)
+    fit()
+    assert about()["code"] == "a" * 40
+
+
+def test_a_run_that_fails_says_by_what():
+    with pytest.raises(ZeroDivisionError):
+        fit(At(3, fail))
+    (start,) = about()["starts"]
+    assert (start["status"], start["error"]) == ("failed", "ZeroDivisionError: on purpose")
+
+
+def test_an_error_in_the_tear_down_is_one_of_the_run():
+    class Bad(Callback):
+        def teardown(self, trainer, module, stage):
+            raise KeyError("late")
+
+    with pytest.raises(KeyError):
+        fit(Bad())
+    (start,) = about()["starts"]
+    assert (start["status"], start["error"]) == ("failed", "KeyError: 'late'")
+
+
+def test_a_preempted_run_and_the_one_that_goes_on():
+    with pytest.raises(Preempted):
+        fit(At(3, lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    first = about()
+    assert [start["status"] for start in first["starts"]] == ["preempted"]
+    fit(ckpt_path="auto")
+    told = about()
+    assert told["run_id"] == first["run_id"]
+    assert told["starts"][0] == first["starts"][0]
+    assert [start["status"] for start in told["starts"]] == ["preempted", "finished"]
+    assert told["starts"][1]["step"] in (3, 4)
+
+
+def test_a_run_under_way_or_killed_is_running():
+    seen = []
+
+    def look(trainer):
+        trainer._recorder.sync()()  # the file is written on the thread of the record, before that
+        seen.append(about()["starts"])
+
+    fit(At(3, look))
+    ((start,),) = seen
+    assert (start["status"], start["end"]) == ("running", None)
+
+
+def test_warnings_of_the_log_are_kept_and_those_of_others_and_of_later_are_not():
+    def warn(_):
+        logging.getLogger("trainer.some").warning("a %s one", "first")
+        logging.getLogger("callbacks").error("worse")
+        logging.getLogger("trackers.x").info("nothing")
+        logging.getLogger("others").warning("not ours")
+
+    fit(At(2, warn))
+    logging.getLogger("trainer").warning("behind the run")
+    kept = [(each["logger"], each["text"]) for each in about()["warnings"]]
+    assert kept == [("trainer.some", "a first one"), ("callbacks", "worse")]
+    assert all(logging.getLogger(n).handlers == [] for n in ("trainer", "callbacks", "trackers"))
+
+
+def test_a_run_that_goes_on_keeps_its_warnings():
+    def warn(trainer):
+        logging.getLogger("trainer").warning("at %d", trainer.global_step)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(At(3, warn))
+    fit(At(5, lambda trainer: logging.getLogger("trainer").warning("later")), ckpt_path="auto")
+    assert [each["text"] for each in about()["warnings"]] == ["at 3", "later"]
+
+
+def test_no_more_than_so_many_warnings_are_kept(tmp_path):
+    file = AboutRun(tmp_path / "run.json")
+    file.begin({"run_id": "1"}, 0)
+    for number in range(130):
+        file.warn(logging.LogRecord("trainer", 30, "", 0, "number %d", (number,), None))
+    file.end("finished", None)
+    told = about(tmp_path / "run.json")
+    assert (len(told["warnings"]), told["more_warnings"]) == (100, 30)
+    assert told["warnings"][-1]["text"] == "number 99"
+
+
+def test_another_run_in_the_folder_begins_its_own_and_keeps_the_earlier():
+    trainer = Trainer(max_epochs=1, cpu=True, project_dir="run", checkpointing=False)
+    trainer.fit(Net(), loader())
+    first = about()
+    trainer = Trainer(max_epochs=1, cpu=True, project_dir="run", checkpointing=False)
+    trainer.fit(Net(), loader())
+    assert about("run/run.1.json") == first
+    assert about()["run_id"] != first["run_id"]
+    assert len(about()["starts"]) == 1
+
+
+def test_evaluations_and_trials_do_not_touch_it():
+    trainer = fit()
+    before = RUN.read_bytes()
+    trainer.predict(Net(), loader())
+    assert RUN.read_bytes() == before
+    Trainer(max_epochs=1, cpu=True, project_dir="quick", fast_dev_run=True).fit(Net(), loader())
+    assert not Path("quick").exists()
+
+
+def test_a_disk_that_refuses_is_told_and_hurts_nothing(caplog):
+    def block(trainer):
+        trainer._recorder.sync()()
+        RUN.unlink()
+        RUN.mkdir()
+        (RUN / "full").touch()
+
+    fit(At(2, block))
+    told = [
+        r.getMessage() for r in caplog.records if "run.json could not be written" in r.getMessage()
+    ]
+    assert len(told) == 1
+    assert len(Path("run/metrics.jsonl").read_text().splitlines()) > 0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"starts": []}'])
+def test_a_damaged_file_is_begun_anew(content, caplog):
+    with pytest.raises(ZeroDivisionError):
+        fit(At(3, fail))
+    RUN.write_text(content)
+    fit(ckpt_path="auto")
+    assert [start["status"] for start in about()["starts"]] == ["finished"]
+    assert "cannot be read and is begun anew" in caplog.text
+
+
+def test_what_is_of_another_run_is_not_taken_over(tmp_path):
+    for run_id in ("1", "2", "2"):
+        AboutRun(tmp_path / "run.json").begin({"run_id": run_id}, 0)
+    assert len(about(tmp_path / "run.json")["starts"]) == 2
+
+
+def test_every_change_replaces_the_file_whole(tmp_path):
+    file = AboutRun(tmp_path / "run.json")
+    file.begin({"run_id": "1"}, 0)
+    opened = (tmp_path / "run.json").open()
+    file.end("finished", None)
+    with opened:
+        assert json.load(opened)["starts"][0]["status"] == "running"
+    assert about(tmp_path / "run.json")["starts"][0]["status"] == "finished"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def _on_a_rank():
+    fit()
+    names = {path.name for path in Path("run").iterdir()} - {".cadence-lock"}
+    return sorted(names), about()["world_size"]
+
+
+def test_among_several_processes_one_writes_it(ranks2):
+    names = ["checkpoints", "metrics.jsonl", "run.json"]
+    assert ranks2(_on_a_rank) == [(names, 2)] * 2

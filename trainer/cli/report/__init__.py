@@ -1,0 +1,78 @@
+"""The command `trainer report`: one HTML page of one run or several, which needs no network.
+
+reading.py   what a run's folder holds, as far as it can be read
+images.py    the samples of images in TensorBoard's files
+series.py    the values of a metric: smoothed, thinned out, what of them is not finite
+charts.py    which metrics share a chart, and the charts, drawn by matplotlib
+markup.py    elements of HTML; texts are escaped
+tables.py    the parts of the page that are tables and lists
+page.py      the page; how it looks is in page.css
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trainer.cli.parsing import CommandError, command_parser
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer report`."""
+    made = command_parser(
+        prog,
+        "Write one HTML page about a run, or comparing several: curves, hyper-parameters, "
+        "checkpoints, speed, images, warnings. It needs no network, neither now nor when it is "
+        "opened.",
+        examples=[
+            ("a run", "runs/digits"),
+            ("three runs, compared", "runs/seed-0 runs/seed-1 runs/seed-2 --output seeds.html"),
+        ],
+        codes={
+            0: "the page is written",
+            1: "a folder is not that of a run, or an extra is missing",
+        },
+    )
+    made.add_argument(
+        "folders",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="the folder of a run (project_dir), or a record (.jsonl)",
+    )
+    made.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=Path("report.html"),
+        help="the page, replaced if it is there (default: %(default)s)",
+    )
+    made.add_argument("--title", help="the page's title; the runs' names unless given")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page.
+
+    Raises:
+        CommandError: A folder is not that of a run, or matplotlib is not installed.
+        OSError: A record cannot be read, or the page cannot be written.
+    """
+    try:
+        import matplotlib  # noqa: F401 - before anything is read
+    except ImportError as error:
+        raise CommandError(
+            "the charts need matplotlib: pip install 'cadence-trainer[plot]'"
+        ) from error
+    from trainer.checkpoint.atomic import write_whole
+    from trainer.cli.report.page import page
+    from trainer.cli.report.reading import read_runs
+
+    text = page(read_runs(arguments.folders), title=arguments.title)
+    output: Path = arguments.output.expanduser()
+    if output.is_dir():
+        raise CommandError(f"--output {output} is a folder; give the name of a file in it.")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, lambda file: file.write_text(text, encoding="utf-8"))
+    print(f"{output} ({len(text.encode()) / 1e6:.1f} MB)")
+    return 0

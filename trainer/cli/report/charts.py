@@ -1,0 +1,298 @@
+"""Which metrics share a chart, and the charts: SVG drawn by matplotlib, coloured by the page.
+
+matplotlib is given a colour of no meaning for each role, which becomes a variable of the page's
+style sheet, so that one drawing serves light and dark. Lines get classes by their smoothing.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
+
+import numpy as np
+
+from trainer.cli.report.reading import Run
+from trainer.cli.report.series import STRENGTHS, Floats, Series, thinned
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DASHES = ("solid", "dashed", "dotted", "dashdot")  # of a chart's metrics; runs have colours
+
+_STAGE = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|test|eval)[/_](.+)")
+_LAST = ("", "throughput", "device")  # sections behind the others
+_MARKS = 100  # of values that are not finite, side by side
+_FEW = 40  # points that are marked each
+_DECADES = 1e3  # between the smallest and the largest value from which on the scale is logarithmic
+
+_INK, _GRID, _BAD = "#200000", "#200001", "#200002"
+_ROLES = {_INK: "var(--soft)", _GRID: "var(--grid)", _BAD: "var(--bad)"}
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "report",  # the same page of the same runs
+    "font.size": 8.0,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.edgecolor": _GRID,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "path.simplify": True,
+    "axes.unicode_minus": True,
+}
+_SIZE = (4.6, 2.1)  # inches of 72 units
+_FRAME = (0.105, 0.12, 0.875, 0.80)
+_figures = count()
+
+
+@dataclass
+class Chart:
+    """Metrics that are drawn together.
+
+    Attributes:
+        title: What they have in common.
+        section: Where on the page it is.
+        members: Their names; each has a dash of its own.
+    """
+
+    title: str
+    section: str
+    members: list[str] = field(default_factory=list)
+
+    @property
+    def dashes(self) -> dict[str, str]:
+        """The line of each member."""
+        return {name: DASHES[i % len(DASHES)] for i, name in enumerate(self.members)}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A horizontal axis.
+
+    Attributes:
+        name: ``"step"``, ``"time"`` or ``"epoch"``.
+        label: What is counted, with its unit.
+        place: Gives where on it the values of a series of a run are.
+    """
+
+    name: str
+    label: str
+    place: Callable[[Run, Series], Floats]
+
+
+def charts_of(names: Sequence[str]) -> list[Chart]:
+    """Put metrics together that differ only by ``train`` and ``val``, or by step and epoch.
+
+    Returns:
+        By their sections: those of training and validation, others by their prefixes, those
+        without one in common, the speed, the machine.
+    """
+    charts: dict[tuple[str, str], Chart] = {}
+    prefixes = [name.partition("/")[0] for name in names if "/" in name]
+    for name in names:
+        stage = _STAGE.fullmatch(name)
+        prefix = name.partition("/")[0]
+        if stage:
+            section, title = "train", stage[2]
+        elif prefixes.count(prefix) > 1 or prefix in _LAST:
+            section, title = prefix, name.removeprefix(f"{prefix}/")
+        else:
+            section, title = "", name
+        for suffix, other in (("_step", "_epoch"), ("_epoch", "_step")):
+            if name.endswith(suffix) and name.removesuffix(suffix) + other in names:
+                title = title.removesuffix(suffix)
+        charts.setdefault((section, title), Chart(title, section)).members.append(name)
+    order = list(dict.fromkeys(chart.section for chart in charts.values()))
+    order.sort(key=lambda each: (each != "train", _LAST.index(each) + 1 if each in _LAST else 0))
+    for chart in charts.values():
+        chart.members.sort(key=lambda name: not name.startswith("train"))
+    return sorted(charts.values(), key=lambda chart: order.index(chart.section))
+
+
+def axes_of(runs: Sequence[Run]) -> list[Axis]:
+    """The horizontal axes that all runs have."""
+    axes = [Axis("step", "updates", lambda _, series: series.steps)]
+    spans = [times[-1] - times[0] for run in runs if len(times := run.times)]
+    if spans and max(spans) > 0:
+        unit, seconds = next(
+            (u, s)
+            for u, s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+            if max(spans) >= 2 * s or s == 1
+        )
+        begins = {id(run): run.times[0] for run in runs if len(run.times)}
+        axes.append(
+            Axis(
+                "time",
+                f"time in {unit}",
+                lambda run, series: (series.times - begins[id(run)]) / seconds,
+            )
+        )
+    drawn = [run for run in runs if run.metrics]
+    if drawn and all((run.epochs or 0) > 1 for run in drawn):
+        ends = {id(run): _epoch_ends(run) for run in drawn}
+        axes.append(
+            Axis("epoch", "epochs", lambda run, series: np.interp(series.steps, *ends[id(run)]))
+        )
+    return axes
+
+
+def _epoch_ends(run: Run) -> tuple[Floats, Floats]:
+    """The update at which each number of epochs is complete; the last may have been cut short."""
+    steps = np.concatenate([series.steps for series in run.metrics.values()])
+    epochs = np.concatenate([series.epochs for series in run.metrics.values()])
+    numbers = np.unique(epochs[np.isfinite(epochs)])
+    ends = np.array([steps[epochs == number].max() for number in numbers])
+    if len(ends) > 1:
+        before = ends[-3] if len(ends) > 2 else 0.0
+        ends[-1] = max(ends[-1], ends[-2] + (ends[-2] - before))
+    return np.append(0.0, ends), np.append(0.0, numbers + 1)
+
+
+def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
+    """A chart as an SVG element for a page, without a title."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_SETTINGS):
+        figure = Figure(figsize=_SIZE, facecolor="none")
+        axes = figure.add_axes(_FRAME, facecolor="none")
+        _set_up(
+            axes,
+            [run.metrics[name] for run in runs for name in chart.members if name in run.metrics],
+        )
+        for index, run in enumerate(runs):
+            for name, dash in chart.dashes.items():
+                if name in run.metrics:
+                    series = run.metrics[name]
+                    _line(axes, axis.place(run, series), series, _color_of(index), dash)
+        axes.margins(x=0.01)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return _for_page(text.getvalue(), f"{', '.join(chart.members)} over {axis.label}")
+
+
+def _set_up(axes: Axes, drawn: Sequence[Series]) -> None:
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, pad=3)
+    axes.grid(visible=True)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=False))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    if is_logarithmic(drawn):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=6))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.ticklabel_format(axis="y", scilimits=(-3, 4), useOffset=False)
+
+
+def is_logarithmic(drawn: Sequence[Series]) -> bool:
+    """Whether values are so far apart that only a logarithmic scale shows them."""
+    values = np.concatenate([series.values[series.finite] for series in drawn] or [np.empty(0)])
+    return len(values) > 2 and values.min() > 0 and values.max() / values.min() >= _DECADES
+
+
+def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
+    """A metric of a run: raw and smoothed, and marks where it is not finite."""
+    known = np.isfinite(x)
+    x, values = x[known], series.values[known]
+    finite = np.isfinite(values)
+    kind = "raw" if series.curves else "plain"
+    style: dict[str, Any] = {"color": color, "linestyle": dash, "solid_joinstyle": "round"}
+    if finite.any():
+        marker: dict[str, Any] = {"marker": "o", "markersize": 2.2} if len(x) <= _FEW else {}
+        axes.plot(*thinned(x, values), gid=kind, linewidth=1.1, **style, **marker)
+        alone = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # no line would show them
+        if alone.any():
+            axes.plot(x[alone], values[alone], ".", gid=kind, color=color, markersize=2)
+    for strength, curve in series.curves.items():  # an average goes on over a gap
+        line = thinned(x[finite], curve[known][finite])
+        axes.plot(*line, gid=class_of(strength), linewidth=1.5, **style)
+    for mark, height, which in (
+        ("x", 0.04, np.isnan(values)),
+        ("^", 0.96, values == np.inf),
+        ("v", 0.04, values == -np.inf),
+    ):
+        if which.any():
+            across = (x[which] - x.min()) / max(np.ptp(x), 1e-300)
+            places = x[which][np.unique(np.round(across * _MARKS), return_index=True)[1]]
+            heights = np.full(len(places), height)
+            place = axes.get_xaxis_transform()
+            axes.plot(places, heights, mark, gid="bad", color=_BAD, markersize=4, transform=place)
+
+
+def class_of(strength: float) -> str:
+    """The class of the lines that are smoothed so much."""
+    return f"ema-{strength:g}".replace(".", "")
+
+
+def _color_of(index: int) -> str:
+    return f"#10{index:04x}"
+
+
+# -- from matplotlib's file to an element of the page ----------------------------------------------
+
+_NUMBER = re.compile(r"-?\d+\.\d+")
+_FONT = re.compile(r"font-family: [^;]*;? ?|font: ")
+_COLOR = re.compile(r"#(?:10|20)[0-9a-f]{4}")
+_REFERENCE = re.compile(r"#([mp][0-9a-f]+)")
+_CLASSES = {"raw", "plain", "bad", *map(class_of, STRENGTHS)}
+
+
+def _for_page(svg: str, label: str) -> str:
+    """Without what a file of its own needs, with the page's colours and ids of its own."""
+    prefix = f"f{next(_figures)}-"
+    root = ElementTree.fromstring(svg)
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag.endswith(("}metadata", "}style")):
+                parent.remove(child)
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+        kept = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+        element.attrib.clear()
+        element.attrib.update(_attributes(element.tag, kept, prefix))
+        if element.text and not element.text.strip():
+            element.text = None
+        element.tail = None
+    root.attrib.update({"role": "img", "aria-label": label})
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _attributes(tag: str, given: dict[str, str], prefix: str) -> dict[str, str]:
+    made = {}
+    for name, value in given.items():
+        if name == "id" and tag == "g":
+            if value in _CLASSES:
+                made["class"] = value
+        elif name == "id":
+            made["id"] = prefix + value
+        elif name == "d":
+            made["d"] = " ".join(_NUMBER.sub(_rounded, value).split())
+        elif name == "style":
+            made["style"] = _COLOR.sub(_variable, _FONT.sub("", value))
+        elif name in ("href", "clip-path"):
+            made[name] = _REFERENCE.sub(rf"#{prefix}\1", value)
+        elif tag == "svg" and name in ("width", "height", "version"):
+            continue
+        elif not (name == "transform" and value.startswith("rotate(-0 ")):
+            made[name] = _NUMBER.sub(_rounded, value)
+    return made
+
+
+def _rounded(match: re.Match[str]) -> str:
+    return f"{float(match[0]):.1f}".removesuffix(".0")
+
+
+def _variable(match: re.Match[str]) -> str:
+    return _ROLES.get(match[0]) or f"var(--run-{int(match[0][3:], 16)})"

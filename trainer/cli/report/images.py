@@ -1,0 +1,67 @@
+"""The samples of images in TensorBoard's files, by its own reader where that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+Images: TypeAlias = "dict[str, dict[int, bytes]]"  # by tag and step: a PNG each
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_TAGS = 24
+_STEPS = 4  # of each tag: the first and the latest
+_LARGEST = 1_000_000  # bytes of one
+
+
+def read_images(folder: Path, problems: list[str]) -> Images:
+    """The images below a folder's ``logs``: of each tag the first and the latest ones.
+
+    Args:
+        folder: Of a run.
+        problems: What is left out is added.
+    """
+    files = sorted((folder / "logs").rglob("events.out.tfevents.*"))
+    if not files:
+        return {}
+    try:
+        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from tensorboard.compat.proto.event_pb2 import Event
+    except ImportError:
+        problems.append(
+            "Images that TensorBoard's files may hold are left out: tensorboard is not installed "
+            "(pip install 'cadence-trainer[tensorboard]')."
+        )
+        return {}
+    found: Images = {}
+    large: set[str] = set()
+    left_out: set[str] = set()
+    for file in files:
+        for raw in RawEventFileLoader(str(file)).Load():
+            if _PNG not in raw:  # most are numbers, which metrics.jsonl has too
+                continue
+            for tag, step, image in _images_in(Event.FromString(raw)):
+                if len(image) > _LARGEST:
+                    large.add(tag)
+                elif tag not in found and len(found) == _TAGS:
+                    left_out.add(tag)
+                else:
+                    _keep(found.setdefault(tag, {}), step, image)
+    if large:
+        problems.append(f"Images of more than 1 MB are left out: {', '.join(sorted(large))}.")
+    if left_out:
+        problems.append(f"Images are shown of {_TAGS} names; {len(left_out)} more are left out.")
+    return found
+
+
+def _images_in(event: object) -> Iterator[tuple[str, int, bytes]]:
+    for value in event.summary.value:  # type: ignore[attr-defined]
+        if value.HasField("image") and value.image.encoded_image_string.startswith(_PNG):
+            yield value.tag, event.step, value.image.encoded_image_string  # type: ignore[attr-defined]
+
+
+def _keep(steps: dict[int, bytes], step: int, image: bytes) -> None:
+    """Add an image, in the place of one of the same step, and drop one in the middle if needed."""
+    steps[step] = image
+    if len(steps) > _STEPS:
+        del steps[sorted(steps)[1]]

@@ -1,0 +1,193 @@
+"""The page. It has no script, and its own policy forbids browsers to fetch anything for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+
+from trainer.cli.report import tables
+from trainer.cli.report.charts import (
+    Axis,
+    Chart,
+    axes_of,
+    charts_of,
+    class_of,
+    draw,
+    is_logarithmic,
+)
+from trainer.cli.report.markup import Markup, element, number, together
+from trainer.cli.report.reading import Run
+from trainer.cli.report.series import COLUMNS, ENOUGH, STRENGTHS
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_SECTIONS = {
+    "train": "Training and validation",
+    "": "Other metrics",
+    "throughput": "Throughput",
+    "device": "System",
+}
+# Colours of the first runs, light and dark; those of further ones go round the circle.
+_COLORS = (
+    ("#1f6fd6", "#6cb0ff"), ("#d1500f", "#ff9e66"), ("#0c8559", "#4fd39b"), ("#a62d96", "#f08be0"),
+    ("#806600", "#dcc04a"), ("#007f94", "#4ccbe0"), ("#6741d9", "#b197fc"), ("#c2255c", "#ff8fab"),
+)  # fmt: skip
+_NAMED = 3  # runs that the title names
+_GOLDEN_ANGLE = 137.5  # degrees: neighbours differ, however many there are
+
+
+def page(runs: Sequence[Run], *, title: str | None = None) -> str:
+    """The page about runs, as HTML."""
+    axes, charts = axes_of(runs), _charts(runs)
+    if title is None:
+        names = [run.name for run in runs]
+        title = ", ".join(names) if len(names) <= _NAMED else f"{len(names)} runs"
+    parts = [
+        ("Runs", tables.overview(runs)),
+        ("Warnings and events", tables.events(runs)),
+        *((_SECTIONS.get(name, name), _grid(own, runs, axes)) for name, own in charts.items()),
+        ("Images", tables.images(runs)),
+        ("Hyper-parameters", tables.parameters(runs)),
+        ("Checkpoints", tables.checkpoints(runs)),
+        ("Values", tables.values(runs) if charts else None),
+        ("Evaluations", tables.values(runs, "evaluations") if _evaluated(runs) else None),
+    ]
+    shown = [(f"part-{i}", name, part) for i, (name, part) in enumerate(parts) if part is not None]
+    body = element(
+        "body",
+        element(
+            "header",
+            element("h1", title),
+            element("nav", [element("a", name, href=f"#{key}") for key, name, _ in shown]),
+        ),
+        _controls(runs, axes) if charts else None,
+        element(
+            "main",
+            [element("section", element("h2", name), part, id=key) for key, name, part in shown],
+            element("p", "There are no metrics yet.", class_="soft") if not charts else None,
+        ),
+        element("footer", _sources(runs), class_="soft"),
+    )
+    return f"<!DOCTYPE html>\n{element('html', _head(title, len(runs)), body, lang='en')}\n"
+
+
+def _head(title: str, count: int) -> Markup:
+    style = (files(__package__) / "page.css").read_text(encoding="utf-8")
+    return element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", Markup(style + _colors(count) + _switches())),
+    )
+
+
+def _colors(count: int) -> str:
+    light, dark = [], []
+    for index in range(count):
+        if index < len(_COLORS):
+            pair = _COLORS[index]
+        else:
+            hue = index * _GOLDEN_ANGLE % 360
+            pair = (f"hsl({hue:.0f} 55% 27%)", f"hsl({hue:.0f} 90% 85%)")
+        light.append(f"--run-{index}:{pair[0]};")
+        dark.append(f"--run-{index}:{pair[1]};")
+    return (
+        f":root{{{''.join(light)}}}\n"
+        f"@media(prefers-color-scheme:dark){{:root{{{''.join(dark)}}}}}\n"
+    )
+
+
+def _switches() -> str:
+    """What the buttons show and hide."""
+    lines = [(class_of(each), class_of(each)) for each in STRENGTHS]
+    axes = [(f"axis-{name}", f"axis-{name}") for name in ("step", "time", "epoch")]
+    hide = [f"body:not(:has(#{key}:checked)) .{name}{{display:none}}" for key, name in lines + axes]
+    faint = "body:has([name=ema]:not(#ema-0):checked) .raw{opacity:.28}"
+    return "\n".join([faint, *hide])
+
+
+def _controls(runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
+    strengths = [("ema-0", "none"), *((class_of(each), f"{each:g}") for each in STRENGTHS)]
+    return element(
+        "div",
+        element(
+            "fieldset",
+            element("legend", "smoothing"),
+            [_radio("ema", key, text, key == class_of(STRENGTHS[0])) for key, text in strengths],
+        ),
+        element(
+            "fieldset",
+            element("legend", "over"),
+            [_radio("axis", f"axis-{axis.name}", axis.label, axis.name == "step") for axis in axes],
+        ),
+        element("div", [tables.swatch(i, run.name) for i, run in enumerate(runs)], class_="runs"),
+        class_="controls",
+    )
+
+
+def _radio(name: str, key: str, text: str, checked: bool) -> Markup:
+    return element(
+        "label", element("input", type="radio", name=name, id=key, checked=checked), text
+    )
+
+
+def _charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    sections: dict[str, list[Chart]] = {}
+    for chart in charts_of(names):
+        sections.setdefault(chart.section, []).append(chart)
+    return sections
+
+
+def _grid(charts: Sequence[Chart], runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
+    return element("div", [_figure(chart, runs, axes) for chart in charts], class_="grid")
+
+
+def _figure(chart: Chart, runs: Sequence[Run], axes: Sequence[Axis]) -> Markup:
+    drawn = [run.metrics[name] for run in runs for name in chart.members if name in run.metrics]
+    bad = sum(int((~series.finite).sum()) for series in drawn)
+    return element(
+        "figure",
+        element(
+            "figcaption",
+            element("b", chart.title),
+            [_key(name, dash) for name, dash in chart.dashes.items()]
+            if len(chart.members) > 1
+            else None,
+            element("small", "logarithmic", class_="soft") if is_logarithmic(drawn) else None,
+            element("small", "✕ ", number(bad), " not finite", class_="bad") if bad else None,
+        ),
+        [
+            element("div", Markup(draw(chart, runs, axis)), class_=f"axis-{axis.name}")
+            for axis in axes
+        ],
+        class_="chart",
+    )
+
+
+def _key(name: str, dash: str) -> Markup:
+    return element("small", element("i", class_=f"line {dash}"), name, class_="key")
+
+
+def _evaluated(runs: Sequence[Run]) -> bool:
+    return any(run.evaluations for run in runs)
+
+
+def _sources(runs: Sequence[Run]) -> Markup:
+    when = tables.moment(time.time())
+    places = [element("li", element("code", str(run.folder))) for run in runs]
+    return together(
+        element("p", "Made by trainer report, ", when, " UTC, from"),
+        element("ul", places),
+        element(
+            "p",
+            "Smoothing is an exponential moving average of all values, corrected for its start, "
+            "with the weight w of the buttons, or w^(1000/n) for n > 1000 values. What has fewer "
+            f"than {ENOUGH} values, or seldom turns, is shown as it is. Charts keep the smallest "
+            f"and the largest value of each of {COLUMNS} columns. Times are UTC; the time axis "
+            "begins with a run's first record.",
+        ),
+    )

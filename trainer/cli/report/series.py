@@ -1,0 +1,156 @@
+"""The values of a metric: smoothed, thinned out for a chart, what of them is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+COLUMNS = 300  # of a chart: a pixel or two each
+STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for so many values or fewer:
+_USUAL = 1000
+ENOUGH = 20  # values, and between two turns, that a smoothed curve says something about
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Series:
+    """All values of a metric, in the order recorded; the arrays have shape (values,).
+
+    Attributes:
+        steps: Updates.
+        times: In seconds since 1970; NaN where the record does not say.
+        epochs: From 0 on; NaN where the record does not say.
+        values: As recorded, NaN and infinity too.
+    """
+
+    steps: Floats
+    times: Floats
+    epochs: Floats
+    values: Floats
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """Where a value is a number."""
+        return np.isfinite(self.values)
+
+    @cached_property
+    def curves(self) -> dict[float, Floats]:
+        """The values smoothed, by the strength; none where that would not help."""
+        if not is_noisy(self.values):
+            return {}
+        # A chart is as wide for a long run as for a short one: a strength means the same share.
+        share = min(1.0, _USUAL / len(self.values))
+        return {strength: smoothed(self.values, strength**share) for strength in STRENGTHS}
+
+    def at(self, index: int) -> tuple[float, int]:
+        """A value and its step."""
+        return float(self.values[index]), int(self.steps[index])
+
+    def extreme(self, mode: str) -> tuple[float, int] | None:
+        """The smallest or largest finite value and its step, the first of equal ones."""
+        if not self.finite.any():
+            return None
+        values = np.where(self.finite, self.values, np.inf if mode == "min" else -np.inf)
+        return self.at(int(values.argmin() if mode == "min" else values.argmax()))
+
+
+def smoothed(values: Floats, strength: float) -> Floats:
+    """An exponential moving average without the pull towards its beginning.
+
+    With weight w: s = w·s + (1 − w)·x from s = 0 on, divided by 1 − wⁿ after n values. That is the
+    smoothing of TensorBoard's scalars (tensorboard pull request 639), of all values and not of
+    those that a chart shows. What is not finite stays as it is and counts for nothing.
+
+    Args:
+        values: Shape (values,).
+        strength: w, from 0 to below 1.
+    """
+    finite = np.isfinite(values)
+    weight = float(strength)
+
+    def step(average: float, value: float) -> float:
+        return average * weight + (1 - weight) * value
+
+    kept = values[finite]
+    averages = np.fromiter(accumulate(kept.tolist(), step, initial=0.0), float, len(kept) + 1)[1:]
+    result: Floats = values.copy()
+    result[finite] = averages / (1 - np.power(weight, np.arange(1, len(kept) + 1)))
+    return result
+
+
+def is_noisy(values: Floats) -> bool:
+    """Whether smoothing helps: there are enough values, and they turn often."""
+    kept = values[np.isfinite(values)]
+    ways = np.sign(np.diff(kept))
+    ways = ways[ways != 0]
+    turns = int((ways[1:] != ways[:-1]).sum())
+    return len(kept) >= ENOUGH and turns * ENOUGH >= len(kept)
+
+
+def thinned(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
+    """What a chart of so many columns needs: of each the smallest and the largest value.
+
+    The first and the last value stay, and the first of each column that is not finite, as NaN: a
+    line has a gap there.
+
+    Returns:
+        At most 3 · `columns` + 2 points.
+    """
+    if len(x) <= 2 * columns:
+        return x, np.where(np.isfinite(y), y, np.nan)
+    column, finite = _column_of(x, columns), np.isfinite(y)
+    # In each column first those that are finite, by their values, then the others as they come.
+    order = np.lexsort((np.where(finite, y, 0.0), ~finite, column))
+    first = np.flatnonzero(np.diff(column, prepend=-1))
+    numbers = np.add.reduceat(finite, first)
+    size = np.diff(np.append(first, len(x)))
+    lowest, highest = first[numbers > 0], (first + numbers - 1)[numbers > 0]
+    gaps = (first + numbers)[numbers < size]
+    ends = [[0], [len(x) - 1]]
+    chosen = np.unique(np.concatenate([*ends, order[lowest], order[highest], order[gaps]]))
+    return x[chosen], np.where(np.isfinite(y[chosen]), y[chosen], np.nan)
+
+
+def _column_of(x: Floats, columns: int) -> NDArray[np.intp]:
+    """The number of the column of each point; it begins anew where a curve goes back."""
+    low, high = np.nanmin(x), np.nanmax(x)
+    place = np.floor((x - low) / max(high - low, 1e-300) * columns)
+    return np.cumsum(np.diff(place, prepend=place[0]) != 0)
+
+
+class Stretch(NamedTuple):
+    """Values that follow on each other and are not finite.
+
+    Attributes:
+        first: The step of the first.
+        last: That of the last.
+        size: How many there are.
+        kinds: Of NaN, Infinity and -Infinity those that are among them.
+    """
+
+    first: int
+    last: int
+    size: int
+    kinds: tuple[str, ...]
+
+
+def stretches(series: Series) -> Iterator[Stretch]:
+    """Where values are not finite."""
+    bad = np.flatnonzero(~series.finite)
+    for indices in np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1):
+        if len(indices):
+            first, last = series.steps[indices[[0, -1]]]
+            kinds = tuple(dict.fromkeys(map(name_of, series.values[indices])))
+            yield Stretch(int(first), int(last), len(indices), kinds)
+
+
+def name_of(value: float) -> str:
+    """NaN, Infinity or -Infinity, as the record writes them."""
+    return "NaN" if np.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,372 @@
+"""The parts of the page that are tables and lists."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from trainer.cli.inventory import Entry, is_step
+from trainer.cli.listing import size_text
+from trainer.cli.report.markup import Markup, element, number, table, together
+from trainer.cli.report.reading import Run
+from trainer.cli.report.series import Stretch, stretches
+
+_STRETCHES = 4  # that are listed each
+_LISTED = 12  # updates with skipped ones behind them
+_METRICS = 6  # of a checkpoint
+_SIDE = 320  # pixels of an image's width, and four times its height, up to which it is enlarged
+_ROWS = 60  # of a list of events of a run
+_NONE = "–"  # noqa: RUF001 - a dash in a table
+
+
+def swatch(index: int, name: str) -> Markup:
+    """A run by its colour and name."""
+    return element("span", element("i", style=f"background:var(--run-{index})"), name, class_="run")
+
+
+def overview(runs: Sequence[Run]) -> Markup:
+    """A row of what each run is and came to."""
+    columns: list[tuple[str, Any]] = [
+        ("run", lambda index, run: swatch(index, run.name)),
+        ("status", lambda _, run: element("b", run.status, class_=f"status {run.status}")),
+        ("best", lambda _, run: _best(run)),
+        ("updates", lambda _, run: _count(run.updates)),
+        ("epochs", lambda _, run: _count(run.epochs)),
+        ("began", lambda _, run: moment(run.began)),
+        ("ran for", lambda _, run: duration(run.seconds)),
+        ("updates/s", lambda _, run: _NONE if run.speed is None else number(run.speed, 3)),
+        ("starts", lambda _, run: _count(len(run.starts) or None)),
+        ("processes", lambda _, run: _told(run, "world_size")),
+        ("device", lambda _, run: run.about.get("device") or _NONE),
+        ("module", lambda _, run: run.about.get("module") or _NONE),
+        ("torch", lambda _, run: _torch(run)),
+        ("code", lambda _, run: _code(run)),
+    ]
+    made = [(name, [cell(index, run) for index, run in enumerate(runs)]) for name, cell in columns]
+    made = [(name, cells) for name, cells in made if any(cell != _NONE for cell in cells)]
+    rows = [list(row) for row in zip(*(cells for _, cells in made), strict=True)]
+    return table([name for name, _ in made], rows, class_="overview")
+
+
+def _best(run: Run) -> object:
+    if run.best is None:
+        return _NONE
+    name, mode, value, step = run.best
+    return together(
+        number(value), element("small", f" {mode} {name}, update ", number(step), class_="soft")
+    )
+
+
+def _count(value: int | None) -> object:
+    return _NONE if value is None else number(value)
+
+
+def _told(run: Run, key: str) -> Any:
+    """A field of `run.json`, else of the newest checkpoint."""
+    manifests = [entry.manifest for entry in reversed(run.checkpoints)]
+    found = [each[key] for each in (run.about, *manifests) if each.get(key) is not None]
+    return found[0] if found else _NONE
+
+
+def _torch(run: Run) -> object:
+    versions = _told(run, "versions")
+    return versions.get("torch", _NONE) if isinstance(versions, dict) else _NONE
+
+
+def _code(run: Run) -> object:
+    commit = run.about.get("code")
+    return element("code", str(commit)[:10], title=commit) if commit else _NONE
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def values(runs: Sequence[Run], kind: str = "metrics") -> Markup:
+    """Of each metric and run the last value, the smallest and the largest, and their updates."""
+    names = dict.fromkeys(name for run in runs for name in getattr(run, kind))
+    rows: list[list[object]] = []
+    for name in names:
+        having = [(i, run) for i, run in enumerate(runs) if name in getattr(run, kind)]
+        for index, run in having:
+            series = getattr(run, kind)[name]
+            first = [element("th", name, rowspan=len(having), scope="rowgroup")]
+            rows.append(
+                [
+                    *(first if index == having[0][0] else []),
+                    *([swatch(index, run.name)] if len(runs) > 1 else []),
+                    *_valued(series.at(-1)),
+                    *_valued(series.extreme("min")),
+                    *_valued(series.extreme("max")),
+                    number(len(series.values)),
+                    number(int((~series.finite).sum())),
+                ]
+            )
+    head = [
+        "metric",
+        *(["run"] if len(runs) > 1 else []),
+        "last",
+        "update",
+        "smallest",
+        "update",
+        "largest",
+        "update",
+        "values",
+        "not finite",
+    ]
+    return table(list[object](head), rows, class_=kind)
+
+
+def _valued(found: tuple[float, int] | None) -> list[object]:
+    if found is None:
+        return [_NONE, _NONE]
+    value, step = found
+    return [number(value), number(step)]
+
+
+# -- hyper-parameters ------------------------------------------------------------------------------
+
+
+def parameters(runs: Sequence[Run]) -> Markup | None:
+    """The hyper-parameters and the Trainer's arguments; of several runs what differs first."""
+    rows: list[tuple[bool, list[object]]] = []
+    for kind, title in (("hyper_parameters", "hyper-parameter"), ("configuration", "Trainer")):
+        of_runs = [run.parameters(kind) for run in runs]
+        for name in dict.fromkeys(name for each in of_runs for name in each):
+            texts = [_plain(each[name]) if name in each else _NONE for each in of_runs]
+            differs = len(set(texts)) > 1
+            kinds = element("td", title, class_="soft")
+            rows.append((differs, [element("th", name), kinds, *texts]))
+    if not rows:
+        return None
+    head: list[object] = ["name", "of", *(swatch(i, run.name) for i, run in enumerate(runs))]
+    if len(runs) == 1:
+        return table(["name", "of", "value"], [row for _, row in rows], class_="parameters")
+    different = [row for differs, row in rows if differs]
+    same = [row[:3] for differs, row in rows if not differs]
+    return together(
+        table(head, different, class_="parameters differ")
+        if different
+        else element("p", "All runs have the same.", class_="soft"),
+        element(
+            "details",
+            element("summary", f"{len(same)} that all runs share"),
+            table(["name", "of", "value"], same, class_="parameters"),
+        )
+        if same
+        else None,
+    )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def checkpoints(runs: Sequence[Run]) -> Markup | None:
+    """The checkpoints of each run, with what ranks them, and which is best and last."""
+    rows: list[list[object]] = []
+    for index, run in enumerate(runs):
+        roles = roles_of(run)
+        first = [name for name, _ in run.ranking]
+        for entry in run.checkpoints:
+            shown: list[object] = [
+                element("span", f"{name} ", number(entry.metrics[name]), class_="pair")
+                for name in _told_first(entry, first)
+            ]
+            if (more := len(entry.metrics) - len(shown)) > 0:
+                shown.append(element("small", f"+{more}", class_="soft"))
+            rows.append(
+                [
+                    *([swatch(index, run.name)] if len(runs) > 1 else []),
+                    element("th", element("code", entry.name)),
+                    [element("b", role, class_="role") for role in roles.get(entry.name, ())],
+                    shown or _NONE,
+                    size_text(entry.size),
+                    moment(entry.saved if math.isfinite(entry.saved) else None),
+                    element("span", entry.state, class_="bad" if entry.is_bad else None),
+                ]
+            )
+    if not rows:
+        return None
+    head = [
+        *(["run"] if len(runs) > 1 else []),
+        "checkpoint",
+        "",
+        "metrics",
+        "size",
+        "saved",
+        "state",
+    ]
+    return table(list[object](head), rows, class_="checkpoints")
+
+
+def _told_first(entry: Entry, first: Sequence[str]) -> list[str]:
+    """The metrics of a checkpoint that matter most: what ranks it, then of validation."""
+    order = sorted(entry.metrics, key=lambda name: (not name.startswith("val"), name))
+    names = [*(name for name in first if name in entry.metrics), *order]
+    return list(dict.fromkeys(names))[:_METRICS]
+
+
+def roles_of(run: Run) -> dict[str, list[str]]:
+    """Which checkpoint is the last, and the best by each metric that ranks them."""
+    roles: dict[str, list[str]] = {}
+    usable = [e for e in run.checkpoints if e.state == "sound" and is_step(e)]
+    if usable:
+        roles.setdefault(max(usable, key=_step).name, []).append("last")
+    for name, mode in dict.fromkeys(run.ranking):
+        scored = [e for e in usable if math.isfinite(e.metrics.get(name, math.nan))]
+        sign = 1 if mode == "min" else -1
+        best = min(scored, key=lambda e: (sign * e.metrics[name], _step(e)), default=None)
+        if best is not None:
+            roles.setdefault(best.name, []).insert(0, f"best {name}")
+    return roles
+
+
+def _step(entry: Entry) -> int:
+    return entry.number or 0
+
+
+# -- what went wrong -------------------------------------------------------------------------------
+
+
+def events(runs: Sequence[Run]) -> Markup | None:
+    """Errors, warnings, skipped updates, values that are not finite, and what cannot be read."""
+    shown: list[Markup] = []
+    for index, run in enumerate(runs):
+        lines = list(_events_of(run))
+        if lines and len(runs) > 1:
+            shown.append(element("li", swatch(index, run.name), class_="head"))
+        shown += lines[:_ROWS]
+        if (more := len(lines) - _ROWS) > 0:
+            shown.append(element("li", f"and {more} more", class_="soft"))
+    return element("ul", shown, class_="events") if shown else None
+
+
+def _events_of(run: Run) -> Iterator[Markup]:
+    yield from _starts(run)
+    for each in run.about.get("warnings", ()):
+        text = f"{each.get('text')} ({each.get('logger')})"
+        yield _event("warning", text, each.get("time"))
+    if more := run.about.get("more_warnings"):
+        yield _event("warning", f"{more} more warnings, which were not kept", None)
+    yield from _skipped(run)
+    for name, series in run.metrics.items():
+        if found := list(stretches(series)):
+            yield _event("not finite", f"{name} is {_where(found)}", None)
+    for problem in run.problems:
+        yield _event("file", problem, None)
+
+
+def _starts(run: Run) -> Iterator[Markup]:
+    for index, start in enumerate(run.starts):
+        if index > 0:
+            text = f"start {index + 1}, behind update {start.get('step', 0)}"
+            yield _event("start", text, start["begin"])
+        status = start.get("status")
+        if status in ("failed", "preempted"):
+            yield _event(status, start.get("error") or "ended by a signal", start.get("end"))
+        elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
+            yield _event("killed", "ended without a word: killed, or the machine failed", None)
+
+
+def _skipped(run: Run) -> Iterator[Markup]:
+    """When the count of skipped updates was seen to have grown."""
+    series = run.metrics.get("skipped_updates")
+    if series is None:
+        return
+    grown = np.diff(series.values, prepend=0.0) > 0
+    steps = [str(int(step)) for step in series.steps[grown]]
+    more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
+    known = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
+    total = int(np.nanmax(series.values))
+    yield _event("skipped", f"{total} update{'s' * (total != 1)} left out, {known}", None)
+
+
+def _where(found: Sequence[Stretch]) -> str:
+    """What is not finite, how often and when."""
+    count = sum(each.size for each in found)
+    kinds = ", ".join(dict.fromkeys(kind for each in found for kind in each.kinds))
+    if len(found) > _STRETCHES:
+        span = f"from update {found[0].first} to {found[-1].last}"
+        return f"{kinds} {count} times, in {len(found)} places {span}"
+    places = [f"{e.first}" if e.first == e.last else f"{e.first} to {e.last}" for e in found]
+    times = f" {count} times" if count > 1 else ""
+    return f"{kinds}{times}, at update {', '.join(places)}"
+
+
+def _event(kind: str, text: str, when: Any) -> Markup:
+    known = isinstance(when, (int, float)) and math.isfinite(when)
+    return element(
+        "li",
+        element("b", kind, class_=f"kind {kind.replace(' ', '-')}"),
+        element("span", text),
+        element("small", moment(when), class_="soft") if known else None,
+    )
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+def images(runs: Sequence[Run]) -> Markup | None:
+    """The samples of images, those of a tag and a run side by side."""
+    tags = sorted({tag for run in runs for tag in run.images})
+    parts = []
+    for tag in tags:
+        rows = []
+        for index, run in enumerate(runs):
+            shown = [
+                element(
+                    "figure",
+                    _image(image, f"{tag}, {run.name}, update {step}"),
+                    element("figcaption", f"update {step}"),
+                )
+                for step, image in sorted(run.images.get(tag, {}).items())
+            ]
+            if shown:
+                name = swatch(index, run.name) if len(runs) > 1 else None
+                rows.append(element("div", name, shown, class_="strip"))
+        parts.append(element("section", element("h3", tag), rows))
+    return together(*parts) if parts else None
+
+
+def _image(png: bytes, text: str) -> Markup:
+    """An image, a small one several times as large as it is."""
+    width, height = struct.unpack(">II", png[16:24])  # its first chunk says so
+    times = max(1, min(_SIDE // max(width, 1), _SIDE // 4 // max(height, 1)))
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    small = "small" if times > 1 else None
+    return element("img", src=source, alt=text, width=times * width, class_=small)
+
+
+# -- time ------------------------------------------------------------------------------------------
+
+
+def moment(seconds: float | None) -> Markup | str:
+    """A time of day, in UTC."""
+    if seconds is None:
+        return _NONE
+    when = datetime.fromtimestamp(seconds, timezone.utc)
+    text = when.strftime("%Y-%m-%d %H:%M:%S")
+    return element("time", text, datetime=when.isoformat(), title="UTC")
+
+
+def duration(seconds: float | None) -> str:
+    """Such as ``2 h 05 min``."""
+    if seconds is None:
+        return _NONE
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"

@@ -1,0 +1,173 @@
+"""What a run is and how it ended, in `run.json` beside its record.
+
+::
+
+    {"format_version": 1, "run_id": …, "module": "Digits", "world_size": 1, "device": "cpu",
+     "code": the git commit of the working folder, or null,
+     "versions": {"torch": …, "python": …},
+     "configuration": {…},             what the Trainer was told
+     "hyper_parameters": {…},          of the module and the datamodule, but for private ones
+     "starts": [{"begin": …, "step": 0, "end": …, "status": "finished", "error": null}],
+     "warnings": [{"time": …, "logger": "trainer.loops.fit", "text": …}], "more_warnings": 0}
+
+Times are seconds since 1970. Each start that goes on with the run adds to ``starts``; one that was
+killed has no end, and stays ``"running"``. Nothing reads the file to go on with a run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trackers.base import Status
+from trackers.code import git_commit
+from trackers.media import plain
+from trainer.checkpoint.atomic import write_whole
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+_OURS = ("trainer", "callbacks", "trackers")  # the loggers that are listened to
+_MOST = 100  # warnings; a flood of them must not keep the disk busy
+_LONGEST = 4000  # characters of one, or of an error
+
+
+class AboutRun:
+    """Keeps `run.json`; every change writes it whole, on the thread that makes the change.
+
+    A disk that refuses is told in the log, once, and hurts nothing else.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._document: dict[str, Any] = {}
+        self._failed = False
+
+    def begin(self, description: dict[str, Any], step: int) -> None:
+        """Note a start, behind the earlier ones of the same run.
+
+        Args:
+            description: What the file says of the run; values that JSON has no form for as texts.
+            step: The update that it begins behind.
+        """
+        earlier = self._earlier(description["run_id"])
+        start = {"begin": time.time(), "step": step, "end": None, "status": "running"}
+        self._document = {
+            "format_version": FORMAT_VERSION,
+            **plain(description),
+            "code": _code(),
+            "starts": [*earlier.get("starts", ()), {**start, "error": None}],
+            "warnings": earlier.get("warnings", []),
+            "more_warnings": earlier.get("more_warnings", 0),
+        }
+        self._write()
+
+    def warn(self, record: logging.LogRecord) -> None:
+        """Note a warning of the log."""
+        if len(self._document["warnings"]) >= _MOST:
+            self._document["more_warnings"] += 1  # written with the next start or end
+            return
+        text = record.getMessage()[:_LONGEST]
+        line = {"time": record.created, "logger": record.name, "text": text}
+        self._document["warnings"].append(line)
+        self._write()
+
+    def end(self, status: Status, error: str | None) -> None:
+        """Note how the start ended."""
+        self._document["starts"][-1] |= {"end": time.time(), "status": status, "error": error}
+        self._write()
+
+    def _earlier(self, run_id: str) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads(self._path.read_bytes())
+            return document if document["run_id"] == run_id else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be read and is begun anew: %r.", self._path, error)
+            return {}
+
+    def _write(self) -> None:
+        # Non-finite numbers are the texts that metrics.jsonl has for them.
+        text = json.dumps(_finite(self._document), indent=1, allow_nan=False)
+        try:
+            write_whole(self._path, lambda file: file.write_text(f"{text}\n", encoding="utf-8"))
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("%s could not be written: %s. The run goes on.", self._path, error)
+
+
+class Listener(logging.Handler):
+    """Hands on the warnings and errors of our loggers; attached by `listen` until `close`.
+
+    Args:
+        tell: Takes each, on the thread that it came from.
+
+    Attributes:
+        began: Whether it was ever attached.
+    """
+
+    def __init__(self, tell: Callable[[logging.LogRecord], object]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+        self.began = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand a record on."""
+        self._tell(record)
+
+    def listen(self) -> None:
+        """Begin."""
+        self.began = True
+        for name in _OURS:
+            logging.getLogger(name).addHandler(self)
+
+    def close(self) -> None:
+        """Stop."""
+        for name in _OURS:
+            logging.getLogger(name).removeHandler(self)
+        super().close()
+
+
+def text_of(error: BaseException | None) -> str | None:
+    """An error in a line or few."""
+    return None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
+
+
+def versions() -> dict[str, str]:
+    """What numbers may depend on."""
+    return {"torch": torch.__version__, "python": platform.python_version()}
+
+
+def name_of(device: torch.device) -> str:
+    """A device as its maker calls it, where torch knows that."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _code() -> str | None:
+    try:
+        return git_commit(Path.cwd())
+    except OSError as error:
+        logger.warning("The commit of the code cannot be read: %s.", error)
+        return None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -27,7 +27,6 @@ _REQUIRED = {
 
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
 _Instance = TypeVar("_Instance", bound="GeneralTracker")
-TrackerChoice: TypeAlias = "str | GeneralTracker | type[GeneralTracker]"
 Status: TypeAlias = Literal["running", "finished", "failed", "preempted"]
 
 
@@ -484,3 +483,7 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Write what is pending and close the run. Called once, last; see `status`."""
+
+
+# Names last: what reads a configuration tries the first that fits, and a class path is a text too.
+TrackerChoice: TypeAlias = GeneralTracker | type[GeneralTracker] | str

@@ -51,6 +51,7 @@ class TensorBoardTracker(GeneralTracker):
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._writer: Any = None
+        self._success: Any = None
 
     @property
     def tracker(self) -> Any:
@@ -88,17 +89,19 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: names and values. Nested names are joined by dots in the table of
-                hyperparameters; what is neither a number nor a truth value is stored as its text.
+                hyperparameters; what is no number is stored as its text.
         """
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
         values = plain(values)
-        # The writer's own add_hparams opens a run of its own, in a folder named by the time.
+        # The writer's own add_hparams opens a run of its own, in a folder named by the time. Its
+        # description of the whole experiment is left out: TensorBoard would take that of one run
+        # for all, and show no metrics. Without it, it finds the names of both by itself.
         table = one_level(values, ".")
-        shown = {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in table.items()}
-        for summary in hparams(shown, {}):
-            self.tracker.file_writer.add_summary(summary)
+        shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
+        _, begun, self._success = hparams(shown, {})
+        self.tracker.file_writer.add_summary(begun)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         self.tracker.add_text("configuration", f"```yaml\n{text}```")
         if (commit := git_commit(Path.cwd())) is not None:
@@ -213,6 +216,9 @@ class TensorBoardTracker(GeneralTracker):
         if self._writer is not None:
             if self.status != "running":  # nobody says how it ended
                 self._writer.add_text("status", self.status)
+            # Of several ends TensorBoard knows the first: a run that may go on has none.
+            if self.status == "finished" and self._success is not None:
+                self._writer.file_writer.add_summary(self._success)
             self._writer.close()
             self._writer = None
 

@@ -168,74 +168,51 @@ class RunTrackers:
         values: Mapping[str, Any],
         step: int | None = None,
         log_kwargs: _Options | None = None,
+        *,
+        method: str = "log",
     ) -> None:
         """Record values with all trackers; the loop may write to its tensors afterwards.
 
         Args:
-            values: Names and numbers, tensors or arrays of one element, texts, or dicts of these.
+            values: Names and numbers, tensors or arrays of one element, texts, or dicts of these;
+                what else `method` takes.
             step: The number of optimizer updates so far.
-            log_kwargs: Further arguments of `log` for each tracker name.
+            log_kwargs: Further arguments of the method for each tracker name.
+            method: Of the trackers; another one, such as "log_images", is left out where a tracker
+                has none.
 
         Raises:
             RuntimeError: `init_trackers` was not called.
             TypeError: An argument is of another type.
         """
-        self._record("log", values, step, log_kwargs)
-
-    def log_images(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: _Options | None = None,
-    ) -> None:
-        """Record images with all trackers that take them.
-
-        Args:
-            values: Names and images, or batches of them, as the trackers take them.
-            step: The number of optimizer updates so far.
-            log_kwargs: Further arguments of `log_images` for each tracker name.
-
-        Raises:
-            RuntimeError: `init_trackers` was not called.
-            TypeError: An argument is of another type.
-        """
-        self._record("log_images", values, step, log_kwargs)
-
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        log_kwargs: _Options | None = None,
-    ) -> None:
-        """Record a table with all trackers that take them.
-
-        Args:
-            table_name: Its name.
-            columns: The names of the columns.
-            data: The rows.
-            dataframe: A data frame instead of `columns` and `data`.
-            step: The number of optimizer updates so far.
-            log_kwargs: Further arguments of `log_table` for each tracker name.
-
-        Raises:
-            RuntimeError: `init_trackers` was not called.
-            ValueError: There is neither `data` nor `dataframe`.
-            TypeError: An argument is of another type.
-        """
-        if data is None and dataframe is None:
-            raise ValueError(
-                f"log_table({table_name!r}) has no rows: give `data`, a list of them, or a "
-                "`dataframe`."
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"{method} takes a dict of names and values, not {values!r}: for example "
+                f'accelerator.{method}({{"train/loss": loss}}, step=step).'
             )
-        table = {"columns": columns, "data": data, "dataframe": dataframe}
-        step = _as_step(step)
+        self.record(method, dict(values), _as_step(step), log_kwargs=log_kwargs)
+
+    def record(
+        self, method: str, *arguments: Any, log_kwargs: _Options | None = None, **named: Any
+    ) -> None:
+        """Call a method of all trackers that have it.
+
+        Args:
+            method: Its name.
+            *arguments: What it takes.
+            log_kwargs: Further arguments for each tracker name.
+            **named: Arguments by their names; `step` is the number of optimizer updates so far.
+
+        Raises:
+            RuntimeError: `init_trackers` was not called.
+            TypeError: `step` or `log_kwargs` is of another type.
+        """
+        if "step" in named:
+            named["step"] = _as_step(named["step"])
         _check_options("log_kwargs", log_kwargs)
-        for tracker in self._begun("log_table"):
+        for tracker in self._begun(method):
             options = (log_kwargs or {}).get(tracker.name, {})
-            tracker.log_table(table_name, **table, step=step, **options)
+            getattr(tracker, method)(*arguments, **named, **options)
 
     def end_training(self) -> None:
         """Wait until all is recorded, within each tracker's limit, and close the runs.
@@ -267,20 +244,6 @@ class RunTrackers:
             finish_all(made, "failed")
             raise
         return made
-
-    def _record(
-        self, method: str, values: Mapping[str, Any], step: int | None, log_kwargs: _Options | None
-    ) -> None:
-        if not isinstance(values, Mapping):
-            raise TypeError(
-                f"{method} takes a dict of names and values, not {values!r}: for example "
-                f'accelerator.{method}({{"train/loss": loss}}, step=step).'
-            )
-        step = _as_step(step)
-        _check_options("log_kwargs", log_kwargs)
-        for tracker in self._begun(method):
-            options = (log_kwargs or {}).get(tracker.name, {})
-            getattr(tracker, method)(dict(values), step, **options)
 
     def _begun(self, what: str) -> list[GeneralTracker]:
         """The trackers that run here."""

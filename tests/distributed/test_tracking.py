@@ -51,8 +51,8 @@ def seen_by(log_with, *, on_main_alone=False):
     all_gather_object(None)  # what was called before was no collective, or one of all processes
     for step in range(2):
         tracking.log({"rank": state.process_index}, step)
-    tracking.log_images({"image": torch.zeros(1, 2, 2)}, step=1)
-    tracking.log_table("table", ["a"], [[1]])
+    tracking.log({"image": torch.zeros(1, 2, 2)}, step=1, method="log_images")
+    tracking.record("log_table", "table", ["a"], [[1]])
     names = [one.name for one in log_with]
     assert [tracking.get_tracker(name).name for name in names] == names
     objects = [tracking.get_tracker(name, unwrap=True) for name in names]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import csv
 import gzip
 import importlib.util
 import inspect
@@ -20,12 +21,15 @@ from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
+import matplotlib
 import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
 from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers.services import comet_runs, wandb_runs
 from trackers import read_metrics
 from trainer import Accelerator
 
@@ -164,6 +168,58 @@ def test_own_loop_has_the_same_accuracy_on_two_processes():
         assert accuracy == round(correct / DIGITS_FOR_VALIDATION, 4)
 
 
+# -- all trackers ----------------------------------------------------------------------------------
+
+
+def test_all_trackers_have_the_same_run_offline_and_nothing_is_left_elsewhere(
+    tmp_path, monkeypatch
+):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("MPLCONFIGDIR", matplotlib.get_cachedir())  # it need not look for fonts
+    monkeypatch.setenv("HOME", str(home))
+    output = run("all_trackers.py", "--project-dir", "runs/all", "--max-epochs", 2)
+    folder = tmp_path / "runs/all"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "runs"]
+    assert list(tmp_path.joinpath("runs").iterdir()) == [folder]
+    assert not list(home.rglob("*"))
+
+    losses = series(folder, "train/loss")
+    assert len(losses) == 18
+    accuracy = series(folder, "val/accuracy")[-1]
+    assert printed(output, "accuracy") == f"{accuracy:.4f}"
+    with open(tmp_path / printed(output, "csv"), newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [float(row["train/loss"]) for row in rows if row["train/loss"]] == losses
+
+    logs = tmp_path / printed(output, "tensorboard").removeprefix("tensorboard --logdir ")
+    events = EventAccumulator(str(logs / "all")).Reload()
+    tags = events.Tags()
+    assert [each.value for each in events.Scalars("train/loss")] == pytest.approx(losses)
+    assert set(tags["images"]) == {"confusion/figure", "misread"}
+    assert tags["histograms"] == ["weights/first"]
+    assert "confusion/text_summary" in tags["tensors"]
+
+    (at_wandb,) = wandb_runs(folder / "wandb")
+    assert [value for _, value in at_wandb.series("train/loss")] == pytest.approx(losses)
+    assert (at_wandb.summary["status"], at_wandb.exit_code) == ("finished", 0)
+    assert at_wandb.config["lr"] == 2e-3
+    kinds = Counter(artifact.type for artifact in at_wandb.artifacts)
+    assert kinds["model"] == 1
+    (at_comet,) = comet_runs(folder / "comet")
+    assert [value for _, value in at_comet.metrics["train/loss"]] == pytest.approx(losses)
+    assert at_comet.others["status"] == "finished"
+    names = " ".join(str(upload) for upload in at_comet.uploads)
+    assert all(name in names for name in ("misread", "confusion.csv", "model.safetensors"))
+
+    lines = (tmp_path / printed(output, "diary")).read_text().splitlines()
+    assert lines[0] == "# all"
+    assert lines[-1] == "The run has finished."
+    assert f"- step 90: val/accuracy **{accuracy:.4g}**" in lines
+    (misread,) = re.findall(r"- step 90: summary: (\d+) of 359 misread", "\n".join(lines))
+    assert int(misread) == round((1 - accuracy) * DIGITS_FOR_VALIDATION)
+
+
 # -- every member ----------------------------------------------------------------------------------
 
 
@@ -219,8 +275,9 @@ def test_every_member_leaves_no_method_out():
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     methods = {name for name, _ in inspect.getmembers(Accelerator, inspect.isfunction)}
     documented = {name for name in methods if not name.startswith("_")} - {
-        "log_images",  # of ours alone: the documented API has them as methods of trackers
-        "log_table",
+        # of ours alone: the documented API has the first two as methods of trackers
+        *("log_images", "log_table", "log_histogram", "log_figure", "log_text"),
+        *("log_artifact", "log_model"),
     }
     assert documented - used == set()
 

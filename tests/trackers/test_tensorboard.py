@@ -4,9 +4,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.hparams import (
+    api_pb2,
+    backend_context,
+    list_session_groups,
+    plugin_data_pb2,
+)
 
 from trackers import TensorBoardTracker, resolve_trackers
 
@@ -263,3 +272,52 @@ def test_the_version_of_the_code(tmp_path):
     tracker.store_init_configuration({})
     assert text(read(tracker), "code") == "a" * 40
     tracker.finish()
+
+
+def hparams_page(folder):
+    """What TensorBoard's page of hyper-parameters has: their names, those of metrics, the runs."""
+    runs = EventMultiplexer().AddRunsFromDirectory(str(folder))
+    runs.Reload()
+    provider = MultiplexerDataProvider(runs, str(folder))
+    tensorboard = TBContext(logdir=str(folder), multiplexer=runs, data_provider=provider)
+    context, request = backend_context.Context(tensorboard), RequestContext()
+    known = context.hparams_metadata(request, "")
+    page = context.experiment_from_metadata(request, "", True, known, None)
+    question = api_pb2.ListSessionGroupsRequest(
+        slice_size=10, allowed_statuses=api_pb2.Status.values(), include_metrics=True
+    )
+    groups = list_session_groups.Handler(request, context, "", question).run().session_groups
+    names = {info.name for info in page.hparam_infos}, {info.name.tag for info in page.metric_infos}
+    return *names, {group.name: group for group in groups}
+
+
+def test_the_page_of_hyper_parameters_compares_runs_by_their_metrics(tmp_path):
+    settings = {"one": {"lr": 0.5}, "two": {"lr": 0.25, "wide": True}, "three": {}, "four": {}}
+    ends = dict(zip(settings, ("finished", "failed", "preempted", "running"), strict=True))
+    for name, hyper in settings.items():
+        tracker = TensorBoardTracker(name, tmp_path)
+        tracker.start()
+        tracker.store_init_configuration({"model": hyper})
+        tracker.log({"val/loss": hyper.get("lr", 0) * 2}, 1)
+        tracker.log({"val/loss": hyper.get("lr", 0) * 4}, 2)
+        tracker.status = ends[name]
+        tracker.finish()
+    hyper, metrics, runs = hparams_page(tmp_path)
+    assert hyper == {"model.lr", "model.wide"}  # of all runs, not of whichever is read first
+    assert metrics == {"val/loss"}
+    assert [runs[name].metric_values[0].value for name in ("one", "two")] == [2.0, 1.0]
+    assert runs["two"].hparams["model.wide"].string_value == "True"
+    statuses = {name: run.sessions[0].status for name, run in runs.items()}
+    unknown = dict.fromkeys(settings, api_pb2.STATUS_UNKNOWN)
+    assert statuses == unknown | {"one": api_pb2.STATUS_SUCCESS}
+
+
+def test_a_run_that_failed_and_went_on_to_its_end_is_a_success(tmp_path):
+    for status in ("failed", "finished"):
+        tracker = TensorBoardTracker("run", tmp_path)
+        tracker.start()
+        tracker.store_init_configuration({"lr": 0.5})
+        tracker.status = status
+        tracker.finish()
+    _, _, runs = hparams_page(tmp_path)
+    assert runs["run"].sessions[0].status == api_pb2.STATUS_SUCCESS

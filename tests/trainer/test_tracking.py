@@ -129,12 +129,12 @@ def test_without_log_with_everything_is_allowed_and_nothing_happens(log_with):
     tracking.init_trackers("project", {"lr": 1})
     for _ in range(2):
         tracking.log({"x": 1})
-        tracking.log_images({"x": 1})
+        tracking.log({"x": 1}, method="log_images")
         tracker = tracking.get_tracker("wandb")
         assert (type(tracker), tracker.name) == (NullTracker, "wandb")
         tracker.log({"x": 1}, step=1)
         tracking.get_tracker("wandb", unwrap=True).summary["best"] = 1
-        tracking.log_table("t", data=[])
+        tracking.record("log_table", "t", data=[])
         tracking.end_training()
     assert tracking.trackers == []
 
@@ -242,10 +242,11 @@ def test_images_and_tables_go_to_those_that_take_them(caplog):
     tracking.init_trackers("project")
     options = {"images": {"fps": 3}, "listed": {"color": "red"}}
     for step in (1, 2):
-        tracking.log_images({"x": [step]}, step, options)
-        tracking.log_table("t", ["a"], [[step]], step=step, log_kwargs=options)
+        tracking.log({"x": [step]}, step, options, method="log_images")
+        table = {"columns": ["a"], "data": [[step]], "step": step}
+        tracking.record("log_table", "t", **table, log_kwargs=options)
     frame = object()
-    tracking.log_table("f", dataframe=frame)
+    tracking.record("log_table", "f", dataframe=frame)
     tracking.end_training()
     images, listed = tracking.trackers
     assert images.seen == [
@@ -290,8 +291,8 @@ def test_no_call_waits_for_a_tracker():
     tracking = RunTrackers([Hanging], None)
     tracking.init_trackers("project", {"lr": 1})
     tracking.log({"x": 1})
-    tracking.log_images({"x": 1})
-    tracking.log_table("t", data=[])
+    tracking.log({"x": 1}, method="log_images")
+    tracking.record("log_table", "t", data=[])
     seen = tracking.trackers[0].wrapped.seen
     assert seen == ["begun"]
     Hanging.release.set()
@@ -303,8 +304,8 @@ def test_recording_before_the_beginning_is_an_error():
     tracking = RunTrackers([Images], None)
     for call in (
         lambda: tracking.log({"x": 1}),
-        lambda: tracking.log_images({"x": 1}),
-        lambda: tracking.log_table("t", data=[]),
+        lambda: tracking.log({"x": 1}, method="log_images"),
+        lambda: tracking.record("log_table", "t", data=[]),
         lambda: tracking.get_tracker("images"),
     ):
         with pytest.raises(RuntimeError, match=r"needs trackers: call init_trackers"):
@@ -320,12 +321,12 @@ def test_recording_behind_the_end_is_said_once_and_raises_nothing(caplog):
     assert not caplog.records
     for _ in range(2):
         tracking.log({"x": 1})
-        tracking.log_images({"x": 1})
+        tracking.log({"x": 1}, method="log_images")
     (record,) = caplog.records
     assert record.getMessage().startswith("log was called after end_training")
     tracking.init_trackers("project")
     tracking.end_training()
-    tracking.log_table("t", data=[])
+    tracking.record("log_table", "t", data=[])
     assert len(caplog.records) == 2  # once for each run
     assert [one.seen for one in tracking.trackers] == [["begun", "finished"]]
 
@@ -334,12 +335,11 @@ def test_recording_behind_the_end_is_said_once_and_raises_nothing(caplog):
     ("call", "error", "message"),
     [
         (lambda t: t.log(3), TypeError, "log takes a dict of names and values, not 3"),
-        (lambda t: t.log_images([1]), TypeError, "log_images takes a dict"),
+        (lambda t: t.log([1], method="log_images"), TypeError, "log_images takes a dict"),
         (lambda t: t.log({"x": 1}, step=0.5), TypeError, "step is 0.5"),
-        (lambda t: t.log_table("t", data=[], step="1"), TypeError, "step is '1'"),
+        (lambda t: t.record("log_table", "t", step="1"), TypeError, "step is '1'"),
         (lambda t: t.log({"x": 1}, 1, {"images": 3}), TypeError, "log_kwargs is"),
-        (lambda t: t.log_table("t", data=[], log_kwargs=[1]), TypeError, "log_kwargs is"),
-        (lambda t: t.log_table("t", columns=["a"]), ValueError, r"log_table\('t'\) has no rows"),
+        (lambda t: t.record("log_table", "t", log_kwargs=[1]), TypeError, "log_kwargs is"),
     ],
 )
 def test_wrong_arguments_of_what_records(call, error, message):
@@ -400,8 +400,8 @@ def test_tensorboard_reads_what_was_recorded(tmp_path):
             step=step,
             log_kwargs={"tensorboard": {"walltime": 12.0}},
         )
-    tracking.log_images({"image": torch.zeros(3, 4, 5)}, step=2)
-    tracking.log_table("table", ["a"], [[1]], step=2)
+    tracking.log({"image": torch.zeros(3, 4, 5)}, step=2, method="log_images")
+    tracking.record("log_table", "table", ["a"], [[1]], step=2)
     tracking.end_training()
     (file,) = (tmp_path / "project").iterdir()
     assert file.name.endswith(".mine")

@@ -1,0 +1,444 @@
+"""The command `trainer watch`."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import math
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import trainer
+from tests.trainer.cli.test_checkpoints import make as make_checkpoint
+from trackers import JsonlTracker, read_metrics
+from trainer.checkpoint.lock import alone_in
+from trainer.cli import main
+from trainer.cli.watch import frame as drawing
+from trainer.cli.watch.follow import Run
+from trainer.cli.watch.frame import frame
+
+RECORD = Path("run/metrics.jsonl")
+BRAILLE = re.compile("[\u2801-\u28ff]")
+
+
+def line(step: object, when: float = 0.0, **values: object) -> str:
+    return json.dumps({"step": step, "epoch": 0, "time": when, **values}) + "\n"
+
+
+def write(*lines: str, path: Path = RECORD, mode: str = "w") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(lines)
+
+
+def of(run: Run) -> dict[str, dict[float, float]]:
+    return {name: dict(zip(one.steps, one.values, strict=True)) for name, one in run.series.items()}
+
+
+def reference() -> dict[str, dict[float, float]]:
+    """The same by the reader of whole records."""
+    found: dict[str, dict[float, float]] = {}
+    for record in read_metrics(RECORD):
+        for name in record.keys() - {"step", "epoch", "time"}:
+            found.setdefault(name, {})[record["step"]] = record[name]
+    return found
+
+
+def shown(*paths: str, width: int = 100, height: int | None = None, metrics=None) -> list[str]:
+    """The lines of a picture."""
+    runs = [Run(Path(path).absolute(), path) for path in paths]
+    for run in runs:
+        run.read()
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    console.print(frame(runs, metrics, console, height=height))
+    return console.file.getvalue().splitlines()
+
+
+def call(*arguments: object) -> int:
+    """The exit code, whichever way the command ends."""
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["watch", *map(str, arguments)]))
+    code = ended.value.code
+    assert isinstance(code, int)
+    return code
+
+
+# -- following -------------------------------------------------------------------------------------
+
+
+def test_what_is_appended_is_read_and_a_line_that_is_being_written_is_waited_for():
+    run = Run(Path("run"), "run")
+    assert not run.read()
+    assert run.state == "waiting"
+    write(line(1, 5.0, loss=2), line(2, 6.0, loss=1, rate=0.5))
+    assert run.read()
+    assert of(run) == reference() == {"loss": {1: 2, 2: 1}, "rate": {2: 0.5}}
+    assert not run.read()
+    whole = line(3, 8.0, loss=3)
+    write(whole[:20], mode="a")
+    assert not run.read()
+    write(whole[20:], mode="a")
+    assert run.read()
+    assert of(run) == reference()
+    assert (run.step, run.epoch, run.time, run.seconds) == (3, 0, 8.0, 3.0)
+    loss = run.series["loss"]
+    assert (loss.last, loss.lowest, loss.highest) == (3, (1, 2), (3, 3))
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5], ids="grown by {}".format)
+def test_a_record_that_a_resumed_run_has_cut_is_read_anew(after):
+    record = JsonlTracker(RECORD)
+    record.start()
+    for step in range(1, 5):
+        record.log({"loss": step, **({"late": 1} if step == 4 else {})}, step, time=float(step))
+    run = Run(Path("run"), "run")
+    run.read()
+    record.truncate(record.offset_behind(2))
+    for step in range(3, 3 + after):  # also to the same length, with the same steps
+        record.log({"loss": step, **({"late": 1} if step == 4 else {})}, step, time=step + 4.0)
+    assert run.read()
+    record.finish()
+    assert of(run) == reference()
+    assert list(run.series["loss"].steps) == list(range(1, 3 + after))
+
+
+def test_a_record_in_place_of_another_and_one_that_is_gone():
+    write(line(1, loss=2), line(2, loss=2))
+    run = Run(Path("run"), "run")
+    run.read()
+    write(line(1, loss=9), line(2, loss=2), line(3, loss=7), path=Path("run/new"))
+    os.replace("run/new", RECORD)
+    assert run.read()
+    assert of(run) == {"loss": {1: 9, 2: 2, 3: 7}}  # its second line is that of the other
+    RECORD.unlink()
+    assert run.read()
+    assert (of(run), run.state, run.step) == ({}, "waiting", None)
+    assert not run.read()
+
+
+def test_values_that_are_no_finite_numbers_are_counted_and_lines_that_are_no_records_told():
+    write(
+        line(1, loss=2, note="text", flag=True, nest={"a": 1}, none=None, big=10**400),
+        "torn in the midst\n",
+        line(2, loss="NaN"),
+        "[3]\n",
+        line(3, loss="Infinity"),
+        line(None, loss=1),
+    )
+    run = Run(Path("run"), "run")
+    run.read()
+    assert list(run.series) == ["loss"]
+    assert of(run)["loss"] == {1: 2, 6: 1}  # without a step it is where its line is
+    assert run.series["loss"].not_finite == 2
+    assert len(run.damaged) == 2
+    text = " ".join(shown("run"))
+    assert "2 not finite" in text
+    assert "2 lines are no record and left out. " in text
+    assert "metrics.jsonl, line 2 is not JSON" in text
+
+
+def test_the_rate_is_that_of_the_last_records_whatever_lies_between_two_starts():
+    steps = range(10, 620, 10)
+    when = [step / 5 if step < 500 else step / 50 + 86400 for step in steps]
+    write(*(line(s, t, loss=1) for s, t in zip(steps[:49], when[:49], strict=True)))
+    run = Run(Path("run"), "run")
+    run.read()
+    assert run.rate == pytest.approx(5)
+    write(*(line(s, t, loss=1) for s, t in zip(steps[49:], when[49:], strict=True)), mode="a")
+    run.read()
+    assert run.rate == pytest.approx(50)
+    # Two records of a step, and a clock that was put back.
+    write(line(10, 5, a=1), line(10, 6, b=1), line(20, 4, a=1), path=Path("other/metrics.jsonl"))
+    other = Run(Path("other"), "other")
+    other.read()
+    assert other.rate is None
+
+
+def test_the_state_and_the_newest_checkpoint():
+    folder = Path("run")
+    run = Run(folder, "run")
+    write(line(1, loss=1))
+    run.read()
+    assert (run.state, run.checkpoint) == ("not running", None)
+    with alone_in(folder):
+        assert run.read()
+        assert run.state == "running"
+        make_checkpoint(90)
+        make_checkpoint(100)
+        assert run.read()
+        assert run.checkpoint == "step-00000100"
+    for start, state in (
+        ({"status": "running", "error": None}, "killed"),
+        ({"status": "failed", "error": "Traceback\nValueError: no number\n"}, "failed"),
+    ):
+        (folder / "run.json").write_text(json.dumps({"starts": [{"status": "finished"}, start]}))
+        assert run.read()
+        assert run.state == state
+        assert not run.read()
+    assert "failed  step 1" in shown("run")[0]
+    assert any("  ValueError: no number" in text for text in shown("run"))
+    (folder / "run.json").write_text("torn {")
+    assert run.read()
+    assert "not running  step 1" in shown("run")[0]
+    assert "checkpoint step-00000100" in shown("run")[0]
+
+
+# -- the picture -----------------------------------------------------------------------------------
+
+
+def curve_of(lines: list[str]) -> list[str]:
+    """The lines of the only chart that have the curve, without the frame and the scale."""
+    return [
+        text.split("│", 1)[1][:-1].split("┤")[-1].split("│")[-1]
+        for text in lines
+        if "┤" in text or re.match(r"│ +│", text)
+    ]
+
+
+def test_a_picture_has_the_values_and_the_curve_goes_where_they_go():
+    write(*(line(10 * n, loss=n**2 / 8) for n in range(1, 9)))
+    lines = shown("run", width=60)
+    assert any("8  ↓ 0.125 @10  ↑ 8 @80" in text for text in lines)
+    assert [text.split("┤")[0].strip("│ ") for text in lines if "┤" in text] == [
+        "8",
+        "4.062",
+        "0.125",
+    ]
+    assert re.search(r"10 +45 +80", "\n".join(lines))
+    rows = [
+        (y, found.start())
+        for y, text in enumerate(curve_of(lines))
+        for found in BRAILLE.finditer(text)
+    ]
+    by_column = [min(y for y, x in rows if x == column) for column in sorted({x for _, x in rows})]
+    assert by_column == sorted(by_column, reverse=True)  # it only rises
+    assert (by_column[0], by_column[-1]) == (len(curve_of(lines)) - 1, 0)
+    half = by_column[len(by_column) // 2]
+    assert half > len(curve_of(lines)) / 2  # and more so behind the half
+
+
+def test_a_single_peak_of_a_long_run_is_in_the_picture():
+    write(*(line(n, loss=5 if n == 18_001 else n % 2) for n in range(30_000)))
+    lines = shown("run", width=60)
+    top = curve_of(lines)[0]
+    assert len(BRAILLE.findall(top)) in (1, 2)
+    assert BRAILLE.search(top).start() / len(top) == pytest.approx(0.6, abs=0.06)
+    assert all(len(BRAILLE.findall(row)) < 3 for row in curve_of(lines)[:-3])
+
+
+@pytest.mark.parametrize(
+    "values", [[1], [3, 3, 3], [1e308, -1e308, 0], [5e-324, 0], ["NaN"], [], [-1e-9, 1e9]]
+)
+def test_pictures_of_odd_values(values):
+    write(*(line(n, loss=value) for n, value in enumerate(values)))
+    for width in (12, 30, 100):
+        lines = shown("run", width=width)
+        assert max(map(len, lines)) <= width
+    last = f"{float(values[-1]):.5g}" if values else "nothing recorded yet"
+    assert any(last in text for text in lines)
+
+
+def test_values_near_the_limits_of_floats_use_the_whole_height():
+    write(line(0, loss=1e308), line(1, loss=-1e308), line(2, loss=0))
+    rows = curve_of(shown("run", width=60))
+    assert BRAILLE.search(rows[0]).start() < BRAILLE.search(rows[-1]).start()
+
+
+def test_of_equal_values_the_first_is_the_lowest_and_the_highest():
+    write(line(1, loss=5), line(2, loss=5))
+    assert any("5  ↓ 5 @1  ↑ 5 @1" in text for text in shown("run"))
+
+
+def test_several_runs_are_in_the_same_charts_each_with_its_colour():
+    write(line(1, loss=1), line(2, loss=2, only=1), path=Path("a/metrics.jsonl"))
+    write(line(1, loss=3), line(5, loss=0), path=Path("b/metrics.jsonl"))
+    runs = [Run(Path(name), name) for name in "ab"]
+    for run in runs:
+        run.read()
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system="standard")
+    console.print(frame(runs, None, console))
+    text = console.file.getvalue()
+    cyan, yellow = "\x1b[36m", "\x1b[33m"
+    assert f"{cyan}● " in text
+    assert f"{yellow}● " in text
+    for name, colour, values in (("a", cyan, "↓ 1 @1  ↑ 2 @2"), ("b", yellow, "↓ 0 @5  ↑ 3 @1")):
+        assert re.search(rf"{re.escape(colour)}{name}  .*{values}", text)
+        assert re.search(rf"{re.escape(colour)}[\u2801-\u28ff]", text)
+    assert sum("only" in row for row in text.splitlines()) == 1
+    assert re.search(rf"{re.escape(yellow)}b  \x1b\[0m\x1b\[2m- ?", text)  # which has none
+
+
+@pytest.mark.parametrize(("width", "height"), [(160, 50), (100, 24), (60, 24), (30, 12), (200, 70)])
+def test_a_picture_for_a_screen_fills_it_and_names_what_has_no_room(width, height):
+    names = [f"m{n:02}" for n in range(12)]
+    write(*(line(n, **dict.fromkeys(names, n)) for n in range(5)))
+    lines = shown("run", width=width, height=height)
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    charts = re.findall(r"─ (m\d\d) ─", "\n".join(lines))
+    assert len(charts) >= 1
+    if width >= 60:
+        left = re.findall(r"m\d\d", lines[-1]) if "No room for" in lines[-1] else []
+        assert left == names[len(charts) :][: len(left)]
+        assert bool(left) == (len(charts) < 12)
+    assert ("No room" in lines[-1]) == (len(charts) < 12)
+
+
+def test_metrics_are_chosen_by_name_and_pattern():
+    write(line(1, **{"val/a": 1, "train/a": 1, "val/b": 1, "lr": 1}))
+    text = "\n".join(shown("run", metrics=["lr", "val/*", "foo"]))
+    assert re.findall(r"─ (\S+) ─", text) == ["lr", "val/a", "val/b"]
+    assert "Not recorded so far: foo. There are: val/a, train/a, val/b, lr." in text
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_without_a_terminal_one_picture_is_printed(capsys):
+    write(line(1, loss=0.25))
+    assert call("run") == call("run", "--once") == 0
+    out = capsys.readouterr().out
+    assert out.count("● run") == 2
+    assert "\x1b" not in out
+    assert "0.25" in out
+
+
+def test_a_run_that_has_not_begun_is_waited_for_and_with_once_it_is_an_error(capsys):
+    write(line(1, loss=0.25))
+    assert call("run", "later", "--once") == 1
+    out = capsys.readouterr().out
+    assert "● later  waiting" in out
+    assert "● run" in out
+
+
+def test_the_folder_of_several_runs_names_them(capsys):
+    for path in ("runs/b", "runs/a"):
+        write(line(1, loss=1), path=Path(path, "metrics.jsonl"))
+    assert call("runs", "--once") == 1
+    assert "Runs in that folder: a, b." in capsys.readouterr().out
+
+
+def test_runs_are_named_by_as_much_as_tells_them_apart(capsys):
+    for path in ("x/run", "y/run"):
+        write(line(1, loss=1), path=Path(path, "metrics.jsonl"))
+    assert call("x/run", "y/run", "x/run/", "--once") == 0
+    out = capsys.readouterr().out
+    assert out.count("● ") == 2
+    assert "● x/run" in out
+
+
+def test_a_record_alone_has_no_state(capsys):
+    write(line(1, loss=1), path=Path("own.jsonl"))
+    assert call("own.jsonl", "--once") == 0
+    assert "● own.jsonl  step 1 · epoch 0 · last record 1970-01-01" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["notes.txt"], "notes.txt is a file; give the folder of a run, or its metrics.jsonl"),
+        (["run", "--interval", "0"], "'0' must be a number of seconds from 0.05 to 3600"),
+        (["run", "--interval", "nan"], "'nan' must be"),
+        (["run", "--interval", "soon"], "'soon' must be"),
+        ([], "RUN_DIR"),
+    ],
+)
+def test_wrong_usage(arguments, message, capsys):
+    Path("notes.txt").touch()
+    assert call(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotext", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "plotext" else 1)
+    assert call("run") == 1
+    error = capsys.readouterr().err
+    assert "needs plotext: pip install 'cadence-trainer[watch]'" in error
+
+
+class Screen:
+    """The command on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, slave = pty.openpty()
+        self.resize(30, 100)
+        self.written = ""
+        root = Path(trainer.__file__).parents[1]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainer", "watch", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "NO_COLOR": "1"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def wait_for(self, text: str) -> str:
+        """All that is written up to a text, from where the last call ended."""
+        limit = time.monotonic() + 120
+        while text not in self.written:
+            assert time.monotonic() < limit, self.written
+            if select.select([self.master], [], [], 1)[0]:
+                self.written += os.read(self.master, 65536).decode(errors="replace")
+        before, _, self.written = self.written.partition(text)
+        return before
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+def test_on_a_terminal_it_follows_until_ctrl_c():
+    screen = Screen("run", "--interval", "0.05")
+    try:
+        screen.wait_for("waiting")
+        write(line(1, loss=0.125))
+        screen.wait_for("step 1 ")
+        screen.wait_for("0.125")
+        write(line(2, loss=0.0625), mode="a")
+        screen.wait_for("step 2 ")
+        wide = screen.wait_for("╯")
+        screen.resize(24, 40)
+        screen.wait_for("step 2 ")
+        narrow = screen.wait_for("╯")
+        assert (wide.count("─"), narrow.count("─")) > (100, 0)
+        assert max(len(row) for row in narrow.splitlines()) <= 40 + len("\x1b[0m") * 2
+        os.write(screen.master, b"\x03")
+        screen.wait_for("\x1b[?1049l")  # the screen that was there before is back
+        screen.wait_for("step 2 ")  # with what was seen last
+        assert screen.process.wait(60) == 130
+    finally:
+        screen.close()
+
+
+def test_thinning_keeps_the_extremes_of_each_part_in_order():
+    values = [math.sin(n) * n for n in range(1000)]
+    write(*(line(n, loss=value) for n, value in enumerate(values)))
+    run = Run(Path("run"), "run")
+    run.read()
+    steps, kept = drawing._thinned(run.series["loss"], 50)
+    assert steps == sorted(set(steps))
+    assert kept == [values[int(step)] for step in steps]
+    for first in range(0, 1000, 20):
+        part = values[first : first + 20]
+        assert {min(part), max(part)} <= set(kept)
+    assert len(kept) <= 100

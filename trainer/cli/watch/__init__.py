@@ -1,0 +1,153 @@
+"""The command `trainer watch`: the curves of runs in the terminal, while they are trained.
+
+``follow`` reads what a run appends to its record, ``frame`` draws it. Nothing is written, and a run
+does not notice that it is watched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.cli.parsing import CommandError, command_parser
+from trainer.cli.watch.follow import Run
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer watch`."""
+    made = command_parser(
+        prog,
+        "Show the curves of runs in the terminal, while they are trained. Ctrl-C ends it and "
+        "leaves the runs alone.",
+        examples=[
+            ("follow a run", "runs/digits"),
+            ("two runs in the same charts, of some metrics", "runs/a runs/b --metrics 'val/*',lr"),
+            ("one picture and the end, as also where the output is no terminal", "runs/a --once"),
+        ],
+        codes={0: "done", 1: "--once, and a run has no record"},
+    )
+    made.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="the folder of a run, whose metrics.jsonl is followed; or a file like that one",
+    )
+    made.add_argument(
+        "--metrics",
+        type=_names,
+        metavar="NAME,…",
+        help="only these, in this order; * stands for anything",
+    )
+    made.add_argument(
+        "--interval",
+        type=_seconds,
+        default=1.0,
+        metavar="SECONDS",
+        help="how often to look whether something came (default: 1)",
+    )
+    made.add_argument("--once", action="store_true", help="show what there is and end")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command; without `--once` on a terminal it ends by `KeyboardInterrupt`.
+
+    Returns:
+        0, or 1 where a run has no record.
+
+    Raises:
+        CommandError: rich or plotext is not installed.
+        argparse.ArgumentTypeError: A path is neither a folder nor a record.
+        OSError: A record cannot be read.
+    """
+    _check_installed()
+    from rich.console import Console
+
+    runs = [Run(path, name) for path, name in _named(arguments.runs)]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no such signs shows others
+        sys.stdout.reconfigure(errors="replace")
+    console = Console()
+    if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
+        return _once(runs, arguments.metrics, console)
+    return _follow(runs, arguments.metrics, arguments.interval, console)
+
+
+def _once(runs: Sequence[Run], patterns: Sequence[str] | None, console: Console) -> int:
+    from trainer.cli.watch.frame import frame
+
+    for each in runs:
+        each.read()
+    console.print(frame(runs, patterns, console))
+    return int(not all(each.has_record for each in runs))
+
+
+def _follow(
+    runs: Sequence[Run], patterns: Sequence[str] | None, interval: float, console: Console
+) -> int:
+    from rich.live import Live
+
+    from trainer.cli.watch.frame import frame
+
+    for each in runs:
+        each.read()
+    try:
+        with Live(
+            frame(runs, patterns, console, height=console.height),
+            console=console,
+            screen=True,
+            auto_refresh=False,
+        ) as live:
+            size = console.size
+            while True:
+                time.sleep(interval)
+                came = [each.read() for each in runs]
+                if any(came) or console.size != size:
+                    size = console.size
+                    shown = frame(runs, patterns, console, height=console.height)
+                    live.update(shown, refresh=True)
+    finally:  # the other screen is gone; what it showed last stays on this one
+        console.print(frame(runs, patterns, console))
+
+
+def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+    """Each path with the shortest name that no other has."""
+    paths = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
+    for length in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return list(zip(paths, names, strict=True))
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in (part.strip() for part in text.split(",")) if name]
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.05 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds from 0.05 to 3600")
+    return value
+
+
+def _check_installed() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("rich", "plotext") if find_spec(name) is None]
+    if missing:
+        raise CommandError(
+            f"needs {' and '.join(missing)}: pip install 'cadence-trainer[watch]'. Without it, "
+            "`trackers.read_metrics` reads a record."
+        )

@@ -63,16 +63,3 @@ def choose(what: str, value: object, choices: Iterable[str]) -> str:
     near = get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"
-
-
-def refuse_launcher(name: str) -> None:
-    """Say what to do in place of the launchers of the documented API.
-
-    Raises:
-        ImportError: The name is one of theirs.
-    """
-    if name in ("notebook_launcher", "debug_launcher"):
-        raise ImportError(
-            f"{name} is not part of Cadence yet. Put the training into a script and start it with "
-            "torchrun --nproc-per-node=2 script.py; one process needs no launcher."
-        )

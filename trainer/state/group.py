@@ -8,10 +8,13 @@ import os
 import platform
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from trainer import environment
 from trainer.configuration import DistributedType
@@ -115,27 +118,39 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
         _check_backend(part.rpartition(":")[2], device)
-    init_method = chosen.pop("init_method", None)
-    if init_method is None:
-        if launch.master_addr is None or launch.master_port is None:
-            raise ValueError(
-                f"{launch.launcher} started {launch.world_size} processes, but MASTER_ADDR and "
-                "MASTER_PORT do not say where they meet. Start the script with torchrun, or export "
-                "both: rank 0's host name and a free port."
-            )
-        if launch.launcher == "torchrun":
-            init_method = "env://"
-        else:
-            init_method = f"tcp://{launch.master_addr}:{launch.master_port}"
+    if chosen.get("init_method") is None and chosen.get("store") is None:
+        chosen |= _meeting_place(launch, chosen.get("timeout"))
     dist.init_process_group(
         backend,
-        init_method=init_method,
         rank=launch.rank,
         world_size=launch.world_size,
         **chosen,
     )
     if backend == "gloo":
         atexit.register(_let_threads_finish)
+
+
+def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dict[str, str | Store]:
+    """The argument of `init_process_group` that says where the processes meet.
+
+    torchrun starts processes again with the store of its agent, in which the addresses of those
+    that are gone would be found: the new ones would wait for them. Each attempt has names of its
+    own, unless there are agents on several machines: they do not count their attempts alike.
+    """
+    if launch.master_addr is None or launch.master_port is None:
+        raise ValueError(
+            f"{launch.launcher} started {launch.world_size} processes, but MASTER_ADDR and "
+            "MASTER_PORT do not say where they meet. Start the script with torchrun, or export "
+            "both: rank 0's host name and a free port."
+        )
+    if launch.launcher != "torchrun":
+        return {"init_method": f"tcp://{launch.master_addr}:{launch.master_port}"}
+    attempt = environment.read_int("TORCHELASTIC_RESTART_COUNT")
+    if not attempt or environment.read_int("GROUP_WORLD_SIZE") != 1:
+        return {"init_method": "env://"}
+    limit = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size, **limit)))
+    return {"store": PrefixStore(f"attempt-{attempt}", store)}
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

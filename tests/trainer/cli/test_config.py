@@ -1,0 +1,274 @@
+"""The command `trainer config` and its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.cli import main
+from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
+
+# What `accelerate config` and `accelerate config default` write.
+ANSWERED = """
+compute_environment: LOCAL_MACHINE
+debug: true
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+dynamo_config:
+  dynamo_backend: INDUCTOR
+  dynamo_mode: reduce-overhead
+  dynamo_use_dynamic: true
+  dynamo_use_fullgraph: false
+  dynamo_use_regional_compilation: false
+enable_cpu_affinity: false
+gpu_ids: 0,1
+machine_rank: 1
+main_process_ip: node0
+main_process_port: 29501
+main_training_function: main
+mixed_precision: bf16
+num_machines: 2
+num_processes: 4
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+DEFAULT = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "NO",
+    "downcast_bf16": False,
+    "enable_cpu_affinity": False,
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 1,
+    "rdzv_backend": "static",
+    "same_network": False,
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    return tmp_path / "hf" / "accelerate" / "default_config.yaml"
+
+
+def read(text: str) -> tuple[LaunchConfiguration, list[str]]:
+    Path("own.yaml").write_text(text)
+    given, notes = read_file(Path("own.yaml"))
+    return LaunchConfiguration(**given), notes
+
+
+def test_the_place_is_that_of_the_documented_api(monkeypatch, home):
+    assert default_place() == home
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_place() == Path("/cache/huggingface/accelerate/default_config.yaml")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/somebody")
+    expected = "/somebody/.cache/huggingface/accelerate/default_config.yaml"
+    assert default_place() == Path(expected)
+
+
+def test_a_file_of_the_documented_api_is_understood():
+    found, notes = read(ANSWERED)
+    assert notes == []
+    assert found == LaunchConfiguration(
+        num_processes=4,
+        num_machines=2,
+        machine_rank=1,
+        main_process_ip="node0",
+        main_process_port=29501,
+        use_cpu=False,
+        gpu_ids="0,1",
+        mixed_precision="bf16",
+        dynamo_backend="INDUCTOR",
+        dynamo_mode="reduce-overhead",
+        dynamo_use_dynamic=True,
+        dynamo_use_fullgraph=False,
+        debug=True,
+        rdzv_backend="static",
+    )
+
+
+def test_its_default_file_is_json_under_a_yaml_name():
+    found, notes = read(json.dumps(DEFAULT))
+    assert notes == []
+    assert found == LaunchConfiguration(
+        num_processes=1, use_cpu=True, mixed_precision="no", debug=False, rdzv_backend="static"
+    )
+
+
+def test_old_and_bare_spellings_are_understood():
+    found, _ = read("fp16: true\ngpu_ids: 0\nnum_processes: -1\ndynamo_backend: 'NO'\n")
+    assert (found.mixed_precision, found.gpu_ids, found.num_processes) == ("fp16", "0", None)
+    found, _ = read("mixed_precision: no\ndistributed_type: MULTI_CPU\n")  # False, for YAML
+    assert (found.mixed_precision, found.use_cpu) == ("no", True)
+    assert read("")[0] == LaunchConfiguration()
+
+
+def test_what_means_nothing_here_is_noted():
+    _, notes = read("tpu_name: mine\nenable_cpu_affinity: true\nmpirun_config: {mpirun_ccl: '1'}")
+    assert [note.partition(" ")[0] for note in notes] == [
+        "tpu_name",
+        "enable_cpu_affinity",
+        "mpirun_config",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("num_procesess: 2", "a key is 'num_procesess'.*Did you mean 'num_processes'"),
+        ("dynamo_config: {backend: no}", "a key of dynamo_config is 'backend'"),
+        ("distributed_type: DEEPSPEED", "asks for DeepSpeed; that is not supported yet"),
+        ("distributed_type: FSDP", "asks for FSDP"),
+        ("distributed_type: MULTI_CPUS", "Did you mean 'MULTI_CPU'"),
+        ("fsdp_config: {fsdp_version: 2}", "fsdp_config asks for FSDP"),
+        ("compute_environment: AMAZON_SAGEMAKER", "SageMaker"),
+        ("dynamo_config: {dynamo_use_regional_compilation: true}", "not supported"),
+        ("- 1", "must be a mapping"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
+    with pytest.raises(ValueError, match=f"(?s)own.yaml.*{said}"):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "said"),
+    [
+        ({"num_processes": 0}, ValueError, "at least 1"),
+        ({"num_processes": "2"}, TypeError, "whole number"),
+        ({"num_processes": True}, TypeError, "whole number"),
+        ({"num_processes": 3, "num_machines": 2}, ValueError, "multiple of num_machines"),
+        ({"machine_rank": 1}, ValueError, "from 0 to 0"),
+        ({"main_process_port": 65536}, ValueError, "at most 65535"),
+        ({"main_process_port": 0, "num_machines": 2}, ValueError, "must be told the same"),
+        ({"mixed_precision": "bf1"}, ValueError, "Did you mean 'bf16'"),
+        ({"mixed_precision": "fp8"}, NotImplementedError, "8-bit"),
+        ({"dynamo_backend": "indctor"}, ValueError, "Did you mean 'INDUCTOR'"),
+        ({"rdzv_backend": "etcd"}, ValueError, "'c10d', 'static'"),
+        ({"gpu_ids": "0,,1"}, ValueError, "like '0,1'"),
+        ({"use_cpu": "yes"}, TypeError, "true or false"),
+        ({"monitor_interval": 0}, ValueError, "above 0"),
+        ({"monitor_interval": "1"}, TypeError, "number of seconds"),
+    ],
+)
+def test_a_configuration_checks_itself(wrong, kind, said):
+    with pytest.raises(kind, match=said):
+        LaunchConfiguration(**wrong)
+
+
+@pytest.mark.parametrize("name", ["a/own.yaml", "own.json"])
+def test_what_is_written_is_read_again(name):
+    configuration = LaunchConfiguration(
+        num_processes=4,
+        num_machines=2,
+        main_process_ip="node0",
+        main_process_port=1234,
+        use_cpu=True,
+        mixed_precision="bf16",
+        dynamo_backend="inductor",
+        dynamo_use_dynamic=False,
+        debug=True,
+        rdzv_backend="c10d",
+        max_restarts=3,
+        num_cpu_threads_per_process=2,
+    )
+    write_file(Path(name), configuration)
+    given, notes = read_file(Path(name))
+    assert notes == []
+    assert LaunchConfiguration(**given) == configuration
+    assert name.endswith("yaml") or json.loads(Path(name).read_text())
+
+
+def test_the_default_is_written_with_keys_that_the_documented_api_knows(monkeypatch, home, capsys):
+    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+    assert main(["config", "--default"]) == 0
+    assert capsys.readouterr().out == f"Saved to {home}.\n"
+    found = yaml.safe_load(home.read_text())
+    assert {key: DEFAULT[key] for key in found} == found
+    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 4)
+    assert main(["config", "default", "--config_file", "g.yaml", "--mixed_precision=bf16"]) == 0
+    found = yaml.safe_load(Path("g.yaml").read_text())
+    assert found["distributed_type"] == "MULTI_GPU"
+    assert (found["num_processes"], found["use_cpu"]) == (4, False)
+    assert found["mixed_precision"] == "bf16"
+
+
+def test_update_writes_todays_keys_and_loses_none_of_ours(capsys):
+    Path("own.yaml").write_text("fp16: true\nmax_restarts: 2\ndowncast_bf16: true\n")
+    assert main(["config", "update", "--config-file", "own.yaml"]) == 0
+    assert "downcast_bf16 is not used" in capsys.readouterr().err
+    found = yaml.safe_load(Path("own.yaml").read_text())
+    assert (found["mixed_precision"], found["max_restarts"]) == ("fp16", 2)
+    assert "fp16" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["update"], 2, "No such file"),
+        (["--mixed_precision", "bf16"], 2, "belongs to --default"),
+        ([], 2, "no terminal to ask on"),
+        (["update", "--default"], 2, "asks nothing"),
+        (["update", "--config_file", "bad.yaml"], 1, "must be at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_told(capsys, monkeypatch, words, code, said):
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115  # closed below
+    Path("bad.yaml").write_text("num_processes: 0")
+    try:
+        found = main(["config", *words])
+    except SystemExit as end:
+        found = end.code
+    finally:
+        sys.stdin.close()
+    assert found == code
+    assert said in capsys.readouterr().err
+
+
+def test_questions_are_asked_with_what_is_known_as_the_answer(home, monkeypatch, capsys):
+    """Two machines, three wrong answers, and the rest as it is known."""
+    write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True, mixed_precision="bf16"))
+    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+    master, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
+        monkeypatch.setattr("sys.stdin", stdin)
+        keyboard.write(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\nindctor\ninductor\nyes\n")
+        keyboard.flush()
+        assert main(["config"]) == 0
+    shown = capsys.readouterr().out
+    assert "machines [1]: " in shown
+    assert "'two' must be a number of 1 or more" in shown
+    assert "precision (no, fp16, bf16) [bf16]: " in shown
+    assert "Did you mean 'INDUCTOR'?" in shown
+    given, _ = read_file(home)
+    assert LaunchConfiguration(**given) == LaunchConfiguration(
+        num_machines=2,
+        machine_rank=1,
+        main_process_ip="node0",
+        main_process_port=29500,
+        rdzv_backend="c10d",
+        use_cpu=True,
+        num_processes=4,
+        mixed_precision="bf16",
+        dynamo_backend="inductor",
+        debug=True,
+    )

@@ -1,0 +1,528 @@
+"""The command `trainer launch`. Most scripts here need no torch, and start at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import main
+from trainer.cli.launch import configure, make_plan, parser
+from trainer.cli.launch.failure import Failure, first_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def no_file(monkeypatch, tmp_path):
+    """No configuration of whoever runs the tests, and none of a launcher around them."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "SLURM_", "OMP_NUM", "RANK", "WORLD_SIZE", "LOCAL_")):
+            monkeypatch.delenv(name)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def launch(*words: str) -> int:
+    """Start processes on the CPU, from this process."""
+    return main(["launch", "--cpu", *words])
+
+
+def plan(*words: str):
+    arguments = parser("trainer launch").parse_args(words)
+    return make_plan(arguments, configure(arguments))
+
+
+# -- what a process sees ---------------------------------------------------------------------------
+
+SEEN = """
+import json, multiprocessing, os, pickle, sys
+
+class Own:
+    pass
+
+def child(queue):
+    queue.put(Own())
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    own = queue.get(timeout=100)
+    process.join()
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS",
+             "ACCELERATE_MIXED_PRECISION")
+    seen = {"argv": sys.argv, "path": sys.path[0], "file": __file__,
+            "own": type(own) is Own, "trainer": "trainer" in sys.modules,
+            "main": sys.modules["__main__"].__dict__ is globals(),
+            **{name: os.environ.get(name) for name in names}}
+    with open(f"seen-{os.environ.get('RANK')}.json", "w") as file:
+        json.dump(seen, file)
+"""
+
+
+def seen(rank: object) -> dict[str, object]:
+    return json.loads(Path(f"seen-{rank}.json").read_text())
+
+
+def test_each_process_runs_the_script_as_python_would(tmp_path):
+    Path("folder").mkdir()
+    write("folder/train.py", SEEN)
+    assert launch("--num_processes", "2", "folder/train.py", "--x_y", "-m", "--cpu") == 0
+    for rank in range(2):
+        found = seen(rank)
+        assert found["argv"] == ["folder/train.py", "--x_y", "-m", "--cpu"]
+        assert found["path"] == str(tmp_path / "folder")
+        assert found["file"] == str(tmp_path / "folder" / "train.py")
+        assert found["own"]  # a class of the script crosses to a spawned process and back
+        assert found["main"]
+        assert not found["trainer"]  # which the folder might have one of its own of
+        assert (found["RANK"], found["LOCAL_RANK"], found["WORLD_SIZE"]) == (str(rank),) * 2 + (
+            "2",
+        )
+        assert found["ACCELERATE_USE_CPU"] == "true"
+        assert found["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
+        assert found["ACCELERATE_MIXED_PRECISION"] is None
+    assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_a_module_and_a_program(tmp_path):
+    Path("package").mkdir()
+    write("package/__init__.py", "")
+    write("package/train.py", SEEN)
+    options = ("--max-restarts=1", "--mixed-precision", "bf16")  # a single one that is watched
+    assert launch(*options, "-m", "package.train", "--x") == 0
+    found = seen(0)
+    assert found["argv"] == [str(tmp_path / "package" / "train.py"), "--x"]
+    assert found["path"] == str(tmp_path)
+    assert found["own"]
+    assert found["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert launch("--num_processes", "2", "--no_python", "sh", "-c", "echo > $RANK.txt") == 0
+    assert Path("0.txt").exists()
+    assert Path("1.txt").exists()
+
+
+def test_one_process_becomes_the_script(tmp_path):
+    write("train.py", SEEN + "    print(os.getpid())\n    sys.exit(9)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "launch", "--cpu", "train.py", "--x"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 9
+    assert output == f"{process.pid}\n"
+    found = seen(None)
+    assert found["argv"] == ["train.py", "--x"]
+    assert found["ACCELERATE_USE_CPU"] == "true"
+    assert found["WORLD_SIZE"] is None
+
+
+def test_machines_meet(tmp_path):
+    script = "import os\nopen(os.environ['RANK'] + ' of ' + os.environ['WORLD_SIZE'], 'w').close()"
+    write("train.py", script)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    words = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1"]
+    words += ["--main_process_port", port, "train.py"]
+    other = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "launch", "--cpu", "--machine_rank", "1", *words]
+    )
+    try:
+        assert launch("--machine_rank", "0", *words) == 0
+        assert other.wait(100) == 0
+    finally:
+        other.kill()
+        other.wait()
+    assert sorted(path.name for path in Path().glob("* of 4")) == [f"{n} of 4" for n in range(4)]
+
+
+# -- what is said at the end -----------------------------------------------------------------------
+
+BAD = """
+import os, sys, time
+
+def deep():
+    raise ValueError("number one is bad\\nin two lines")
+
+if os.environ["RANK"] == "1":
+    try:
+        {}["key"]
+    except KeyError as error:
+        deep()
+while not os.path.exists("one has failed"):
+    time.sleep(0.01)
+raise RuntimeError("the others are gone")
+"""
+# The failure of rank 1 is noted first; rank 0 waits until it has been.
+NOTED = """
+import threading, glob
+def watch(folder=os.path.dirname(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))):
+    while not os.path.exists(folder + "/1/error.json"):
+        time.sleep(0.01)
+    open("one has failed", "w").close()
+threading.Thread(target=watch).start()
+"""
+
+
+def test_the_exception_that_came_first_is_last_and_once(capfd, tmp_path):
+    script = BAD.replace("while not", NOTED + "while not", 1)
+    write("train.py", script)
+    # The launcher looks so seldom that it finds both at once.
+    assert launch("--num_processes", "2", "--monitor_interval", "3", "train.py") == 1
+    text = capfd.readouterr().err
+    assert text.count("ValueError: number one is bad") == 1
+    before, _, last = text.partition(f"rank 1 of 2 on {socket.gethostname()} failed first:\n")
+    assert last.startswith("Traceback (most recent call last):\n")
+    assert f'File "{tmp_path}/train.py", line 5, in deep' in last
+    assert last.endswith("ValueError: number one is bad\nin two lines\n")
+    assert "KeyError: 'key'" in last  # from which it came
+    assert "launch/entry.py" not in text
+    assert "runpy" not in text
+    assert "rank 0 of 2" in before
+    assert "failed after that: RuntimeError: the others are gone" in before
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        ("sys.exit(7)", 7, "rank 1 of 2 on {host} failed first:\nit exited with code 7.\n"),
+        ("sys.exit('no data')", 1, "rank 1 of 2 on {host} failed first:\nno data\n"),
+        (
+            "os.kill(os.getpid(), 9)",
+            137,
+            "rank 1 on {host} failed first:\n"
+            "it was ended by SIGKILL, as where the machine has no memory left.\n",
+        ),
+        ("exec('def')", 1, "SyntaxError: invalid syntax\n"),
+    ],
+)
+def test_the_code_is_that_of_the_failing_process(capfd, line, code, said):
+    write(
+        "train.py",
+        f"import os, signal, sys\nsignal.pause() if os.environ['RANK'] == '0' else None\n{line}\n",
+    )
+    assert launch("--num_processes", "2", "train.py") == code
+    text = capfd.readouterr().err
+    assert text.endswith(said.format(host=socket.gethostname()))
+    assert text.count(said.splitlines()[-1]) == 1
+
+
+# Torch does not close the files of processes that have ended by themselves.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_processes_say_is_kept(capfd):
+    write("train.py", "print('hello')")
+    assert launch("--log_dir", "logs", "train.py") == 0
+    assert capfd.readouterr().out == ""
+    assert launch("--log_dir", "logs", "--tee", "3", "train.py") == 0
+    assert capfd.readouterr().out == "[rank 0] hello\n"
+    kept = [path.read_text() for path in Path("logs").rglob("stdout.log")]
+    assert kept == ["hello\n"] * 2
+
+
+def test_a_failure_before_the_last_attempt_is_shown_when_it_happens(capfd):
+    write(
+        "train.py",
+        "import os\ncount = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "assert count == '2', f'attempt {count}'\n",
+    )
+    assert launch("--max_restarts", "2", "train.py") == 0
+    text = capfd.readouterr().err
+    assert text.count("AssertionError: attempt 0") == text.count("AssertionError: attempt 1") == 1
+    assert "failed first" not in text
+    assert "launch/entry.py" not in text
+
+
+def test_hooks_of_services_hear_of_the_exception(capfd):
+    write(
+        "train.py",
+        "import sys\n"
+        "def hook(kind, error, frames):\n    open(str(error), 'w').close()\n"
+        "    sys.__excepthook__(kind, error, frames)\n"
+        "sys.excepthook = hook\nraise ValueError('heard')\n",
+    )
+    assert launch("--num_processes", "2", "train.py") == 1
+    assert Path("heard").exists()
+    assert capfd.readouterr().err.count("ValueError: heard\n") <= 2  # the last, and a summary
+
+
+def failure(rank: int, code: int = 1, seen: float = 100, raised: float | None = None) -> Failure:
+    return Failure(rank=rank, code=code, seen=seen, raised=raised, kind="", text="", who="")
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([failure(0, raised=100.9), failure(1, raised=100.2)], 1),
+        # Its peers noticed that it was gone before the launcher did.
+        ([failure(0, raised=100.9), failure(1, -9, seen=101)], 1),
+        # The launcher gave up waiting for it.
+        ([failure(0, raised=100.9), failure(1, -9, seen=130)], 0),
+        ([failure(0, -15), failure(1, seen=101, raised=101.5)], 1),
+        ([failure(0, -15)], 0),
+        ([failure(0, code=3, seen=102), failure(1, seen=101, raised=101.5)], 1),
+    ],
+)
+def test_the_first_failure_is_told_from_those_that_follow(failures, rank):
+    assert first_of(failures, 0.1).rank == rank
+    assert first_of(failures[::-1], 0.1).rank == rank
+
+
+# -- signals ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_told_to_end_is_not_started_again_nor_ended_in_its_tear_down(capfd):
+    write(
+        "train.py",
+        "import os, time\nfrom trainer.errors import Preempted\n"
+        "rank = os.environ['RANK']\nopen(f'began-{rank}', 'a').write('x')\n"
+        "class Own(Preempted): pass\n"
+        "try:\n    raise Own(143)\n"
+        "finally:\n"
+        "    while rank == '0' and not os.path.exists('over'):\n        time.sleep(0.01)\n"
+        "    open(f'down-{rank}', 'w').close()\n"
+        "    if rank == '1':\n        os.fork() or (time.sleep(1), open('over', 'w').close())\n",
+    )
+    assert launch("--num_processes", "2", "--max_restarts", "2", "train.py") == 143
+    assert Path("began-0").read_text() == Path("began-1").read_text() == "x"
+    assert Path("down-0").exists()
+    assert "failed" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_to_the_launcher_reaches_the_processes_which_may_save(name):
+    write(
+        "train.py",
+        "import os, signal, sys\n"
+        f"def save(*_):\n    open('saved-' + os.environ['RANK'], 'w').close()\n    sys.exit(3)\n"
+        f"signal.signal(signal.{name}, save)\n"
+        "open('ready-' + os.environ['RANK'], 'w').close()\n"
+        "while not (os.path.exists('ready-0') and os.path.exists('ready-1')):\n    pass\n"
+        f"if os.environ['RANK'] == '1':\n    os.kill(os.getppid(), signal.{name})\n"
+        "while True:\n    signal.pause()\n",
+    )
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert launch("--num_processes", "2", "--max_restarts", "1", "train.py") == 128 + getattr(
+        signal, name
+    )
+    assert Path("saved-0").exists()
+    assert Path("saved-1").exists()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_a_second_signal_reaches_them_too():
+    write(
+        "train.py",
+        "import os, signal, sys\n"
+        "came = []\n"
+        "def hear(*_):\n"
+        "    came.append(1)\n"
+        "    if len(came) == 1:\n        os.kill(os.getppid(), signal.SIGINT)\n"
+        "    else:\n        open('twice', 'w').close(); os._exit(1)\n"
+        "signal.signal(signal.SIGINT, hear)\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "while True:\n    signal.pause()\n",
+    )
+    assert launch("--max_restarts", "1", "train.py") == 130
+    assert Path("twice").exists()
+
+
+# -- what is started -------------------------------------------------------------------------------
+
+
+def test_the_command_line_is_over_the_file_is_over_the_environment(monkeypatch, tmp_path):
+    write("train.py", "")
+    write("own.yaml", "mixed_precision: bf16\nnum_processes: 3\nuse_cpu: true\ndebug: true\n")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
+    found = plan("--config_file", "own.yaml", "--mixed_precision", "no", "train.py")
+    assert found.processes == 3
+    assert not found.here
+    assert found.variables["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert found.variables["ACCELERATE_DEBUG_MODE"] == "true"
+    assert "ACCELERATE_DYNAMO_BACKEND" not in found.variables  # it stays what it is
+    assert (
+        plan("--config_file", "own.yaml", "train.py").variables["ACCELERATE_MIXED_PRECISION"]
+        == "bf16"
+    )
+    assert "ACCELERATE_MIXED_PRECISION" not in plan("--cpu", "train.py").variables
+    assert plan("--config_file", "own.yaml", "--num_processes", "1", "train.py").here
+
+
+def test_the_default_file_is_read(tmp_path):
+    write("train.py", "")
+    Path("hf/accelerate").mkdir(parents=True)
+    write("hf/accelerate/default_config.yaml", "num_processes: 2\nuse_cpu: true\n")
+    assert plan("train.py").processes == 2
+
+
+def test_each_option_becomes_its_variable():
+    write("train.py", "")
+    words = "--num_processes 2 --gradient_accumulation_steps 4 --dynamo_backend inductor "
+    words += "--dynamo_mode reduce-overhead --dynamo_use_fullgraph --dynamo-use-dynamic --debug "
+    words += "--num_cpu_threads_per_process 3 --gpu_ids 1,3 train.py"
+    assert plan(*words.split()).variables == {
+        "ACCELERATE_USE_CPU": "false",
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+        "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_DYNAMO_MODE": "reduce-overhead",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "true",
+        "ACCELERATE_DEBUG_MODE": "true",
+        "OMP_NUM_THREADS": "3",
+        "CUDA_VISIBLE_DEVICES": "1,3",
+    }
+
+
+def test_processes_are_counted_as_the_machine_or_the_user_says(monkeypatch):
+    write("train.py", "")
+    monkeypatch.setattr("trainer.cli.launch.device_count", lambda: 4)
+    assert plan("train.py").processes == 4
+    assert plan("--gpu_ids", "0,2", "train.py").processes == 2
+    assert plan("--cpu", "train.py").processes == 1
+    machines = ("--num_machines", "2", "--main_process_ip", "node0")
+    assert plan(*machines, "train.py").processes == 4
+    assert plan(*machines, "--num_processes", "6", "train.py").processes == 3
+    assert plan(*machines, "--nproc_per_node", "6", "train.py").processes == 6
+    elastic = plan("--nnodes", "1:3", "--nproc_per_node=2", "--rdzv_endpoint=a:1", "train.py")
+    assert (elastic.processes, elastic.machines) == (2, (1, 3))
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LAUNCH_NODE_IPADDR": "n0"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+    ],
+)
+def test_a_process_that_srun_or_mpirun_started_becomes_the_script(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    write("train.py", "")
+    found = plan("--cpu", "--mixed_precision", "bf16", "train.py")
+    assert found.here
+    assert found.command == [sys.executable, "-u", "train.py"]
+    assert found.variables["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert plan("--cpu", "--num_processes", "4", "train.py").here
+    # One task for each machine, which starts processes of its own.
+    assert not plan("--cpu", "--num_processes", "2", "train.py").here
+
+
+def test_a_dry_run_shows_and_starts_nothing(capsys):
+    write("train.py", "open('ran', 'w')")
+    assert launch("--dry_run", "--num_processes", "2", "train.py", "--name", "a b") == 0
+    shown = capsys.readouterr().out
+    assert "processes on this machine  2" in shown
+    assert "ACCELERATE_USE_CPU         true" in shown
+    assert shown.endswith("launch/entry.py train.py --name 'a b'\n")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("nothing.py", 2, "there is no script 'nothing.py'"),
+        ("--num_procs 2 train.py", 2, "unrecognized|required|ambiguous|invalid"),
+        ("--num_processes 3 --num_machines 2 train.py", 2, "must be a multiple of num_machines"),
+        ("--num_machines 2 --num_processes 2 train.py", 2, "give --main_process_ip HOST"),
+        ("--num_machines 2 --machine_rank 2 train.py", 2, "from 0 to 1"),
+        ("--mixed_precision fp8 train.py", 2, "8-bit training"),
+        ("--use_deepspeed train.py", 2, "DeepSpeed, which is not supported yet"),
+        ("-m --no_python train", 2, "exclude each other"),
+        ("--nnodes 3:1 --nproc_per_node 1 train.py", 2, "fewer than at least 3"),
+        ("--num_processes 2 --nproc_per_node 2 train.py", 2, "give one of them"),
+        ("--config_file none.yaml train.py", 1, "there is no configuration file none.yaml"),
+        ("--max_restarts -1 train.py", 2, "must be at least 0"),
+        ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),
+        ("--tee 3 train.py", 2, "belongs to --log_dir"),
+        ("--machine_rank 1 train.py", 2, "from 0 to 0"),
+        ("--num_processes 2 --rdzv_conf join_timeout=soon train.py", 1, "did not meet at"),
+        ("--num_processes 2 --no_python ./nothing", 2, "No such file"),
+    ],
+)
+def test_what_makes_no_sense_is_told(capsys, words, code, said):
+    write("train.py", "")
+    try:
+        found = launch(*words.split())
+    except SystemExit as end:
+        found = end.code
+    text = capsys.readouterr().err
+    assert found == code
+    assert any(each in text for each in said.split("|")), text
+    assert "Traceback" not in text
+
+
+def test_variables_that_contradict_each_other_are_told(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    write("train.py", "")
+    assert launch("train.py") == 1
+    assert "rank 2 of 2 processes" in capsys.readouterr().err
+
+
+def test_options_after_the_script_are_its_own():
+    write("train.py", "")
+    found = plan("--cpu", "--num_processes", "2", "train.py", "--num_processes", "5", "--help")
+    assert found.processes == 2
+    assert found.command[-4:] == ["train.py", "--num_processes", "5", "--help"]
+
+
+# -- SLURM -----------------------------------------------------------------------------------------
+
+
+def test_the_batch_script(capsys):
+    write("train.py", "")
+    words = "--slurm --sbatch=--time=04:00:00 --num_machines 2 --num_processes 8 "
+    words += "--num_cpu_threads_per_process 6 --mixed_precision bf16 train.py --name"
+    assert main(["launch", *words.split(), "a b"]) == 0
+    text = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")] == [
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--cpus-per-task=6",
+        "--signal=USR1@120",
+        "--requeue",
+        "--open-mode=append",
+        "--time=04:00:00",
+    ]
+    assert "export ACCELERATE_MIXED_PRECISION=bf16" in lines
+    assert shlex.split(lines[-1]) == [
+        *("exec", "srun", "--kill-on-bad-exit=0"),
+        *("python", "-u", "train.py", "--name", "a b"),
+    ]
+    # What srun is given runs: here by a shell that has one.
+    write("train.py", "import os, sys\nprint(sys.argv[1:], os.environ['OMP_NUM_THREADS'])")
+    write("srun", f'#!/bin/sh\nshift; shift; exec {sys.executable} "$@"\n')
+    Path("srun").chmod(0o755)
+    path = f"{Path.cwd()}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash"], input=text, text=True, capture_output=True, env={**os.environ, "PATH": path}
+    )
+    assert ran.stdout == "['--name', 'a b'] 6\n"
+
+
+def test_the_batch_script_for_the_cpu_asks_for_no_gpu(capsys):
+    write("train.py", "")
+    assert launch("--slurm", "--num_processes", "4", "train.py") == 0
+    text = capsys.readouterr().out
+    assert "gpu" not in text
+    assert "#SBATCH --ntasks-per-node=4\n" in text
+    assert "export ACCELERATE_USE_CPU=true\n" in text

@@ -1,0 +1,212 @@
+"""The command `trainer config`: questions about the machine, kept for `trainer launch`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
+from trainer.cli.parsing import CommandError, command_parser
+from trainer.configuration import DynamoBackend, PrecisionType
+from trainer.environment import FALSE, TRUE
+
+_PRECISIONS = [name for name in PrecisionType.list() if name != PrecisionType.FP8]
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer config`."""
+    made = command_parser(
+        prog,
+        "Answer questions about how scripts are started, once, for `trainer launch`. "
+        f"The answers are kept in {default_place()}.",
+        examples=[
+            ("ask", ""),
+            ("take what the machine has, without a question", "--default"),
+            ("the same with half the memory for numbers", "--default --mixed_precision bf16"),
+            (
+                "another file, for `trainer launch --config_file four.yaml`",
+                "--config_file four.yaml",
+            ),
+            ("write a file anew with the keys of today", "update --config_file four.yaml"),
+        ],
+        codes={0: "written", 1: "a file cannot be read or written"},
+    )
+    made.add_argument(
+        "action",
+        nargs="?",
+        choices=("default", "update"),
+        help="'default' is --default; 'update' reads the file and writes it anew, asking nothing",
+    )
+    made.add_argument(
+        "--default", action="store_true", help="ask nothing: take what the machine has"
+    )
+    made.add_argument(
+        "--config_file",
+        "--config-file",
+        type=Path,
+        metavar="FILE",
+        help="where the answers are kept: .yaml or .json",
+    )
+    made.add_argument(
+        "--mixed_precision",
+        "--mixed-precision",
+        choices=_PRECISIONS,
+        help="with --default: what the forward pass computes in",
+    )
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask and write.
+
+    Returns:
+        0.
+
+    Raises:
+        argparse.ArgumentTypeError: The arguments make no sense, or there is nobody to ask.
+        CommandError: The file that is to be updated is wrong.
+        OSError: The disk refuses.
+    """
+    place = (arguments.config_file or default_place()).expanduser()
+    quick = arguments.default or arguments.action == "default"
+    if arguments.action == "update":
+        if quick or arguments.mixed_precision:
+            raise argparse.ArgumentTypeError("update asks nothing and changes no answer.")
+        chosen = _read(place)
+    elif quick:
+        chosen = replace(of_machine(), mixed_precision=arguments.mixed_precision or "no")
+    elif arguments.mixed_precision:
+        raise argparse.ArgumentTypeError("--mixed_precision belongs to --default.")
+    elif not sys.stdin.isatty():
+        raise argparse.ArgumentTypeError(
+            "there is no terminal to ask on. Give --default for what the machine has."
+        )
+    else:
+        chosen = _ask(_read(place) if place.exists() else of_machine())
+    write_file(place, chosen)
+    print(f"Saved to {place}.")
+    return 0
+
+
+def of_machine() -> LaunchConfiguration:
+    """One process for each accelerator of this machine, or one on the CPU."""
+    devices = device_count()
+    return LaunchConfiguration(
+        num_processes=max(1, devices), use_cpu=devices == 0, mixed_precision="no"
+    )
+
+
+def device_count() -> int:
+    """How many accelerators that processes can share out this machine has."""
+    import torch  # the one question that needs it
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Those of Apple have no collectives: there is one, for one process.
+    return 0 if kind is None or kind.type == "mps" else torch.accelerator.device_count()
+
+
+def _read(place: Path) -> LaunchConfiguration:
+    try:
+        given, notes = read_file(place)
+        configuration = LaunchConfiguration(**given)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise CommandError(f"{error} (read from {place})") from error
+    for note in notes:
+        print(f"{place}: {note}", file=sys.stderr)
+    return configuration
+
+
+# -- the questions ---------------------------------------------------------------------------------
+
+
+def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
+    """Ask about everything, each answer by default what is known; an empty line takes that."""
+    answers: dict[str, Any] = {"num_machines": _question("machines", known.num_machines, _count)}
+    if answers["num_machines"] > 1:
+        most = answers["num_machines"] - 1
+        answers["machine_rank"] = _question(
+            f"which of them is this one (0 to {most})", known.machine_rank, int
+        )
+        answers["main_process_ip"] = _question(
+            "name or address of machine 0", known.main_process_ip, str
+        )
+        answers["main_process_port"] = _question(
+            "a free port of machine 0", known.main_process_port or 29500, _count
+        )
+        answers["rdzv_backend"] = _question(
+            "how they meet (static, c10d)",
+            known.rdzv_backend or "static",
+            _one_of("static", "c10d"),
+        )
+    devices = device_count()
+    answers["use_cpu"] = devices == 0 or _question(
+        "use the CPU alone (yes, no)", bool(known.use_cpu), _yes
+    )
+    answers["num_processes"] = _question(
+        "processes, of all machines together",
+        max(known.num_processes or 1, answers["num_machines"]),
+        _count,
+    )
+    if not answers["use_cpu"]:
+        answers["gpu_ids"] = _question("devices (0,1 or all)", known.gpu_ids or "all", str)
+    answers["mixed_precision"] = _question(
+        f"precision ({', '.join(_PRECISIONS)})",
+        known.mixed_precision or "no",
+        _one_of(*_PRECISIONS),
+    )
+    answers["dynamo_backend"] = _question(
+        "compile with (no, inductor, …)", known.dynamo_backend or "no", _backend
+    )
+    answers["debug"] = _question(
+        "compare shapes before collectives, for looking for errors (yes, no)",
+        bool(known.debug),
+        _yes,
+    )
+    try:
+        return LaunchConfiguration(**answers)
+    except ValueError as error:  # of answers that do not belong together
+        raise CommandError(str(error)) from error
+
+
+def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
+    if isinstance(default, bool):
+        shown = "yes" if default else "no"
+    else:
+        shown = "" if default is None else str(default)
+    while True:
+        text = input(f"{what} [{shown}]: ").strip()
+        if not text and default is not None:
+            return default
+        try:
+            return convert(text)
+        except ValueError as error:
+            print(f"  {error}")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{text!r} must be a number of 1 or more")
+    return int(text)
+
+
+def _yes(text: str) -> bool:
+    if text.lower() not in TRUE | FALSE:
+        raise ValueError(f"{text!r} must be yes or no")
+    return text.lower() in TRUE
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def convert(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"{text!r} must be one of {', '.join(choices)}")
+        return text
+
+    return convert
+
+
+def _backend(text: str) -> str:
+    return DynamoBackend.parse(text.upper(), "what is compiled with").lower()

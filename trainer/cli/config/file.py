@@ -1,0 +1,339 @@
+"""What `trainer launch` starts with: a configuration, and the file that keeps it.
+
+The file is that of the documented API, at its place and with its keys, so that one written by
+``accelerate config`` is understood and one of ours is understood there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer import environment
+from trainer.configuration import DynamoBackend, PrecisionType, refuse_fp8
+from trainer.errors import choose
+
+_SUPPORTED = (
+    "This release trains on one device, or data parallel on several CPU processes, CUDA or XPU "
+    "devices"
+)
+_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
+# What it asks for, by the value of `distributed_type`.
+_REFUSED_TYPES = {
+    "DEEPSPEED": "DeepSpeed",
+    "FSDP": "FSDP",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "an XLA device",
+    "TPU": "a TPU",
+}
+_REFUSED_CONFIGS = {
+    "deepspeed_config": "DeepSpeed",
+    "fsdp_config": "FSDP",
+    "megatron_lm_config": "Megatron-LM",
+    "parallelism_config": "model parallelism",
+    "fp8_config": "8-bit training",
+}
+# Keys that change nothing here, and why.
+_UNUSED = {
+    "main_training_function": "the script is run as it is",
+    "same_network": "the machines meet at main_process_ip",
+    "downcast_bf16": "it is about TPUs",
+    "tpu_name": "it is about TPUs",
+    "tpu_zone": "it is about TPUs",
+    "tpu_use_cluster": "it is about TPUs",
+    "tpu_use_sudo": "it is about TPUs",
+    "tpu_vm": "it is about TPUs",
+    "tpu_env": "it is about TPUs",
+    "commands": "it is about TPUs",
+    "command_file": "it is about TPUs",
+    "enable_cpu_affinity": "torch binds processes to NUMA nodes by itself",
+    "mpirun_config": "start `mpirun -np 4 trainer launch script.py` for processes of an MPI",
+    "ipex_config": "torch has taken over what it did",
+}
+_OFF: tuple[Any, ...] = (None, False, "no", "NO", "", "main", [], {})
+_DYNAMO = {
+    "dynamo_backend": "dynamo_backend",
+    "dynamo_mode": "dynamo_mode",
+    "dynamo_use_fullgraph": "dynamo_use_fullgraph",
+    "dynamo_use_dynamic": "dynamo_use_dynamic",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfiguration:
+    """How a script is started; None leaves a matter to the machine, the environment or the script.
+
+    Attributes:
+        num_processes: How many processes there are on all machines together.
+        num_machines: How many machines take part.
+        machine_rank: Which of them this one is, from 0.
+        main_process_ip: The name or address of machine 0.
+        main_process_port: A free port of machine 0; 0 finds one where there is one machine.
+        use_cpu: Use the CPU though an accelerator is there.
+        gpu_ids: The devices of this machine to use, ``"0,1"``, or ``"all"``.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        gradient_accumulation_steps: Micro-batches for one update.
+        dynamo_backend: What ``torch.compile`` compiles with; ``"no"`` compiles nothing.
+        dynamo_mode: What it optimises for.
+        dynamo_use_fullgraph: A part that cannot be compiled is an error.
+        dynamo_use_dynamic: Compile for changing shapes from the start.
+        num_cpu_threads_per_process: Threads of each process for the CPU's work.
+        debug: Compare shapes before collectives start.
+        rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None takes ``"static"``, or
+            ``"c10d"`` where processes may be started again.
+        rdzv_conf: More for it, as ``"timeout=600,keep_alive_interval=5"``.
+        max_restarts: How often all processes are started again after one has failed.
+        monitor_interval: Seconds between two looks at the processes.
+
+    Raises:
+        ValueError: A value is outside its choices, or values contradict each other.
+        TypeError: A value is of another type.
+        NotImplementedError: 8-bit training is asked for.
+    """
+
+    num_processes: int | None = None
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    use_cpu: bool | None = None
+    gpu_ids: str | None = None
+    mixed_precision: str | None = None
+    gradient_accumulation_steps: int | None = None
+    dynamo_backend: str | None = None
+    dynamo_mode: str | None = None
+    dynamo_use_fullgraph: bool | None = None
+    dynamo_use_dynamic: bool | None = None
+    num_cpu_threads_per_process: int | None = None
+    debug: bool | None = None
+    rdzv_backend: str | None = None
+    rdzv_conf: str = ""
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check every value, and those that belong together."""
+        for name in ("use_cpu", "debug", "dynamo_use_fullgraph", "dynamo_use_dynamic"):
+            if not isinstance(getattr(self, name), (bool, type(None))):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false.")
+        for name, minimum in (
+            ("num_processes", 1),
+            ("num_machines", 1),
+            ("machine_rank", 0),
+            ("main_process_port", 0),
+            ("gradient_accumulation_steps", 1),
+            ("num_cpu_threads_per_process", 1),
+            ("max_restarts", 0),
+        ):
+            _check_number(name, getattr(self, name), minimum)
+        interval = self.monitor_interval
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+            raise TypeError(f"monitor_interval is {interval!r}; it must be a number of seconds.")
+        if interval <= 0:
+            raise ValueError(f"monitor_interval is {interval!r}; it must be above 0 seconds.")
+        self._check_choices()
+        self._check_machines()
+
+    def _check_choices(self) -> None:
+        if self.mixed_precision is not None:
+            PrecisionType.parse(self.mixed_precision, "mixed_precision")
+            if self.mixed_precision == PrecisionType.FP8:
+                refuse_fp8("mixed_precision='fp8'")
+        if self.dynamo_backend is not None:
+            DynamoBackend.parse(self.dynamo_backend.upper(), "dynamo_backend")
+        if self.rdzv_backend not in (None, "static", "c10d"):
+            raise ValueError(choose("rdzv_backend", self.rdzv_backend, ("static", "c10d")))
+        if self.gpu_ids is not None and not re.fullmatch(r"all|[^,\s]+(,[^,\s]+)*", self.gpu_ids):
+            raise ValueError(f"gpu_ids is {self.gpu_ids!r}; it must be like '0,1', or 'all'.")
+
+    def _check_machines(self) -> None:
+        if self.machine_rank >= self.num_machines:
+            raise ValueError(
+                f"machine_rank is {self.machine_rank}, of {self.num_machines} machine(s); it must "
+                f"be from 0 to {self.num_machines - 1}."
+            )
+        if self.num_processes is not None and self.num_processes % self.num_machines:
+            raise ValueError(
+                f"num_processes is {self.num_processes}, of all machines together; it must be a "
+                f"multiple of num_machines, which is {self.num_machines}."
+            )
+        if self.main_process_port is not None and self.main_process_port > 65535:
+            raise ValueError(
+                f"main_process_port is {self.main_process_port}; it must be at most 65535."
+            )
+        if self.num_machines > 1 and self.main_process_port == 0:
+            raise ValueError(
+                "main_process_port is 0, which finds a free port where there is one machine; "
+                "several must be told the same one."
+            )
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which a process hears of its part of this."""
+        named = {
+            "ACCELERATE_USE_CPU": self.use_cpu,
+            "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": self.gradient_accumulation_steps,
+            "ACCELERATE_DYNAMO_BACKEND": self.dynamo_backend,
+            "ACCELERATE_DYNAMO_MODE": self.dynamo_mode,
+            "ACCELERATE_DYNAMO_USE_FULLGRAPH": self.dynamo_use_fullgraph,
+            "ACCELERATE_DYNAMO_USE_DYNAMIC": self.dynamo_use_dynamic,
+            "ACCELERATE_DEBUG_MODE": self.debug,
+            "OMP_NUM_THREADS": self.num_cpu_threads_per_process,
+            "CUDA_VISIBLE_DEVICES": None if self.gpu_ids == "all" else self.gpu_ids,
+        }
+        return {
+            name: str(value).lower() if isinstance(value, bool) else str(value)
+            for name, value in named.items()
+            if value is not None
+        }
+
+
+def _check_number(name: str, value: object, minimum: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be a whole number.")
+    if value < minimum:
+        raise ValueError(f"{name} is {value}; it must be at least {minimum}.")
+
+
+def default_place() -> Path:
+    """Where the file is unless told otherwise.
+
+    That is ``accelerate/default_config.yaml`` in ``HF_HOME``, else in ``huggingface`` below
+    ``XDG_CACHE_HOME``, else in ``~/.cache/huggingface``.
+    """
+    home = environment.read("HF_HOME")
+    if not home:
+        home = str(Path(environment.read("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of `LaunchConfiguration` that a file gives, and notes about what is unused.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It is no YAML or JSON mapping, has an unknown key, or asks for what is not
+            supported.
+    """
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if loaded is None:
+        return {}, []
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"{path} holds {type(loaded).__name__}; it must be a mapping of settings.")
+    try:
+        return _understand({str(key): value for key, value in loaded.items()})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    own = {field.name for field in fields(LaunchConfiguration)}
+    known = {*own, *_UNUSED, *_REFUSED_CONFIGS, "compute_environment", "distributed_type", "fp16"}
+    known |= {"dynamo_config", "dynamo_backend"}
+    for key in found:
+        if key not in known:
+            raise ValueError(choose("a key", key, known))
+    _refuse(found)
+    notes = [
+        f"{key} is not used: {why}."
+        for key, why in _UNUSED.items()
+        if key not in ("same_network", "main_training_function") and found.get(key) not in _OFF
+    ]
+    given = {key: value for key, value in found.items() if key in own and value is not None}
+    given |= _dynamo(found.get("dynamo_config") or {})
+    if found.get("fp16") and "mixed_precision" not in given:  # its name of long ago
+        given["mixed_precision"] = "fp16"
+    if "mixed_precision" in given:  # YAML reads a bare `no` as False
+        given["mixed_precision"] = str(given["mixed_precision"] or "no")
+    if "gpu_ids" in given:  # and a bare 0 as a number
+        given["gpu_ids"] = str(given["gpu_ids"])
+    if found.get("distributed_type") == "MULTI_CPU":
+        given["use_cpu"] = True
+    if given.get("num_processes") == -1:  # "to be given with each command"
+        del given["num_processes"]
+    return given, notes
+
+
+def _refuse(found: Mapping[str, Any]) -> None:
+    where = found.get("compute_environment", "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        raise ValueError(
+            f"compute_environment is {where!r}; it must be 'LOCAL_MACHINE'. For Amazon SageMaker "
+            "use its own launcher, which starts the processes as torchrun does."
+        )
+    kind = found.get("distributed_type") or "NO"
+    if kind in _REFUSED_TYPES:
+        raise ValueError(
+            f"distributed_type is {kind!r}, which asks for {_REFUSED_TYPES[kind]}; that is not "
+            f"supported yet. {_SUPPORTED}: distributed_type may be {', '.join(_TYPES)}."
+        )
+    if kind not in _TYPES:
+        raise ValueError(choose("distributed_type", kind, _TYPES))
+    for key, engine in _REFUSED_CONFIGS.items():
+        if found.get(key):
+            raise ValueError(
+                f"{key} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those "
+                f"remove {key}."
+            )
+
+
+def _dynamo(found: Mapping[str, Any]) -> dict[str, Any]:
+    for key in found:
+        if key not in _DYNAMO and key != "dynamo_use_regional_compilation":
+            raise ValueError(choose("a key of dynamo_config", key, _DYNAMO))
+    if found.get("dynamo_use_regional_compilation"):
+        raise ValueError(
+            "dynamo_use_regional_compilation asks to compile repeated blocks one by one, which is "
+            "not supported; see the guide to compiling."
+        )
+    return {name: found[key] for key, name in _DYNAMO.items() if found.get(key) is not None}
+
+
+def write_file(path: Path, configuration: LaunchConfiguration) -> None:
+    """Write a configuration: the keys that the documented API knows, and ours where they are set.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    own = configuration
+    several = (own.num_processes or 1) > 1 or own.num_machines > 1
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": bool(own.debug),
+        "distributed_type": ("MULTI_CPU" if own.use_cpu else "MULTI_GPU") if several else "NO",
+        "gpu_ids": own.gpu_ids,
+        "machine_rank": own.machine_rank,
+        "main_process_ip": own.main_process_ip,
+        "main_process_port": own.main_process_port,
+        "mixed_precision": own.mixed_precision or "no",
+        "num_machines": own.num_machines,
+        "num_processes": own.num_processes or -1,
+        "rdzv_backend": own.rdzv_backend or "static",
+        "use_cpu": bool(own.use_cpu),
+        "dynamo_config": {key: getattr(own, name) for key, name in _DYNAMO.items()},
+    }
+    dynamo = {key: value for key, value in values["dynamo_config"].items() if value is not None}
+    values["dynamo_config"] = dynamo or None
+    kept = {key: value for key, value in values.items() if value is not None}
+    for field in fields(own):  # those that are only ours: readers there refuse a file with them
+        value = getattr(own, field.name)
+        if field.name not in (*values, *_DYNAMO) and value != field.default:
+            kept[field.name] = value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".json":
+        text = json.dumps(kept, indent=2) + "\n"
+    else:
+        text = yaml.safe_dump(kept)
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,344 @@
+"""The command `trainer launch`: a script on one or more processes, on one or more machines.
+
+A single process that nobody watches becomes the script itself, and so does each that `srun` or
+`mpirun` has started: their variables say what `trainer` needs to know. Everything else is started
+by torch's elastic agent, see `trainer.cli.launch.group`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import environment
+from trainer.cli.config import device_count
+from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
+from trainer.cli.launch.options import make_parser
+from trainer.cli.launch.slurm import batch_script
+from trainer.cli.parsing import CommandError
+
+_NAMES = (
+    "num_processes",
+    "num_machines",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "dynamo_backend",
+    "dynamo_mode",
+    "num_cpu_threads_per_process",
+    "rdzv_backend",
+    "rdzv_conf",
+    "max_restarts",
+    "monitor_interval",
+)
+_FLAGS = ("debug", "dynamo_use_fullgraph", "dynamo_use_dynamic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is about to be started.
+
+    Attributes:
+        here: This process becomes the script; nobody watches it.
+        processes: How many there are on this machine.
+        machines: How many machines take part, at least and at most.
+        variables: Environment variables that are set.
+        command: What each process runs.
+    """
+
+    here: bool
+    processes: int
+    machines: tuple[int, int]
+    variables: dict[str, str]
+    command: list[str]
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer launch`."""
+    return make_parser(prog)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start what the arguments, the file and the environment say, and wait for its end.
+
+    Returns:
+        0, or the code of what was started.
+
+    Raises:
+        argparse.ArgumentTypeError: The arguments make no sense; nothing was started.
+        CommandError: The configuration file is wrong, or the script is not there.
+        OSError: A program cannot be started.
+    """
+    _check(arguments)
+    configuration = configure(arguments)
+    if arguments.slurm:
+        print(_slurm(arguments, configuration), end="")
+        return 0
+    plan = make_plan(arguments, configuration)
+    if arguments.dry_run:
+        _show(plan)
+        return 0
+    with environment.patch_environment(**plan.variables):
+        if plan.here:
+            sys.stdout.flush()
+            os.execvp(plan.command[0], plan.command)
+        return _start_group(arguments, configuration, plan)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.module and arguments.no_python:
+        raise argparse.ArgumentTypeError("--module and --no_python exclude each other.")
+    if arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
+        raise argparse.ArgumentTypeError("--cpu uses no device: leave out --multi_gpu, --gpu_ids.")
+    if arguments.num_processes and arguments.nproc_per_node:
+        raise argparse.ArgumentTypeError(
+            "--num_processes counts those of all machines, --nproc_per_node those of this one: "
+            "give one of them."
+        )
+    if arguments.tee not in (None, "0") and not arguments.log_dir:
+        raise argparse.ArgumentTypeError("--tee belongs to --log_dir, which is not given.")
+    if arguments.sbatch and not arguments.slurm:
+        raise argparse.ArgumentTypeError("--sbatch belongs to --slurm, which is not given.")
+    if arguments.nnodes is not None:
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", arguments.nnodes):
+            raise argparse.ArgumentTypeError(
+                f"--nnodes is {arguments.nnodes!r}; it must be a number, or two such as 1:4."
+            )
+        if arguments.num_processes or arguments.num_machines:
+            raise argparse.ArgumentTypeError(
+                "--nnodes is in place of --num_machines, and takes --nproc_per_node: how many "
+                "processes all machines have together is not known before."
+            )
+    if not (arguments.module or arguments.no_python) and not Path(arguments.script).exists():
+        raise CommandError(f"there is no script {arguments.script!r} in {Path.cwd()}.", 2)
+
+
+def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
+    """What the command line and the file say together; the first one wins.
+
+    Raises:
+        argparse.ArgumentTypeError: An argument is wrong.
+        CommandError: The file is wrong.
+    """
+    place = arguments.config_file or default_place()
+    known: dict[str, Any] = {}
+    if arguments.config_file or place.exists():
+        try:
+            known, notes = read_file(place.expanduser())
+            LaunchConfiguration(**known)
+        except FileNotFoundError as error:
+            raise CommandError(f"there is no configuration file {place}.") from error
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise CommandError(f"{error} (read from {place})") from error
+        for note in [] if arguments.quiet else notes:
+            print(f"{place}: {note}", file=sys.stderr)
+    given = {name: getattr(arguments, name) for name in _NAMES}
+    given |= {name: getattr(arguments, name) or None for name in _FLAGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if arguments.cpu:
+        given |= {"use_cpu": True, "gpu_ids": None}
+    if arguments.multi_gpu or arguments.gpu_ids:
+        given["use_cpu"] = False
+    if arguments.nproc_per_node:
+        machines = given.get("num_machines", known.get("num_machines", 1))
+        given["num_processes"] = arguments.nproc_per_node * machines
+    elif "num_processes" not in given and (
+        arguments.multi_gpu or "num_machines" in given or "gpu_ids" in given
+    ):
+        known.pop("num_processes", None)  # it was for something else
+    if given.get("num_machines") == 1:
+        known.pop("machine_rank", None)
+    try:
+        return LaunchConfiguration(**(known | given))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> Plan:
+    """Decide what is started on this machine.
+
+    Raises:
+        argparse.ArgumentTypeError: The machine has too few devices, or nothing says where machines
+            meet.
+    """
+    machines = _machines(arguments, configuration)
+    here = _is_started(arguments) or (
+        machines == (1, 1)
+        and configuration.max_restarts == 0
+        and arguments.log_dir is None
+        and _processes(arguments, configuration) == 1
+    )
+    processes = 1 if here else _processes(arguments, configuration)
+    if (
+        not here
+        and machines[1] > 1
+        and not (configuration.main_process_ip or arguments.rdzv_endpoint)
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{machines[1]} machines must be told where they meet: give --main_process_ip HOST, "
+            "the name or address of machine 0."
+        )
+    variables = configuration.variables
+    if (
+        not here
+        and processes > 1
+        and "OMP_NUM_THREADS" not in variables
+        and environment.read("OMP_NUM_THREADS") is None
+    ):
+        # Each would else start as many threads as there are cores.
+        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+    return Plan(
+        here=here,
+        processes=processes,
+        machines=machines,
+        variables=variables,
+        command=_command(arguments, noted=not here),
+    )
+
+
+def _machines(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> tuple[int, int]:
+    if arguments.nnodes is None:
+        return configuration.num_machines, configuration.num_machines
+    least, _, most = arguments.nnodes.partition(":")
+    if int(most or least) < int(least):
+        raise argparse.ArgumentTypeError(
+            f"--nnodes is {arguments.nnodes}: at most {most} machines are fewer than at least "
+            f"{least}."
+        )
+    return int(least), int(most or least)
+
+
+def _is_started(arguments: argparse.Namespace) -> bool:
+    """Another launcher has started this process as one of several, which are those to be used."""
+    try:
+        launch = environment.detect_launch()
+    except ValueError as error:  # what somebody has set contradicts itself
+        raise CommandError(str(error)) from error
+    if launch.world_size == 1 or arguments.num_machines or arguments.nnodes:
+        return False
+    return arguments.nproc_per_node is None and arguments.num_processes in (None, launch.world_size)
+
+
+def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> int:
+    """How many processes this machine runs: as said, else one for each device."""
+    if arguments.nproc_per_node:
+        return int(arguments.nproc_per_node)
+    if configuration.num_processes is not None:
+        wanted = configuration.num_processes // configuration.num_machines
+    elif configuration.gpu_ids not in (None, "all"):
+        wanted = len(str(configuration.gpu_ids).split(","))
+    else:
+        cpu = configuration.use_cpu
+        if cpu is None:
+            cpu = environment.read_flag("ACCELERATE_USE_CPU")
+        wanted = 1 if cpu else max(1, device_count())
+    if arguments.multi_gpu and wanted < 2:
+        raise argparse.ArgumentTypeError(
+            f"--multi_gpu needs two devices, and {wanted} would be used. Leave it out."
+        )
+    return wanted
+
+
+def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
+    """What a process runs; by way of `entry.py` where the launcher waits for a note of it."""
+    own = [arguments.script, *arguments.script_arguments]
+    if arguments.no_python:
+        return own
+    entry = [str(Path(__file__).with_name("entry.py"))] if noted else []
+    return [sys.executable, "-u", *entry, *(["-m"] if arguments.module else []), *own]
+
+
+def _start_group(
+    arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
+) -> int:
+    from trainer.cli.launch.group import Group, run_group  # torch, which a dry run needs not
+
+    several = plan.machines[1] > 1
+    elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
+    backend = configuration.rdzv_backend or (
+        "c10d" if elastic or arguments.rdzv_endpoint else "static"
+    )
+    more = _pairs(configuration.rdzv_conf)
+    meeting: dict[str, Any] = {"local_address": "localhost"}
+    if several:
+        # Machine 0 is the place where they meet, whatever it is called there.
+        if arguments.nnodes is None and backend == "c10d":
+            more.setdefault("is_host", str(configuration.machine_rank == 0))
+        if backend == "static":
+            more["rank"] = configuration.machine_rank
+        port = configuration.main_process_port or environment.DEFAULT_PORT
+        meeting = {
+            "endpoint": arguments.rdzv_endpoint or f"{configuration.main_process_ip}:{port}",
+            "backend": backend,
+            "job": arguments.rdzv_id or "cadence",
+        }
+    elif configuration.main_process_port:
+        meeting["endpoint"] = f"localhost:{configuration.main_process_port}"
+    return run_group(
+        Group(
+            command=plan.command,
+            processes=plan.processes,
+            machines=plan.machines,
+            rendezvous=more,
+            max_restarts=configuration.max_restarts,
+            monitor_interval=configuration.monitor_interval,
+            shutdown_timeout=arguments.shutdown_timeout or 300,
+            log_dir=arguments.log_dir,
+            tee=arguments.tee or "0",
+            **meeting,
+        )
+    )
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """``"a=1,b=2"`` as a mapping."""
+    pairs = [each.partition("=") for each in text.split(",") if each]
+    for _, equals, _ in pairs:
+        if not equals:
+            raise argparse.ArgumentTypeError(
+                f"--rdzv_conf is {text!r}; it must be like timeout=600,keep_alive_interval=5."
+            )
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _slurm(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> str:
+    if arguments.nnodes is not None:
+        raise argparse.ArgumentTypeError("--slurm takes --num_machines, not --nnodes.")
+    if configuration.max_restarts:
+        raise argparse.ArgumentTypeError(
+            "--slurm takes no --max_restarts: SLURM itself puts a job back into its queue."
+        )
+    variables = configuration.variables
+    variables.pop("CUDA_VISIBLE_DEVICES", None)  # SLURM says which it has given
+    command = _command(arguments, noted=False)
+    if not arguments.no_python:
+        command[0] = "python"  # that of the environment on the nodes
+    return batch_script(
+        command,
+        machines=configuration.num_machines,
+        processes=_processes(arguments, configuration),
+        cpu=bool(configuration.use_cpu),
+        threads=configuration.num_cpu_threads_per_process,
+        variables=variables,
+        options=arguments.sbatch or (),
+    )
+
+
+def _show(plan: Plan) -> None:
+    least, most = plan.machines
+    machines = str(least) if least == most else f"{least} to {most}"
+    how = "this process becomes it" if plan.here else "watched by torch's elastic agent"
+    print(f"processes on this machine  {plan.processes}, {how}")
+    print(f"machines                   {machines}")
+    for name, value in sorted(plan.variables.items()):
+        print(f"{name:<26} {value}")
+    print(f"command                    {shlex.join(plan.command)}")

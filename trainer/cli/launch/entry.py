@@ -1,0 +1,134 @@
+"""What each process of `trainer launch` runs: the user's script, and a note of how it ended.
+
+The launcher reads the note, and shows the exception that came first when all have ended. Nothing
+but the standard library is imported, and this file is run by its path: what the script may import,
+such as a `trainer.py` of its own, is what it may import under plain ``python``.
+
+    python entry.py script.py arguments
+    python entry.py -m module arguments
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+import traceback
+from contextlib import redirect_stderr
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+ENDED = "ended.json"  # the note of a run that was told to end, beside torch's file for errors
+_OURS = (__file__, runpy.__file__, "<frozen runpy>")
+
+
+def main() -> None:
+    """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
+    arguments = sys.argv[1:]
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path[0] = os.getcwd()
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
+            _run_file(os.path.abspath(arguments[0]))
+    except SystemExit as end:
+        if _preempted(end):
+            # Not a failure, after which torch would end the others in their tear-down, or start
+            # all again. The launcher exits with the code.
+            _write(ENDED, {"code": end.code, **_who()})
+            sys.exit(0)
+        if end.code not in (None, 0):
+            text = str(end.code)
+            if not isinstance(end.code, str):
+                text = f"it exited with code {text}."
+            if _note("SystemExit", text, text) and text == end.code:
+                sys.exit(1)  # the launcher says it
+        raise
+    except BaseException as error:  # noqa: BLE001  # whatever ends a script
+        _fail(error)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _run_file(path: str) -> None:
+    # Not runpy.run_path: it changes argv, and takes the module away before threads and exit
+    # functions that use it have ended.
+    main_module = ModuleType("__main__")
+    main_module.__dict__.update(
+        __file__=path, __builtins__=builtins, __loader__=SourceFileLoader("__main__", path)
+    )
+    sys.modules["__main__"] = main_module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main_module.__dict__)  # noqa: S102  # the user's script
+
+
+def _fail(error: BaseException) -> None:
+    """Leave the exception to the launcher; show it here where the launcher does not come to it."""
+    kind, own = type(error), _own(error.__traceback__)
+    error.__traceback__ = own
+    text = "".join(traceback.format_exception(error))
+    again = _number("TORCHELASTIC_RESTART_COUNT") < _number("TORCHELASTIC_MAX_RESTARTS")
+    if not _note(kind.__name__, str(error), text) or again:
+        sys.excepthook(kind, error, own)
+        return
+    # A service may have a hook that sends the exception home. What hooks print, the launcher says.
+    with redirect_stderr(io.StringIO()):
+        sys.excepthook(kind, error, own)
+    rank = os.environ.get("RANK", "?")
+    print(f"rank {rank} has failed: {kind.__name__}", file=sys.stderr, flush=True)
+
+
+def _own(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from where the user's code begins."""
+    while frames is not None and frames.tb_frame.f_code.co_filename in _OURS:
+        frames = frames.tb_next
+    return frames
+
+
+def _preempted(end: SystemExit) -> bool:
+    return any(
+        (each.__module__, each.__name__) == ("trainer.errors", "Preempted")
+        for each in type(end).__mro__
+    )
+
+
+def _who() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "rank": os.environ.get("RANK", "?"),
+        "world_size": os.environ.get("WORLD_SIZE", "?"),
+    }
+
+
+def _note(kind: str, message: str, text: str) -> bool:
+    """Write torch's file for errors, with what it has no place for; whether there is one."""
+    now = time.time()
+    more = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "kind": kind, **_who()}
+    error = {"message": {"message": f"{kind}: {message}", "extraInfo": more}}
+    return _write(None, error)
+
+
+def _write(name: str | None, content: object) -> bool:
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return False
+    path = file if name is None else os.path.join(os.path.dirname(file), name)
+    with open(path, "w", encoding="utf-8") as opened:
+        json.dump(content, opened)
+    return True
+
+
+def _number(name: str) -> int:
+    return int(os.environ.get(name, "0"))
+
+
+if __name__ == "__main__":
+    main()

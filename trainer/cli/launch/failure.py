@@ -1,0 +1,113 @@
+"""Which process failed first, and what is said about it last."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a process ended that should not have.
+
+    Attributes:
+        rank: Its number among all.
+        code: What it exited with; below 0 the signal that ended it.
+        seen: When the launcher noticed, in whole seconds.
+        raised: When the process noted its exception, in seconds; None where it could not.
+        kind: The exception's type; "SystemExit" where the script chose its code.
+        text: The traceback, or the message where there is none.
+        who: "rank 1 of 3 on gpu7".
+    """
+
+    rank: int
+    code: int
+    seen: float
+    raised: float | None
+    kind: str
+    text: str
+    who: str
+
+    @property
+    def exit_code(self) -> int:
+        """What the launcher exits with for it, as a shell."""
+        return self.code if self.code > 0 else 128 - self.code
+
+    @property
+    def told_to_end(self) -> bool:
+        """The launcher ended it, since another one had failed."""
+        return self.raised is None and self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def failures_of(found: Mapping[int, Any]) -> list[Failure]:
+    """The failures that torch reports, by rank, with what our processes noted.
+
+    Args:
+        found: Of ``RunResult.failures``: each rank's ``ProcessFailure``.
+    """
+    made = []
+    for rank, each in found.items():
+        noted = each.message if isinstance(each.message, dict) else {}
+        more: Mapping[str, Any] = noted.get("extraInfo", {})
+        size = f" of {more['world_size']}" if more.get("world_size") else ""
+        host = more.get("host") or socket.gethostname()
+        text = str(more.get("py_callstack") or noted.get("message") or "").rstrip()
+        made.append(
+            Failure(
+                rank=rank,
+                code=each.exitcode,
+                seen=each.timestamp,
+                raised=float(more["time"]) if "time" in more else None,
+                kind=str(more.get("kind", "")),
+                text=text,
+                who=f"rank {rank}{size} on {host}",
+            )
+        )
+    return made
+
+
+def first_of(failures: list[Failure], interval: float) -> Failure:
+    """The failure that the others follow from.
+
+    The earliest note of an exception tells, unless a process was ended by a signal that the
+    launcher did not send: such a process writes no note, and its peers fail because it is gone. The
+    launcher sees it at its next look after that.
+
+    Args:
+        failures: At least one.
+        interval: Seconds between two looks.
+    """
+    own = [each for each in failures if not each.told_to_end] or failures
+    earliest = min(each.seen for each in own)
+    gone = [
+        each
+        for each in own
+        if each.raised is None and each.code < 0 and each.seen <= earliest + interval + 1
+    ]
+    return min(gone or own, key=lambda each: each.seen if each.raised is None else each.raised)
+
+
+def report(failures: list[Failure], interval: float) -> tuple[str, int]:
+    """What to say last, and the code to exit with."""
+    first = first_of(failures, interval)
+    lines = [
+        f"{each.who} failed after that: {_summary(each)}"
+        for each in sorted(failures, key=lambda each: each.rank)
+        if each is not first and not each.told_to_end
+    ]
+    lines.append(f"{first.who} failed first:")
+    lines.append(first.text if first.text else _summary(first))
+    return "\n".join(lines), first.exit_code
+
+
+def _summary(failure: Failure) -> str:
+    if failure.text:
+        return failure.text.splitlines()[-1]
+    if failure.code < 0:
+        name = signal.Signals(-failure.code).name
+        hint = ", as where the machine has no memory left" if name == "SIGKILL" else ""
+        return f"it was ended by {name}{hint}."
+    return f"it exited with code {failure.code}."

@@ -1,0 +1,176 @@
+"""The processes of one machine, started and watched by torch's elastic agent.
+
+What is added to the agent: a second signal reaches the processes too, a run that was told to end is
+no failure, and the exception that came first is shown last.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from trainer.cli.launch.entry import ENDED
+from trainer.cli.launch.failure import failures_of, report
+from trainer.cli.parsing import CommandError
+from trainer.environment import patch_environment
+
+_PATIENCE = 10  # seconds for what a second signal ends; then the processes are killed
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What the agent of one machine is told.
+
+    Attributes:
+        command: The program of each process, and its arguments.
+        processes: How many there are on this machine.
+        machines: How many machines take part, at least and at most.
+        backend: How they meet: ``"static"`` or ``"c10d"``.
+        endpoint: Where: ``"host:port"``.
+        job: The name of what they meet for; the same on all.
+        rendezvous: More for it.
+        local_address: The name of this machine for the others; None asks the machine.
+        max_restarts: How often all are started again.
+        monitor_interval: Seconds between two looks.
+        shutdown_timeout: Seconds that processes have to save after a signal.
+        log_dir: Where what processes say is kept; None for nowhere.
+        tee: Which of it comes to the terminal too: torch's ``"1"`` stdout, ``"2"`` stderr, ``"3"``.
+    """
+
+    command: Sequence[str]
+    processes: int
+    machines: tuple[int, int] = (1, 1)
+    backend: str = "c10d"
+    endpoint: str = "localhost:0"  # a free port
+    job: str = field(default_factory=lambda: uuid.uuid4().hex)
+    rendezvous: dict[str, Any] = field(default_factory=dict)
+    local_address: str | None = None
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    shutdown_timeout: int = 300
+    log_dir: str | None = None
+    tee: str = "0"
+
+
+class _Agent(LocalElasticAgent):
+    """Torch's agent, which hands on a second signal as well."""
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        while True:
+            try:
+                super()._shutdown(death_sig, timeout)
+                return
+            except SignalException as again:
+                # Who presses Ctrl-C twice wants the end now; a third time, whatever is lost.
+                hurried = timeout == _PATIENCE
+                death_sig = signal.SIGKILL if hurried else again.sigval
+                timeout = _PATIENCE
+
+
+def run_group(group: Group) -> int:
+    """Start the processes of this machine and wait until they have ended.
+
+    Returns:
+        0; the code of a run that was told to end and saved; or the code of the process that failed
+        first on this machine, 128 and the signal's number where a signal ended it.
+
+    Raises:
+        CommandError: The machines did not meet.
+        OSError: The program cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="cadence-launch-") as folder:
+        names = [name for name in _SIGNALS if hasattr(signal, name)]
+        variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(names)}
+        if group.machines[1] > 1:
+            # The store of machine 0's agent still has the addresses of processes that are gone.
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        before = {number: signal.getsignal(number) for number in map(_number, names)}
+        with patch_environment(**variables):
+            try:
+                result = _run(group, folder)
+            except SignalException as end:
+                return 128 + end.sigval
+            except (RendezvousError, DistError, ValueError) as error:
+                raise CommandError(
+                    f"the launchers did not meet at {group.endpoint}: {error}"
+                ) from error
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+        if result.is_failed():
+            text, code = report(failures_of(result.failures), group.monitor_interval)
+            print(text, file=sys.stderr, flush=True)
+            return code
+        codes = [
+            json.loads(note.read_text())["code"]
+            for root in {folder, group.log_dir or folder}
+            for note in Path(root).glob(f"{group.job}_*/attempt_*/*/{ENDED}")
+        ]
+        return max(codes, default=0)
+
+
+def _number(name: str) -> signal.Signals:
+    return signal.Signals[name]
+
+
+def _run(group: Group, folder: str) -> RunResult:
+    handler = rendezvous.get_rendezvous_handler(
+        RendezvousParameters(
+            backend=group.backend,
+            endpoint=group.endpoint,
+            run_id=group.job,
+            min_nodes=group.machines[0],
+            max_nodes=group.machines[1],
+            local_addr=group.local_address,
+            **group.rendezvous,
+        )
+    )
+    host, _, port = group.endpoint.rpartition(":")
+    static = group.backend == "static"
+    kept = group.log_dir is not None
+    agent = _Agent(
+        WorkerSpec(
+            role="default",
+            local_world_size=group.processes,
+            entrypoint=group.command[0],
+            args=tuple(group.command[1:]),
+            rdzv_handler=handler,
+            max_restarts=group.max_restarts,
+            monitor_interval=group.monitor_interval,
+            master_addr=host if static else None,
+            master_port=int(port) if static else None,
+            local_addr=group.local_address,
+        ),
+        logs_specs=DefaultLogsSpecs(
+            log_dir=group.log_dir or folder,
+            redirects=Std.ALL if kept and group.tee == "0" else Std.NONE,
+            tee=Std.from_str(group.tee),
+        ),
+        log_line_prefix_template="[rank ${rank}] " if group.tee != "0" else None,
+        shutdown_timeout=group.shutdown_timeout,
+    )
+    try:
+        result: RunResult = agent.run()
+    except SignalException:
+        # Other machines may go on without this one: the place where they meet stays open.
+        raise
+    except BaseException:
+        handler.shutdown()
+        raise
+    handler.shutdown()
+    return result

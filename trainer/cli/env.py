@@ -4,23 +4,56 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
+from importlib import metadata
 from pathlib import Path
 
-from trainer._siblings import PACKAGES, locate, shadows
+from trainer import environment
+from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows
 from trainer.cli.parsing import command_parser
 from trainer.cli.version import version
+
+# The variables that Cadence reads, and no others: some of a user's are secrets.
+VARIABLES = (
+    *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_MIXED_PRECISION"),
+    *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
+    *("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE", "ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+    *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED"),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
+    *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"),
+    *("SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_LAUNCH_NODE_IPADDR", "SLURM_PTY_PORT"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    *("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "PMI_RANK", "PMI_SIZE"),
+    *("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "XDG_CACHE_HOME"),
+)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
     """The arguments of `trainer env`."""
-    return command_parser(
+    made = command_parser(
         prog,
-        "Show the versions, the devices and the files in use.",
+        "Show the versions, the devices, the configuration and the files in use.",
+        examples=[
+            ("what a report of a problem should say", ""),
+            ("with another file", "--config_file four.yaml"),
+        ],
         codes={0: "done", 1: "a file of yours is imported instead of one of our packages"},
     )
+    made.add_argument(
+        "--config_file",
+        "--config-file",
+        type=Path,
+        metavar="FILE",
+        help="the file of `trainer config`, if it is not at its place",
+    )
+    return made
 
 
-def run(_: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 1 if a file in this folder is in the way of our packages."""
     import torch  # the one command that pays for it
 
@@ -28,7 +61,11 @@ def run(_: argparse.Namespace) -> int:
         ("cadence", version()),
         ("python", f"{platform.python_version()} ({platform.platform()})"),
         ("torch", torch.__version__),
+        ("packages", ", ".join(_packages())),
         ("devices", ", ".join(_devices())),
+        ("launcher", _launch()),
+        ("configuration", _configuration(arguments.config_file)),
+        *((name, value) for name in VARIABLES if (value := environment.read(name)) is not None),
         *((name, str(locate(name) or "missing")) for name in PACKAGES),
     ]
     width = max(len(name) for name, _ in rows)
@@ -38,6 +75,50 @@ def run(_: argparse.Namespace) -> int:
     for path in in_the_way:
         print(f"\n{path} is imported instead of Cadence's package by scripts in this folder.")
     return 1 if in_the_way else 0
+
+
+def _packages() -> list[str]:
+    """What Cadence can use and is installed, with versions."""
+    try:
+        wanted = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        wanted = []
+    found = []
+    used = [each for each in wanted if not re.search(r"extra == .(test|dev|examples)\b", each)]
+    for name in dict.fromkeys(re.split(r"[^\w.-]", each)[0] for each in used):
+        if name not in (DISTRIBUTION, "torch"):
+            try:
+                found.append(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _launch() -> str:
+    """Who started this process, from which a run would know its peers."""
+    try:
+        launch = environment.detect_launch()
+    except ValueError as error:
+        return str(error)
+    if launch.launcher == "none":
+        return "none"
+    return f"{launch.launcher}: rank {launch.rank} of {launch.world_size}"
+
+
+def _configuration(given: Path | None) -> str:
+    """The file of `trainer launch`, and what it says."""
+    from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
+
+    place = given or default_place()
+    try:
+        known, notes = read_file(place)
+        LaunchConfiguration(**known)
+    except FileNotFoundError:
+        return f"{place} (not there)"
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        return f"{place}: {error}"
+    said = [f"{name}={value}" for name, value in known.items()]
+    return f"{place}: {', '.join(said) or 'empty'}" + "".join(f"; {note}" for note in notes)
 
 
 def _devices() -> list[str]:

@@ -38,7 +38,8 @@ from trainer.distributed.collectives import (
 )
 from trainer.distributed.collectives import reduce as _reduce
 from trainer.environment import clear_environment, patch_environment
-from trainer.errors import DistributedOperationException, refuse_launcher
+from trainer.errors import DistributedOperationException
+from trainer.launchers import debug_launcher, notebook_launcher
 from trainer.memory import find_executable_batch_size, release_memory
 from trainer.plugins import (
     DeepSpeedPlugin,
@@ -113,6 +114,7 @@ __all__ = [
     "concatenate",
     "convert_outputs_to_fp32",
     "convert_to_fp32",
+    "debug_launcher",
     "extract_model_from_parallel",
     "find_batch_size",
     "find_device",
@@ -137,6 +139,7 @@ __all__ = [
     "load",
     "load_checkpoint_in_model",
     "merge_dicts",
+    "notebook_launcher",
     "pad_across_processes",
     "pad_input_tensors",
     "parse_flag_from_env",
@@ -190,8 +193,3 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     hidden = main_process_only and not PartialState().is_local_main_process
     return bar(*args, **kwargs | {"disable": True if hidden else kwargs.get("disable", False)})
-
-
-def __getattr__(name: str) -> Any:
-    refuse_launcher(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

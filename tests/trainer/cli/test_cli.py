@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -14,7 +16,10 @@ import torch
 import callbacks
 import trackers
 import trainer
-from trainer.cli import main
+from trainer import environment
+from trainer.cli import COMMANDS, main
+from trainer.cli.completion import SHELLS
+from trainer.cli.env import VARIABLES
 
 ROOT = Path(trainer.__file__).parents[1]
 
@@ -72,6 +77,64 @@ def test_env_names_versions_devices_and_files(capsys):
         assert shown[package.__name__] == package.__file__
 
 
+def test_env_names_what_is_installed_and_could_be_used(capsys):
+    main(["env"])
+    packages = rows(capsys.readouterr().out)["packages"].split(", ")
+    assert f"safetensors {metadata.version('safetensors')}" in packages
+    names = {package.split()[0] for package in packages}
+    assert {"numpy", "tqdm"} <= names
+    assert not {"torch", "pytest", "ruff", "cadence-trainer"} & names
+
+
+def test_env_shows_the_configuration_and_where_it_was_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    place = tmp_path / "accelerate" / "default_config.yaml"
+    main(["env"])
+    assert rows(capsys.readouterr().out)["configuration"] == f"{place} (not there)"
+    place.parent.mkdir()
+    place.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    main(["env"])
+    shown = rows(capsys.readouterr().out)
+    assert shown["configuration"] == f"{place}: num_processes=3, mixed_precision=bf16"
+    assert shown["HF_HOME"] == str(tmp_path)
+    (tmp_path / "other.yaml").write_text("num_process: 3\n")
+    assert main(["env", "--config_file", "other.yaml"]) == 0
+    shown = rows(capsys.readouterr().out)["configuration"]
+    assert shown.startswith("other.yaml: ")
+    assert "Did you mean 'num_processes'?" in shown
+
+
+def test_env_names_the_launcher_and_the_variables_that_are_read(capsys, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    main(["env"])
+    assert rows(capsys.readouterr().out)["launcher"] == "none"
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_TOKEN_OF_MINE", "a secret")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    main(["env"])
+    text = capsys.readouterr().out
+    assert rows(text)["launcher"] == "torchrun: rank 1 of 4"
+    assert rows(text)["ACCELERATE_USE_CPU"] == "true"
+    assert "secret" not in text
+    monkeypatch.setenv("RANK", "4")
+    main(["env"])
+    assert "rank 4 of 4" in rows(capsys.readouterr().out)["launcher"]
+
+
+def test_env_knows_every_variable_that_is_read():
+    named = r"""environment\.read(?:_int|_flag)?\(\s*"([A-Z_\d]+)\""""
+    sources = [path for path in (ROOT / "trainer").rglob("*.py") if path.name != "environment.py"]
+    read = {name for path in sources for name in re.findall(named, path.read_text())}
+    own = set(
+        re.findall(r'"([A-Z][A-Z\d]*_[A-Z_\d]+|RANK)"', Path(environment.__file__).read_text())
+    )
+    assert len(read) > 10
+    assert len(own) > 20
+    assert (read | own) - set(VARIABLES) == set()
+
+
 @pytest.mark.gpu
 def test_env_names_the_gpu(capsys):
     main(["env"])
@@ -98,3 +161,65 @@ def test_the_module_is_the_command(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert rows(run.stdout)["trainer"] == trainer.__file__
+
+
+# Completes its arguments as the words of a command line; the last one is being typed.
+OFFER = """
+source words.bash
+offer() {
+    COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMPREPLY=()
+    $(complete -p trainer | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+    echo "${COMPREPLY[@]}"
+}
+offer trainer ""
+offer trainer check
+offer trainer launch --mixed_pre
+offer trainer launch --mixed_precision b
+offer trainer launch tra
+offer trainer env --config_file fo
+offer trainer completion ""
+"""
+
+
+def test_bash_completes_commands_options_choices_and_files(capsys, tmp_path):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "words.bash").write_text(capsys.readouterr().out)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "four.yaml").touch()
+    subprocess.run(["bash", "-n", "words.bash"], check=True, timeout=60)
+    run = subprocess.run(["bash", "-c", OFFER], capture_output=True, text=True, timeout=60)
+    assert run.stderr == ""
+    commands, check, option, choice, script, file, shells = run.stdout.splitlines()
+    assert set(COMMANDS) <= set(commands.split())
+    assert check == "checkpoints"
+    assert "--mixed_precision" in option.split()
+    assert choice == "bf16"
+    assert script == "train.py"
+    assert file == "four.yaml"
+    assert shells.split() == list(SHELLS)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_have_a_script(capsys, shell):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert [name for name in (*COMMANDS, "mixed_precision", "bf16") if name not in script] == []
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_completion_without_shtab_names_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 1
+    assert "pip install 'cadence-trainer[cli]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_says_how_it_is_used(capsys, name):
+    """Its help has examples, and is one that `COMMANDS` can load."""
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert "exit codes:" in capsys.readouterr().out

@@ -1,0 +1,145 @@
+"""The command `trainer test`: what it starts, and that each check can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import Accelerator
+from trainer.cli import launch, main, selftest
+
+CHECKS = ["collectives", "data order", "accumulation", "checkpoint", "metrics"]
+
+
+def table(text: str) -> dict[str, str]:
+    """The verdict and its text by the name of the check."""
+    return {name: text.split(name, 1)[1].split("\n", 1)[0].strip() for name in CHECKS}
+
+
+def test_two_processes_pass(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.execvp", pytest.fail)  # one process would take the place of this one
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    assert main(["test", "--cpu", "--num_processes", "2"]) == 0
+    shown = capfd.readouterr()
+    first, *lines, last = shown.out.splitlines()
+    assert first == "2 process(es) on cpu, gloo"
+    assert last == "All is well."
+    assert [line[:14].rstrip() for line in lines] == CHECKS
+    assert all(line[14:].startswith(" ok  ") for line in lines)
+    assert shown.err == ""
+    assert list(tmp_path.iterdir()) == [temporary]
+    assert list(temporary.glob("cadence-*")) == []
+
+
+def test_what_is_asked_for_is_handed_on(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch, "run", lambda arguments: asked.append(arguments) or 7)
+    line = ["--cpu", "--num_processes", "3", "--config-file", "four.yaml"]
+    assert main(["test", *line]) == 7
+    assert main(["test"]) == 7
+    given = [(each.cpu, each.num_processes, str(each.config_file)) for each in asked]
+    assert given == [(True, 3, "four.yaml"), (False, None, "None")]
+    assert [(each.module, each.script) for each in asked] == [(True, selftest.__name__)] * 2
+
+
+def test_a_file_that_is_not_there(capsys):
+    assert main(["test", "--config_file", "four.yaml"]) == 1
+    assert "there is no configuration file four.yaml" in capsys.readouterr().err
+
+
+def test_a_number_of_processes_that_makes_no_sense(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["test", "--num-processes", "0"])
+    assert caught.value.code == 2
+    assert "'0' must be a number of 1 or more" in capsys.readouterr().err
+
+
+# -- each check can fail: its subject is broken on the ranks ---------------------------------------
+
+
+def wrong_sum(patch):
+    reduce = Accelerator.reduce
+
+    def unreduced(self, tensor, reduction="sum", scale=1.0):
+        return tensor if reduction == "sum" else reduce(self, tensor, reduction, scale)
+
+    patch(Accelerator, "reduce", unreduced)
+
+
+def wrong_on_rank_1(patch):
+    reduce = Accelerator.reduce
+
+    def shifted(self, tensor, reduction="sum", scale=1.0):
+        return reduce(self, tensor, reduction, scale) + self.process_index
+
+    patch(Accelerator, "reduce", shifted)
+
+
+def a_sample_twice(patch):
+    loader = selftest.DataLoader
+
+    def twice(dataset, batch_size, shuffle=False):
+        order = [0, 0, *range(2, len(dataset))] if shuffle else None
+        return loader(dataset, batch_size=batch_size, sampler=order)
+
+    patch(selftest, "DataLoader", twice)
+
+
+def one_rank_weighs_double(patch):
+    import torch.distributed as dist
+
+    step = selftest._Line.training_step
+
+    def doubled(self, batch, batch_idx):
+        return step(self, batch, batch_idx) * (1 + dist.get_rank())
+
+    patch(selftest._Line, "training_step", doubled)
+
+
+def nothing_is_loaded(patch):
+    patch(Accelerator, "load_state", lambda self, folder: None)
+
+
+def padding_counts(patch):
+    from trainer import Trainer
+
+    validate = Trainer.validate
+
+    def padded(self, module, loader):
+        samples = [*range(len(loader.dataset)), *[0] * 11]
+        subset = selftest.torch.utils.data.Subset(loader.dataset, samples)
+        return validate(self, module, selftest.DataLoader(subset, batch_size=loader.batch_size))
+
+    patch(Trainer, "validate", padded)
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "said"),
+    [
+        (wrong_sum, "collectives", "the sum is [0.0, 1.0, 2.0] and should be [1.0, 3.0, 5.0]"),
+        (wrong_on_rank_1, "collectives", "FAILED  rank 1: the sum is [2.0, 4.0, 6.0]"),
+        (a_sample_twice, "data order", "samples [1] of 53 were missing"),
+        (one_rank_weighs_double, "accumulation", "the weight is "),
+        (nothing_is_loaded, "checkpoint", "update 1 after loading is "),
+        (padding_counts, "metrics", "the validation loss is "),
+    ],
+)
+def test_a_check_that_fails_says_what_differs(ranks2, broken, check, said):
+    def body():
+        import contextlib
+        import io
+        from unittest import mock
+
+        with contextlib.ExitStack() as stack:
+            broken(lambda *what: stack.enter_context(mock.patch.object(*what)))
+            shown = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            return selftest.main(), shown.getvalue()
+
+    (code, shown), (other_code, other_shown) = ranks2(body)
+    assert (code, other_code, other_shown) == (1, 0, "")  # one of them is enough to say so
+    verdicts = table(shown)
+    assert verdicts.pop(check).startswith("FAILED  rank ")
+    assert said in shown
+    assert "1 of 5 checks failed." in shown.splitlines()[-1]
+    assert [verdict.split()[0] for verdict in verdicts.values()] == ["ok"] * 4

@@ -1,0 +1,401 @@
+"""`notebook_launcher` and `debug_launcher`: one function in several new processes.
+
+A function that uses neither torch nor Cadence has a process of its own in a tenth of a second;
+most tests here are of that kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+import trainer
+from trainer import Accelerator, Trainer, debug_launcher, notebook_launcher, utils
+from trainer.launchers.group import RankFailed, machines
+from trainer.state import AcceleratorState, GradientState, PartialState
+
+ROOT = Path(trainer.__file__).parents[1]
+
+
+@pytest.fixture
+def notebook():
+    """`notebook(function)` is the function as if it was defined in a notebook's cell."""
+
+    def defined_there(function: FunctionType) -> FunctionType:
+        there = {"__name__": "__main__", "__builtins__": __builtins__}
+        twin = FunctionType(function.__code__, there, function.__name__, function.__defaults__)
+        twin.__module__ = "__main__"
+        return twin
+
+    return defined_there
+
+
+def who(*names):
+    import os
+
+    return {name: os.environ.get(name) for name in names}
+
+
+def test_both_have_one_home():
+    assert utils.notebook_launcher is notebook_launcher is trainer.notebook_launcher
+    assert utils.debug_launcher is debug_launcher is trainer.debug_launcher
+
+
+def test_each_process_is_one_rank_on_the_cpu_and_rank_0_answers(notebook, tmp_path, capfd):
+    def ranks(folder):
+        import os
+        from pathlib import Path
+
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_CPU")
+        names += ("ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS", "MINE")
+        text = " ".join(f"{name}={os.environ.get(name)}" for name in names)
+        Path(folder, rank).write_text(f"{size} {text}")
+        print(f"rank {rank} was here")
+        return {"rank": int(rank)}
+
+    os.environ["MINE"] = "7"
+    before = dict(os.environ)
+    try:
+        assert debug_launcher(notebook(ranks), (str(tmp_path),), 3) == {"rank": 0}
+        assert dict(os.environ) == before
+    finally:
+        del os.environ["MINE"]
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    threads = os.environ.get("OMP_NUM_THREADS", threads)
+    for rank in range(3):
+        assert (tmp_path / str(rank)).read_text() == (
+            f"3 LOCAL_RANK={rank} LOCAL_WORLD_SIZE=3 ACCELERATE_USE_CPU=True "
+            f"ACCELERATE_MIXED_PRECISION=no OMP_NUM_THREADS={threads} MINE=7"
+        )
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == [f"rank {rank} was here" for rank in range(3)]
+
+
+def fail(how):
+    import os
+    import signal
+    import sys
+    import time
+
+    if os.environ["RANK"] != "1":
+        time.sleep(600)  # it is ended
+    if how == "exit":
+        sys.exit(7)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise LookupError("a fault of mine")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "LookupError: a fault of mine"),
+        ("exit", "SystemExit: exit code 7"),
+        ("kill", "it was ended by SIGKILL"),
+    ],
+)
+def test_the_first_to_fail_is_told_once_with_its_traceback(notebook, capfd, caplog, how, said):
+    with pytest.raises(RankFailed) as caught:
+        notebook_launcher(notebook(fail), (how,), num_processes=2)
+    assert isinstance(caught.value, ChildFailedError)  # which scripts may expect
+    message = str(caught.value)
+    assert message.startswith("rank 1 ")
+    assert socket.gethostname() in message
+    assert message.count(said) == 1
+    if how == "raise":
+        assert 'raise LookupError("a fault of mine")' in message
+        assert ", in fail\n" in message
+        assert "launchers/rank.py" not in message
+    shown = capfd.readouterr()
+    assert shown.out + shown.err + caplog.text == ""
+
+
+def test_a_process_that_fails_is_started_again(notebook, tmp_path):
+    def second_time(folder):
+        from pathlib import Path
+
+        if not Path(folder, "tried").exists():
+            Path(folder, "tried").touch()
+            raise RuntimeError("once")
+        return "done"
+
+    wanted = {"num_processes": 1, "num_nodes": 1, "rdzv_backend": "c10d"}
+    run = notebook(second_time)
+    assert notebook_launcher(run, (str(tmp_path),), 2, max_restarts=3) == "done"
+    assert wanted  # one process runs here, and is not watched
+    (tmp_path / "tried").unlink()
+    with pytest.raises(RuntimeError, match="once"):
+        notebook_launcher(run, (str(tmp_path),), 1, max_restarts=3)
+
+
+def test_what_cannot_be_sent_back_is_told(notebook, capfd):
+    def returns_a_lock():
+        import threading
+
+        return threading.Lock()
+
+    assert debug_launcher(notebook(returns_a_lock)) is None
+    assert "What rank 0 returned cannot be sent" in capfd.readouterr().err
+
+
+def test_an_accelerator_of_this_process_is_refused(capfd):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    loader = accelerator.prepare(torch.utils.data.DataLoader([1, 2]))
+    owner = Trainer(accelerator=accelerator)
+    for held in (accelerator, PartialState(), optimizer, scheduler, loader, owner):
+
+        def train(held=held):
+            return held
+
+        with pytest.raises(ValueError, match=r"train uses an `Accelerator` .* inside the function"):
+            notebook_launcher(train, num_processes=2)
+
+
+def test_what_cannot_be_sent_is_refused():
+    lock = threading.Lock()
+
+    def train():
+        return lock
+
+    with pytest.raises(ValueError, match=r"train runs in new processes.*lock.*inside the function"):
+        debug_launcher(train)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_processes": 0}, "num_processes is 0; it must be 1 or more"),
+        ({"num_processes": "2"}, "num_processes is '2'"),
+        ({"num_nodes": 2, "node_rank": 2}, "The node_rank must be less than the number of nodes"),
+        ({"mixed_precision": "bf61"}, "mixed_precision is 'bf61'.*Did you mean 'bf16'"),
+        ({"num_processes": 2, "use_port": "here"}, "use_port is 'here' at 127.0.0.1"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        notebook_launcher(who, **arguments)
+
+
+def test_a_function_that_is_called_already():
+    with pytest.raises(TypeError, match="function is None; give the function itself"):
+        debug_launcher(None)
+
+
+def test_a_port_that_is_taken_is_refused_and_a_free_one_is_used(notebook):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"use_port is {port} .* Leave it out"):
+            notebook_launcher(who, num_processes=2, use_port=port)
+    names = ("MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+    values = notebook_launcher(notebook(who), names, 2, "bf16", use_port=str(port))
+    assert values == dict(zip(names, ("127.0.0.1", str(port), "bf16", None), strict=True))
+
+
+def test_machines_meet_at_the_first(monkeypatch):
+    common = {"node_rank": 1, "address": "node0", "conf": {"timeout": 5}}
+    static = machines(num_nodes=2, backend="static", endpoint="", port=None, **common)
+    assert static == {
+        "min_nodes": 2,
+        "max_nodes": 2,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": "node0:29500",
+        "rdzv_configs": {"rank": 1, "timeout": 5},
+    }
+    other = machines(num_nodes=2, backend="c10d", endpoint="there:1", port="9", **common)
+    assert (other["rdzv_backend"], other["rdzv_endpoint"]) == ("c10d", "there:1")
+    assert (
+        machines(num_nodes=2, backend="static", endpoint="", port="9", **common)["rdzv_endpoint"]
+        == "node0:9"
+    )
+
+
+# -- one process: this one -----------------------------------------------------------------------
+
+
+def test_one_process_is_this_one_and_leaves_no_state():
+    found = []
+
+    def train(wanted):
+        accelerator = Accelerator(cpu=True)
+        found.append((os.getpid(), accelerator.mixed_precision, accelerator.num_processes))
+        return wanted
+
+    for precision in ("bf16", "no"):  # a second launch may have another one
+        assert notebook_launcher(train, (3,), num_processes=1, mixed_precision=precision) == 3
+    assert found == [(os.getpid(), "bf16", 1), (os.getpid(), "no", 1)]
+    for kind in (PartialState, AcceleratorState, GradientState):
+        assert kind._shared_state == {}
+    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def test_one_process_takes_the_accelerator_that_is_there():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=3)
+
+    def train():
+        return Accelerator().mixed_precision
+
+    assert notebook_launcher(train, num_processes=1) == "bf16"
+    assert accelerator.state.initialized
+    assert accelerator.gradient_accumulation_steps == 3
+    with pytest.raises(ValueError, match=r"mixed_precision is 'fp16', but .* 'bf16'"):
+        notebook_launcher(train, num_processes=1, mixed_precision="fp16")
+
+
+def test_there_are_as_many_processes_as_devices(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    assert notebook_launcher(os.getpid) == os.getpid()
+
+
+# -- a notebook ----------------------------------------------------------------------------------
+
+CELLS = [
+    """
+import os, threading, torch
+from pathlib import Path
+from trainer import Accelerator, notebook_launcher
+# All that a fork would not survive: threads of OpenMP, an Accelerator, a class of the notebook.
+torch.set_num_threads(2)
+weight = torch.randn(300, 300, requires_grad=True)
+(weight @ weight).sum().backward()
+accelerator = Accelerator(cpu=True)
+class Settings:
+    rate = 0.5
+def train(start, steps):
+    accelerator = Accelerator(cpu=True)
+    net = torch.nn.Linear(2, 1)
+    net.load_state_dict(start)
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=Settings.rate))
+    batch = torch.arange(8.0).reshape(4, 2)[accelerator.process_index::accelerator.num_processes]
+    for _ in range(steps):
+        accelerator.backward(net(batch / 8).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    (settings,) = {type(each) for each in accelerator.gather_for_metrics([Settings()], True)}
+    print("trained on", accelerator.process_index)
+    return accelerator.unwrap_model(net).state_dict(), settings()
+start = torch.nn.Linear(2, 1).state_dict()
+""",
+    """
+alone, _ = notebook_launcher(train, (start, 4), num_processes=1)
+before = dict(os.environ)
+together, settings = notebook_launcher(train, (start, 4), num_processes=2)
+for name, value in alone.items():
+    torch.testing.assert_close(together[name], value)
+assert type(settings) is Settings
+assert dict(os.environ) == before and accelerator.num_processes == 1
+""",
+    """
+def fail():
+    if os.environ["RANK"] == "1":
+        raise KeyError("a fault of mine")  # seen
+    threading.Event().wait()
+notebook_launcher(fail, num_processes=2)
+""",
+    """
+def wait():
+    Path("rank-" + os.environ["RANK"]).write_text(str(os.getpid()))
+    print("it waits")  # shown at once
+    Path("started-" + os.environ["RANK"]).touch()
+    threading.Event().wait()
+Path("kernel").write_text(str(os.getpid()))
+notebook_launcher(wait, num_processes=2)
+""",
+    """
+print("still there", [Path("/proc", Path(f"rank-{rank}").read_text()).exists() for rank in (0, 1)])
+""",
+]
+RUN = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+import nbclient, nbformat
+
+def interrupt():  # as Jupyter does
+    while not all(Path(f"started-{rank}").exists() for rank in (0, 1)):
+        time.sleep(0.05)
+    os.killpg(os.getpgid(int(Path("kernel").read_text())), signal.SIGINT)
+
+cells = [nbformat.v4.new_code_cell(cell) for cell in json.loads(sys.argv[1])]
+notebook = nbformat.v4.new_notebook(cells=cells)
+client = nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3", allow_errors=True)
+threading.Thread(target=interrupt, daemon=True).start()
+client.execute()
+Path("outputs").write_text(json.dumps([cell.outputs for cell in cells]))
+"""
+
+
+def test_a_notebook(tmp_path):
+    # in a process of its own: the client of a kernel leaves threads behind for a while
+    pytest.importorskip("nbclient")
+    command = [sys.executable, "-W", "ignore", "-c", RUN, json.dumps(CELLS)]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    del variables["PYTEST_CURRENT_TEST"]  # with which a kernel shows nothing of its children
+    subprocess.run(command, check=True, cwd=tmp_path, env=variables, timeout=250)
+    outputs = (tmp_path / "outputs").read_text()
+    defined, trained, failed, interrupted, after = json.loads(outputs)
+    assert defined == []
+    assert sorted(text_of(trained).split("\n")) == ["", *["trained on 0"] * 2, "trained on 1"]
+    (error,) = failed
+    assert error["ename"] == "RankFailed"
+    assert error["evalue"].startswith("rank 1 of 2 on ")
+    assert 'raise KeyError("a fault of mine")  # seen' in error["evalue"]
+    assert text_of(interrupted[:-1]) == "it waits\n" * 2
+    error = interrupted[-1]
+    assert (error["ename"], error["evalue"]) == (
+        "KeyboardInterrupt",
+        "The processes have been ended.",
+    )
+    assert text_of(after) == "still there [False, False]\n"
+
+
+LAUNCHER = """
+import subprocess, sys
+from pathlib import Path
+from trainer.launchers import rank
+def wait():
+    import os, threading
+    Path("rank").write_text(str(os.getpid()))
+    Path("started").touch()
+    threading.Event().wait()
+rank.write_call(Path.cwd(), wait, ())
+process = subprocess.Popen([sys.executable, *rank.command(Path.cwd())])
+while not Path("started").exists():
+    pass
+"""
+
+
+def test_the_processes_end_with_that_of_the_launcher(tmp_path):
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", LAUNCHER], check=True, cwd=tmp_path, env=variables)
+    wait_for_end(int((tmp_path / "rank").read_text()))
+
+
+def text_of(outputs: list[dict[str, Any]]) -> str:
+    assert {output["output_type"] for output in outputs} <= {"stream"}, outputs
+    return "".join(output["text"] for output in outputs)
+
+
+def wait_for_end(pid: int) -> None:
+    """Return when there is no such process; the test's time limit is that of the waiting."""
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state == "Z":  # nobody has asked how it ended
+            return
+        threading.Event().wait(0.02)

@@ -1,0 +1,73 @@
+"""The command `trainer completion`: what the shell offers when Tab is pressed."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+from trainer.cli import COMMANDS
+from trainer.cli.parsing import CommandError, command_parser
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer completion`."""
+    made = command_parser(
+        prog,
+        "Write the script by which a shell completes `trainer`: its commands, their options and "
+        "choices, and file names.",
+        examples=[
+            (
+                "bash, for good",
+                "bash > ~/.local/share/bash-completion/completions/trainer",
+            ),
+            ("zsh: a folder of your $fpath, before compinit", "zsh > ~/.zfunc/_trainer"),
+            ("fish", "fish > ~/.config/fish/completions/trainer.fish"),
+        ],
+        codes={0: "done", 1: "shtab is not installed"},
+    )
+    made.add_argument("shell", choices=SHELLS)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script.
+
+    Raises:
+        CommandError: shtab is not installed.
+    """
+    try:
+        import shtab
+    except ImportError:
+        raise CommandError("Completion needs shtab: pip install 'cadence-trainer[cli]'.") from None
+    whole = _whole_parser()
+    _offer_files(whole, shtab.FILE)
+    print(shtab.complete(whole, arguments.shell))
+    return 0
+
+
+def _whole_parser() -> argparse.ArgumentParser:
+    """All commands in one parser, which no command line needs."""
+    whole = argparse.ArgumentParser(prog="trainer")
+    whole.add_argument("--version", action="store_true", help="show the version")
+    commands = whole.add_subparsers()
+    for name, (module, what) in COMMANDS.items():
+        try:
+            own = import_module(f"trainer.cli.{module}").parser(f"trainer {name}")
+        except (CommandError, ImportError):  # an extra is missing: its options are left out
+            commands.add_parser(name, help=what)
+        else:
+            commands.add_parser(name, help=what, parents=[own], add_help=False)
+    return whole
+
+
+def _offer_files(parser: argparse.ArgumentParser, files: object) -> None:
+    """Let paths, and arguments without a name or choices, be completed as files."""
+    for action in parser._actions:  # argparse has no other way to them
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                _offer_files(each, files)
+        elif action.choices is None and (action.type is Path or not action.option_strings):
+            action.complete = files  # type: ignore[attr-defined]  # shtab's own attribute

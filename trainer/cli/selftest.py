@@ -1,0 +1,226 @@
+"""What `trainer test` runs on every process; ``torchrun -m trainer.cli.selftest`` does too.
+
+Each check does what all processes do together, and then compares with a reference that one process
+computes alone: a process that finds a difference leaves no other one waiting.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer.accelerator import Accelerator
+from trainer.module import TrainModule
+from trainer.trainer import Trainer
+
+SAMPLES, BATCH = 53, 4  # with no number of processes does it come out even
+
+
+class CheckError(Exception):
+    """Something is not as it should be; the text says what differs."""
+
+
+def main() -> int:
+    """Run all checks and print a line for each; return 1 on rank 0 if one has failed, else 0."""
+    warnings.filterwarnings("ignore", module="torch")
+    accelerator = Accelerator(mixed_precision="no")
+    state = accelerator.state
+    where = f"{state.device.type}, {state.backend}" if state.backend else state.device.type
+    accelerator.print(f"{accelerator.num_processes} process(es) on {where}")
+    folder = _common_folder(accelerator)
+    failed = 0
+    for name, check in CHECKS.items():
+        try:
+            said, wrong = check(accelerator, folder), None
+        except CheckError as error:
+            said, wrong = "", f"rank {accelerator.process_index}: {error}"
+        verdicts = accelerator.gather_for_metrics([wrong], use_gather_object=True)
+        found = "\n".join(verdict for verdict in verdicts if verdict)
+        accelerator.print(f"{name:<14} " + (f"FAILED  {found}" if found else f"ok  {said}"))
+        failed += bool(found)
+    if accelerator.is_local_main_process:
+        shutil.rmtree(folder)
+    accelerator.print(f"{failed} of {len(CHECKS)} checks failed." if failed else "All is well.")
+    accelerator.wait_for_everyone()
+    return 1 if failed and accelerator.is_main_process else 0  # one process is enough to say so
+
+
+def _common_folder(accelerator: Accelerator) -> Path:
+    own = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
+    folder = Path(accelerator.gather_for_metrics([own], use_gather_object=True)[0])
+    folder.mkdir(exist_ok=True)  # on a machine that does not share the disk of the first
+    return folder
+
+
+# -- the checks ----------------------------------------------------------------------------------
+
+
+def collectives(accelerator: Accelerator, _: Path) -> str:
+    """What the processes send each other arrives."""
+    rank, size = accelerator.process_index, accelerator.num_processes
+    own = torch.arange(3.0, device=accelerator.device) + rank
+    whole = torch.cat([torch.arange(3.0) + other for other in range(size)])
+    gathered = accelerator.gather(own)
+    summed, mean = accelerator.reduce(own, "sum"), accelerator.reduce(own, "mean")
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
+    _same("gather", gathered, whole)
+    _same("the sum", summed, whole.reshape(size, 3).sum(0))
+    _same("the mean", mean, whole.reshape(size, 3).mean(0))
+    _same("padding", padded, (torch.arange(size) <= rank).float())
+    return "gather, sum, mean, padding"
+
+
+def data_order(accelerator: Accelerator, folder: Path) -> str:
+    """Every sample is trained on once, whatever the number of processes."""
+    module = _Line()
+    _fit(accelerator, module, folder / "order", shuffle=True)
+    seen = accelerator.gather_for_metrics(module.seen, use_gather_object=True)
+    for what, wrong in (
+        ("missing", sorted(set(range(SAMPLES)) - set(seen))),
+        ("seen twice", sorted({each for each in seen if seen.count(each) > 1})),
+    ):
+        if wrong:
+            raise CheckError(f"samples {wrong} of {SAMPLES} were {what}")
+    if accelerator.num_processes == 1 and seen == sorted(seen):
+        raise CheckError("the samples were not shuffled")
+    return f"each of {SAMPLES} shuffled samples once"
+
+
+def accumulation(accelerator: Accelerator, folder: Path) -> str:
+    """An update over micro-batches and processes is that of the whole batch."""
+    module = _Line()
+    reference = nn.Linear(2, 1)
+    reference.load_state_dict(module.line.state_dict())
+    _fit(accelerator, module, folder / "accumulation", steps=2)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    big = BATCH * 2 * accelerator.num_processes
+    for start in range(0, SAMPLES, big):
+        x, y = (each[start : start + big] for each in _data().tensors[1:])
+        optimizer.zero_grad()
+        nn.functional.mse_loss(reference(x).squeeze(1), y).backward()
+        optimizer.step()
+    _same("the weight", module.line.weight, reference.weight)
+    _same("the bias", module.line.bias, reference.bias)
+    return f"2 micro-batches of {BATCH} on each process as one of {big}"
+
+
+def checkpoint(accelerator: Accelerator, folder: Path) -> str:
+    """What was saved comes back, on every process."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x = torch.ones(2, 2, device=accelerator.device)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        accelerator.backward(model(x * torch.rand((), device=x.device)).sum())
+        optimizer.step()
+        return torch.cat([value.detach().flatten().clone() for value in model.parameters()])
+
+    step()
+    accelerator.save_state(folder / "state")
+    expected = [step(), step()]
+    accelerator.load_state(folder / "state")
+    found = [step(), step()]
+    for number in (0, 1):
+        _same(f"update {number + 1} after loading", found[number], expected[number], exact=True)
+    return "model, optimizer and random numbers come back"
+
+
+def metrics(accelerator: Accelerator, folder: Path) -> str:
+    """A metric is that of one process, without the samples that fill the last batches."""
+    module = _Line()
+    loader = DataLoader(_data(), batch_size=BATCH)
+    trainer = Trainer(accelerator=accelerator, **_quiet(folder / "metrics"))
+    (found,) = trainer.validate(module, loader)
+    _, x, y = _data().tensors
+    with torch.no_grad():
+        line = module.line.cpu()
+        expected = nn.functional.mse_loss(line(x).squeeze(1), y)
+    _same("the validation loss", torch.tensor(found["loss"]), expected)
+    return f"exact over {SAMPLES} samples"
+
+
+CHECKS: dict[str, Callable[[Accelerator, Path], str]] = {
+    "collectives": collectives,
+    "data order": data_order,
+    "accumulation": accumulation,
+    "checkpoint": checkpoint,
+    "metrics": metrics,
+}
+
+
+# -- what they share -----------------------------------------------------------------------------
+
+
+class _Line(TrainModule):
+    """A linear model that notes the samples it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same weights on every process, and alone
+        self.line = nn.Linear(2, 1)
+        self.seen: list[int] = []
+
+    def _loss(self, batch: list[Tensor]) -> Tensor:
+        _, x, y = batch
+        return nn.functional.mse_loss(self.line(x).squeeze(1), y)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
+        self.seen += batch[0].tolist()
+        return self._loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # noqa: ARG002
+        self.log("loss", self._loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _data() -> TensorDataset:
+    numbers = torch.arange(SAMPLES)
+    x = torch.stack([numbers / SAMPLES, (numbers % 7) / 7], 1)
+    return TensorDataset(numbers, x, x[:, 0] - x[:, 1])
+
+
+def _fit(
+    accelerator: Accelerator,
+    module: TrainModule,
+    folder: Path,
+    *,
+    shuffle: bool = False,
+    steps: int = 1,
+) -> None:
+    trainer = Trainer(
+        accelerator=accelerator,
+        max_epochs=1,
+        gradient_accumulation_steps=steps,
+        checkpointing=False,
+        limit_val_batches=0,
+        **_quiet(folder),
+    )
+    trainer.fit(module, DataLoader(_data(), batch_size=BATCH, shuffle=shuffle))
+
+
+def _quiet(folder: Path) -> dict[str, Any]:
+    return {"project_dir": folder, "progress_bar": False}
+
+
+def _same(what: str, found: Tensor, expected: Tensor, *, exact: bool = False) -> None:
+    found, expected = found.detach().cpu(), expected.detach().cpu()
+    close = torch.equal(found, expected) if exact else torch.allclose(found, expected, atol=1e-5)
+    if not close:
+        raise CheckError(f"{what} is {found.tolist()} and should be {expected.tolist()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

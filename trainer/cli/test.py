@@ -1,0 +1,46 @@
+"""The command `trainer test`: do several processes work together on this machine?"""
+
+from __future__ import annotations
+
+import argparse
+
+from trainer.cli import launch
+from trainer.cli.parsing import command_parser, count
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer test`."""
+    made = command_parser(
+        prog,
+        "Start processes as `trainer launch` would, and check that they work together: "
+        "collectives, the order of the data, accumulation, a checkpoint and metrics.",
+        examples=[
+            ("what the file of `trainer config` says", ""),
+            ("two processes on the CPU", "--cpu --num_processes 2"),
+            ("another file", "--config_file four.yaml"),
+        ],
+        codes={0: "all checks passed", 1: "one did not, or a process failed"},
+    )
+    made.add_argument(
+        "--config_file", "--config-file", metavar="FILE", help="the file of `trainer config`"
+    )
+    made.add_argument("--cpu", action="store_true", help="use the CPU though a device is there")
+    made.add_argument(
+        "--num_processes",
+        "--num-processes",
+        type=count,
+        metavar="N",
+        help="processes on all machines together",
+    )
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Start the checks on all processes; return what they end with."""
+    given = ["--cpu"] if arguments.cpu else []
+    for name in ("config_file", "num_processes"):
+        value = getattr(arguments, name)
+        if value is not None:
+            given += [f"--{name}", str(value)]
+    command = [*given, "--module", "trainer.cli.selftest"]
+    return launch.run(launch.parser("trainer test").parse_args(command))

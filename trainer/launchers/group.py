@@ -1,0 +1,163 @@
+"""The processes of a launcher, started and watched by torch's own.
+
+It is loaded with the first launch, since torch's launcher is many modules.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from trainer import environment
+from trainer.cli.launch.failure import failures_of, report
+from trainer.launchers import rank
+
+_ROLE = "notebook"
+_LOGGERS = ("torch.distributed.elastic", "torchelastic-events-null")
+_PATIENCE = 300  # seconds that the ranks have to save after an interrupt
+
+
+class RankFailed(ChildFailedError):
+    """A process of a launcher failed.
+
+    The message ends with the traceback of the rank that failed first.
+
+    Attributes:
+        failures: rank -> what torch knows of each process that failed.
+    """
+
+    def __init__(self, message: str, failures: dict[int, ProcessFailure]) -> None:
+        self._message = message
+        super().__init__(_ROLE, failures)
+
+    def format_msg(self, *_: Any) -> str:
+        """The message."""
+        return self._message
+
+
+def machines(
+    *,
+    num_nodes: int,
+    node_rank: int,
+    backend: str,
+    endpoint: str,
+    address: str,
+    port: str | int | None,
+    conf: dict[str, Any],
+) -> dict[str, Any]:
+    """Where the machines of a launch meet, as arguments of torch's `LaunchConfig`."""
+    if num_nodes == 1 and backend == "static" and not endpoint:
+        _check_port(address, port)
+        if not int(port or 0):
+            return one_machine() | {"rdzv_configs": conf}
+    port = environment.DEFAULT_PORT if port is None else port
+    return {
+        "min_nodes": num_nodes,
+        "max_nodes": num_nodes,
+        "rdzv_backend": backend,
+        "rdzv_endpoint": endpoint or f"{address}:{port}",
+        "rdzv_configs": {"rank": node_rank, **conf},
+    }
+
+
+def one_machine() -> dict[str, Any]:
+    """The same for one machine, whose processes meet at a free port."""
+    return {
+        "min_nodes": 1,
+        "max_nodes": 1,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": "127.0.0.1:0",
+        "local_addr": "127.0.0.1",
+    }
+
+
+def _check_port(address: str, port: str | int | None) -> None:
+    """Refuse what is no port, or is taken.
+
+    Raises:
+        ValueError: It is one of these.
+    """
+    try:
+        with socket.socket() as probe:
+            # torch would take what listens there for its own, and wait for answers.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, int(port or 0)))
+    except (ValueError, OverflowError, OSError) as error:
+        raise ValueError(
+            f"use_port is {port!r} at {address}, which cannot be used: {error}. Leave it out, and "
+            "a free one is taken."
+        ) from error
+
+
+def start(
+    function: Callable[..., Any], args: Sequence[Any], config: dict[str, Any], **variables: object
+) -> Any:
+    """Run the call on all ranks, with these environment variables; return rank 0's value."""
+    with tempfile.TemporaryDirectory(prefix="cadence-launch-") as name:
+        folder = Path(name)
+        rank.write_call(folder, function, tuple(args))
+        launch_config = LaunchConfig(
+            role=_ROLE,
+            logs_specs=DefaultLogsSpecs(log_dir=name),
+            # Signals are the notebook's: Ctrl-C raises KeyboardInterrupt, which ends the ranks too.
+            signals_to_handle="",
+            shutdown_timeout=_PATIENCE,
+            **config,
+        )
+        if environment.read("OMP_NUM_THREADS") is None:
+            variables["OMP_NUM_THREADS"] = _share_of_cores(launch_config.nproc_per_node)
+        # torch sets this one for itself; here it ends with the launch.
+        variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+        if launch_config.max_nodes > 1:
+            # The store of the first machine still has the addresses of processes that are gone.
+            variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        with environment.patch_environment(**variables), _quiet_agent():
+            _flush()
+            try:
+                elastic_launch(launch_config, sys.executable)(*rank.command(folder))
+            except ChildFailedError as error:
+                failures = failures_of(error.failures)
+                text, _ = report(failures, launch_config.monitor_interval)
+                raise RankFailed(text, error.failures) from None
+            except KeyboardInterrupt:  # without the places in torch where it waited
+                raise KeyboardInterrupt("The processes have been ended.") from None
+        return rank.read_value(folder)
+
+
+def _share_of_cores(processes: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
+
+
+def _flush() -> None:
+    """What was printed before the launch comes before what its processes print."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Inside, torch's launcher does not log: the failure that it tells of is raised, once."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    before = [each.propagate for each in loggers]
+    nowhere = logging.NullHandler()
+    for each in loggers:
+        each.addHandler(nowhere)
+        each.propagate = False
+    try:
+        yield
+    finally:
+        for each, propagate in zip(loggers, before, strict=True):
+            each.propagate = propagate
+            each.removeHandler(nowhere)

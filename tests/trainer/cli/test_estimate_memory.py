@@ -1,0 +1,314 @@
+"""`trainer estimate-memory`: its numbers are the bytes of real modules."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.cli import main
+from trainer.cli.estimate_memory.footprint import Footprint
+
+SCRIPT = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+from trainer import TrainModule
+
+
+class Tied(nn.Module):
+    """Attention, tied weights, buffers, dropout and a part that is not trained."""
+
+    def __init__(self, width=16, vocabulary=50):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        layer = nn.TransformerEncoderLayer(width, 2, 32, dropout=0.1, batch_first=True)
+        self.body = nn.TransformerEncoder(layer, 2)
+        self.norm = nn.BatchNorm1d(width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids, scale=None):
+        x = self.frozen(self.body(self.embedding(ids)))
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return self.head(F.gelu(x) * (1 if scale is None else scale))
+
+
+class Image(nn.Module):
+    def __init__(self, channels=4):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, channels, 3), nn.BatchNorm2d(channels), nn.ReLU(inplace=True),
+            nn.MaxPool2d(2), nn.Flatten(), nn.LazyLinear(5) if channels == 0 else nn.Linear(36, 5),
+        )
+
+    def forward(self, x):
+        return self.net(x).softmax(-1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.GRU(4, 6, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.net(x)[0]
+
+
+class Late(TrainModule):
+    def configure_model(self):
+        self.net = nn.Linear(3, 4)
+
+
+def make(width=3):
+    return nn.Linear(width, 1)
+
+
+class Reads(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()
+
+
+class Huge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList(nn.Linear(1 << 20, 1 << 20) for _ in range(4))
+'''
+FORWARD = {
+    "Tied": (["--input", "7:int64"], lambda batch: torch.randint(50, (batch, 7))),
+    "Image": (["--input", "3x8x8"], lambda batch: torch.randn(batch, 3, 8, 8)),
+    "Recurrent": (["--input", "5x4"], lambda batch: torch.randn(batch, 5, 4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def weighed(monkeypatch) -> Any:
+    """The user's module, in the current folder."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("weighed.py").write_text(SCRIPT)
+    yield
+    sys.modules.pop("weighed", None)
+
+
+def estimate(capsys, *words: object) -> list[dict[str, Any]]:
+    assert main(["estimate-memory", *map(str, words), "--json"]) == 0
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
+    return rows
+
+
+def refused(capsys, *words: object, code: int = 1) -> str:
+    assert main(["estimate-memory", *map(str, words)]) == code
+    text: str = capsys.readouterr().err
+    assert "Traceback" not in text
+    return text
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+@contextmanager
+def saved_tensors() -> Iterator[dict[int, torch.UntypedStorage]]:
+    """The stretches of memory that are saved for a backward pass inside, by their addresses."""
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def held_by_the_graph(output: torch.Tensor) -> set[int]:
+    """The addresses of what the graph of an output holds, found by walking it."""
+    addresses, seen, left = set(), set(), [output.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            value = getattr(node, name) if name.startswith("_saved_") else None
+            for tensor in value if isinstance(value, (tuple, list)) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    addresses.add(tensor.untyped_storage().data_ptr())
+    return addresses
+
+
+@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("precision", ["no", "bf16", "pure-bf16"])
+def test_the_numbers_are_the_bytes_of_a_real_module(capsys, name, precision):
+    words, make_input = FORWARD[name]
+    rows = estimate(capsys, f"weighed:{name}", *words, "--batch", 1, 6, "--precision", precision)
+    for row, batch in zip(rows, (1, 6), strict=True):
+        module = getattr(import_module("weighed"), name)()
+        x = make_input(batch)
+        if precision == "pure-bf16":
+            module = module.to(torch.bfloat16)
+            x = x.to(torch.bfloat16) if x.is_floating_point() else x
+        module.train()
+        casting = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        with saved_tensors() as saved, casting:
+            output = module(x)
+        assert saved.keys() <= held_by_the_graph(output)  # so it is what stays in memory
+        for own in (*module.parameters(), *module.buffers()):
+            saved.pop(own.untyped_storage().data_ptr(), None)
+        assert row["batch"] == batch
+        # torch says that batch normalisation keeps its two statistics in the type of its input;
+        # where autocast has made that bf16, it keeps them in fp32.
+        norms = [
+            each for each in module.modules() if isinstance(each, nn.modules.batchnorm._NormBase)
+        ]
+        hidden = sum(2 * 2 * n.num_features for n in norms) if precision == "bf16" else 0
+        assert row["activations"] + hidden == sum(each.nbytes() for each in saved.values())
+        output.float().sum().backward()
+        optimizer = torch.optim.AdamW(p for p in module.parameters() if p.requires_grad)
+        optimizer.step()
+        state = [v for values in optimizer.state.values() for v in values.values()]
+        assert row["parameters"] == nbytes(module.parameters())
+        assert row["buffers"] == nbytes(module.buffers())
+        assert row["gradients"] == nbytes(p.grad for p in module.parameters() if p.requires_grad)
+        assert row["optimizer"] == nbytes(state)
+        assert row["total"] == sum(
+            row[part] for part in ("parameters", "gradients", "optimizer", "buffers", "activations")
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "make"),
+    [
+        (["--optimizer", "SGD"], torch.optim.SGD),
+        (
+            ["--optimizer", "sgd", "--optimizer-init", "momentum=0.9"],
+            lambda p: torch.optim.SGD(p, momentum=0.9),
+        ),
+        (["--optimizer=torch.optim:Adagrad"], torch.optim.Adagrad),
+        (
+            ["--optimizer=adam", "--optimizer-init", "amsgrad=true", "lr=1e-3"],
+            lambda p: torch.optim.Adam(p, amsgrad=True),
+        ),
+    ],
+)
+def test_other_optimizers_have_their_own_state(capsys, words, make: Callable[..., Any]):
+    (row, _) = estimate(capsys, "weighed:make", "--init", "width=100", *words)
+    module = import_module("weighed").make(100)
+    optimizer = make(module.parameters())
+    module(torch.ones(2, 100)).sum().backward()
+    optimizer.step()
+    state = [v for values in optimizer.state.values() for v in values.values()]
+    assert row["optimizer"] == nbytes(each for each in state if isinstance(each, torch.Tensor))
+
+
+def test_shards_follow_the_stages_of_zero(capsys):
+    rows = estimate(capsys, "weighed:Tied", "--precision", "no", "--shards", 1, 2, 8)
+    alone = rows[0]
+    assert [(row["processes"], row["zero"]) for row in rows] == [
+        (1, 0),
+        *((2, stage) for stage in (1, 2, 3)),
+        *((8, stage) for stage in (1, 2, 3)),
+    ]
+    for row in rows[1:]:
+        for stage, part in ((1, "optimizer"), (2, "gradients"), (3, "parameters")):
+            by = row["processes"] if row["zero"] >= stage else 1
+            assert alone[part] / by <= row[part] < alone[part] / by + 1
+        assert row["buffers"] == alone["buffers"]
+        assert row["activations"] is None
+
+
+def test_the_formulas_are_those_of_the_paper():
+    # Its example, with 16 bytes of model state a parameter: 7.5e9 parameters on 64 processes.
+    whole = Footprint(parameters=15, gradients=15, optimizer=90, buffers=0)  # in 1e9 bytes
+    scaled = Footprint(**{k: v * 10**9 for k, v in vars(whole).items() if v is not None})
+    totals = [scaled.total, *(scaled.sharded(stage, 64).total for stage in (1, 2, 3))]
+    assert [round(total / 1e9, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
+
+
+def test_a_model_of_any_size_fits(capsys):
+    (row,) = estimate(capsys, "weighed:Huge", "--precision", "no")
+    assert row["parameters"] == 4 * 4 * ((1 << 40) + (1 << 20))
+    assert row["optimizer"] == 2 * row["parameters"] + 4 * 8
+    main(["estimate-memory", "weighed:Huge", "--precision", "no"])
+    shown = capsys.readouterr().out
+    assert "4,398,050,705,408 parameters" in shown
+    assert "16 TiB" in shown
+    assert "Activations are unknown without --input" in shown
+
+
+def test_inputs_may_have_names_and_types(capsys):
+    words = ["weighed:Tied", "--precision", "no", "--batch", 3]
+    (row,) = estimate(capsys, *words, "--input", "scale=1x1:float32", "ids=7:int64")
+    module = import_module("weighed").Tied()
+    with saved_tensors() as saved:
+        module(torch.zeros(3, 7, dtype=torch.int64), torch.ones(3, 1, 1))
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    assert row["activations"] == sum(s.nbytes() for at, s in saved.items() if at not in own)
+
+
+def test_configure_model_is_called(capsys):
+    (row,) = estimate(capsys, "weighed:Late", "--precision", "no")
+    assert row["parameters"] == 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["nowhere:Net"], 1, "There is no module 'nowhere'"),
+        (["weighed:Tiedd"], 1, "Did you mean 'Tied'?"),
+        (["weighed:Tied", "--init", "widht=3"], 2, "weighed:Tied(width=16, vocabulary=50) cannot"),
+        (["weighed:F"], 1, "it must be a class or a function"),
+        (["weighed:Tied", "--optimizer", "adanw"], 2, "Did you mean 'adamw'?"),
+        (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
+        (["weighed:Reads", "--input", "3"], 1, "must not read values"),
+        (["weighed:Image", "--input", "3"], 1, "--input must be what forward takes"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(capsys, words, code, text):
+    assert text in refused(capsys, *words, code=code)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--init", "width"], ["--input", "3*4"], ["--batch", "0"], ["--precision", "fp8"]],
+)
+def test_a_wrong_word_is_an_error_of_usage(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["estimate-memory", "weighed:Tied", *words])
+    assert caught.value.code == 2
+    assert words[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "library"), [("bert", "transformers"), ("timm/vit", "timm")])
+def test_a_library_that_is_missing_is_named(capsys, monkeypatch, name, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    assert f"pip install {library}" in refused(capsys, name)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_a_configuration_of_transformers(capsys):
+    from transformers import AutoModel, BertConfig
+
+    config = BertConfig(hidden_size=24, num_hidden_layers=2, num_attention_heads=2, vocab_size=90)
+    config.save_pretrained("bert")
+    (row,) = estimate(capsys, "./bert", "--precision", "no")
+    assert row["parameters"] == nbytes(AutoModel.from_config(config).parameters())
+
+
+def test_nothing_of_the_process_is_changed(capsys):
+    before = torch.get_rng_state(), torch.get_default_dtype()
+    estimate(capsys, "weighed:Tied", "--input", "7:int64", "--precision", "pure-bf16")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.get_default_dtype() == before[1]
+    assert type(torch.zeros(1)) is torch.Tensor

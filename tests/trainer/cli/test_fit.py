@@ -1,0 +1,443 @@
+"""`trainer fit`, `validate`, `test-model`, `predict`: a configuration is the run of a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from callbacks import EarlyStopping, ModelCheckpoint, PredictionWriter
+from trainer import DataLoaderConfiguration, DistributedDataParallelKwargs, Trainer
+from trainer.cli import main
+from trainer.cli.fit.configured import ConfiguredLine, Made
+from trainer.cli.parsing import import_from_here
+
+SCRIPT = '''
+"""What a user has beside the configuration."""
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from trainer import DataModule, TrainModule
+
+
+class Rows(Dataset):
+    def __init__(self, count: int = 24, noise: float = 0.0):
+        self.x = torch.linspace(-1, 1, count * 4).reshape(count, 4)
+        self.noise = noise
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index] + self.noise * torch.randn(4)
+
+
+def rows_loader(count: int = 8, batch_size: int = 4) -> DataLoader:
+    return DataLoader(Rows(count), batch_size)
+
+
+class RowsData(DataModule):
+    def __init__(self, count: int = 24, batch_size: int = 4, noise: float = 0.0):
+        self.count, self.batch_size, self.noise = count, batch_size, noise
+
+    def train_dataloader(self):
+        return DataLoader(Rows(self.count, self.noise), self.batch_size, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(Rows(7), 2)
+
+
+class Line(TrainModule):
+    """A line with dropout.
+
+    Args:
+        width: How many outputs there are.
+        optimizer: Makes the optimizer of the parameters.
+    """
+
+    def __init__(
+        self,
+        width: int = 3,
+        optimizer: Callable[[Iterable], torch.optim.Optimizer] = torch.optim.SGD,
+        fails: str | None = None,
+    ):
+        super().__init__()
+        self.save_hyperparameters(ignore="optimizer")
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Dropout(0.5))
+        self.optimizer, self.fails = optimizer, fails
+
+    def training_step(self, batch, batch_idx):
+        if self.fails:
+            open(self.fails)
+        loss = (self.net(batch) - 1).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val/loss", (self.net(batch) - 1).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.net(batch).abs().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch)
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+'''
+
+BASE = """
+seed: 7
+trainer:
+  max_epochs: 2
+  gradient_accumulation_steps: 2
+  max_grad_norm: 1.5
+  val_every: 2
+  log_every: 1
+  progress_bar: false
+  project_dir: runs/configured
+  callbacks:
+  - {class_path: EarlyStopping, init_args: {monitor: val/loss, patience: 50}}
+  - class_path: callbacks.ModelCheckpoint
+    init_args: {monitor: val/loss, save_top_k: 1}
+model:
+  class_path: fitted.Line
+  init_args:
+    width: 5
+    optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.05, weight_decay: 0.1}}
+data: {class_path: fitted.RowsData, init_args: {noise: 0.25}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    """A folder with a script and a configuration, which is the current one."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("fitted.py").write_text(SCRIPT)
+    Path("base.yaml").write_text(BASE)
+    yield
+    sys.modules.pop("fitted", None)
+
+
+def files_of(run: str) -> dict[str, bytes]:
+    """The tensors of the last checkpoint of a run."""
+    last = sorted(Path(run, "checkpoints").iterdir())[-1]
+    return {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
+
+
+def records(run: str) -> list[dict[str, object]]:
+    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "time"} for line in lines]
+
+
+def line_of(stage: str = "fit") -> ConfiguredLine:
+    import_from_here()
+    return ConfiguredLine(f"trainer {stage}", stage)
+
+
+def made(*words: str) -> Made:
+    line = line_of()
+    return line.make(line.parse(words))
+
+
+def error_of(capsys, *words: str, code: int = 2) -> str:
+    assert main([*words]) == code
+    return capsys.readouterr().err
+
+
+def test_a_configured_run_is_that_of_the_script_bit_for_bit():
+    assert main(["fit", "base.yaml"]) == 0
+    fitted = import_module("fitted")
+    trainer = Trainer(
+        seed=7,
+        max_epochs=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=1.5,
+        val_every=2,
+        log_every=1,
+        progress_bar=False,
+        project_dir="runs/script",
+        callbacks=[
+            EarlyStopping("val/loss", patience=50),
+            ModelCheckpoint(monitor="val/loss", save_top_k=1),
+        ],
+    )
+    module = fitted.Line(5, lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1))
+    trainer.fit(module, datamodule=fitted.RowsData(noise=0.25))
+    expected = files_of("runs/script")
+    assert {"model.safetensors", "optimizer_0.safetensors"} & expected.keys()
+    assert files_of("runs/configured") == expected
+    assert records("runs/configured") == records("runs/script")
+    assert len(records("runs/script")) >= trainer.global_step == 6
+
+
+def test_loaders_that_are_described_are_those_of_the_script():
+    Path("loaders.yaml").write_text("""
+seed: 1
+trainer: {max_steps: 5, progress_bar: false, project_dir: runs/configured, checkpointing: true}
+model: fitted.Line
+data:
+  class_path: Loaders
+  init_args:
+    train:
+      class_path: Loader
+      init_args:
+        dataset: {class_path: fitted.Rows, init_args: {count: 10, noise: 0.5}}
+        batch_size: 3
+        shuffle: true
+    val: [{class_path: fitted.rows_loader}, {class_path: fitted.rows_loader, init_args: {count: 5}}]
+""")
+    assert main(["fit", "loaders.yaml"]) == 0
+    fitted = import_module("fitted")
+    trainer = Trainer(seed=1, max_steps=5, progress_bar=False, project_dir="runs/script")
+    train = torch.utils.data.DataLoader(fitted.Rows(10, 0.5), batch_size=3, shuffle=True)
+    trainer.fit(fitted.Line(), train, [fitted.rows_loader(), fitted.rows_loader(5)])
+    assert files_of("runs/configured") == files_of("runs/script")
+    assert records("runs/configured") == records("runs/script")
+
+
+def test_options_go_over_files_and_later_files_over_earlier_ones():
+    Path("quick.yaml").write_text("trainer: {max_epochs: 9, log_every: 4}\n")
+    Path("wide.yaml").write_text("model: {init_args: {width: 6}}\ntrainer: {log_every: 5}\n")
+    words = ["--trainer.max_epochs", "1", "--config", "quick.yaml", "--config=wide.yaml"]
+    line = line_of()
+    config = line.parse(["base.yaml", *words, "--data.noise=0.75"])
+    assert config.trainer.max_epochs == 1
+    assert config.trainer.log_every == 5
+    assert config.model.init_args.width == 6
+    assert config.model.init_args.optimizer.init_args.weight_decay == 0.1
+    assert (config.data.init_args.noise, config.data.init_args.count) == (0.75, 24)
+
+
+def test_arguments_that_are_no_plain_values_are_read():
+    trainer = made(
+        *("base.yaml", "--trainer.log_every", "3", "--trainer.max_time", "{minutes: 90}"),
+        *("--trainer.limit_train_batches", "0.5", "--trainer.limit_val_batches", "4"),
+        *("--trainer.deterministic", "warn", "--trainer.val_every", "{every: 2, unit: epochs}"),
+        *("--trainer.log_with", "[tensorboard, csv]", "--trainer.callbacks+=callbacks.EMA"),
+        *("--trainer.dataloader_config.non_blocking", "true"),
+        "--trainer.kwargs_handlers=[{class_path: trainer.DistributedDataParallelKwargs, "
+        "init_args: {bucket_cap_mb: 7}}]",
+    ).trainer
+    settings = trainer._parts.settings
+    assert [str(each) for each in (settings.log_every, settings.val_every)] == [
+        "3 steps",
+        "2 epochs",
+    ]
+    assert settings.budget == 5400.0
+    assert (settings.limit_train_batches, settings.limit_val_batches) == (0.5, 4)
+    assert settings.deterministic == "warn"
+    assert trainer.accelerator.dataloader_config == DataLoaderConfiguration(non_blocking=True)
+    assert trainer.accelerator.ddp_handler == DistributedDataParallelKwargs(bucket_cap_mb=7)
+    names = [type(each).__name__ for each in trainer.callbacks]
+    assert names[:2] == ["EarlyStopping", "WeightAveraging"]
+
+
+def test_a_tracker_may_be_a_class_path():
+    tracker = "{class_path: trackers.CSVTracker, init_args: {run_name: a, logging_dir: b}}"
+    trainer = made("base.yaml", f"--trainer.log_with=[{tracker}, tensorboard]").trainer
+    (csv, tensorboard) = trainer._parts.project._log_with
+    assert csv.path == Path("b/a/metrics.csv")
+    assert tensorboard.name == "tensorboard"
+
+
+def test_the_configuration_is_kept_with_the_run():
+    assert main(["fit", "base.yaml", "--trainer.max_epochs", "1"]) == 0
+    saved = Path("runs/configured/config.yaml")
+    first = saved.read_text()
+    content = yaml.safe_load(first)
+    assert content["trainer"]["max_epochs"] == 1
+    assert content["trainer"]["num_sanity_val_steps"] == 2  # a default
+    assert content["model"]["init_args"]["optimizer"]["init_args"]["weight_decay"] == 0.1
+
+    # What it says is the run: again elsewhere, the same weights.
+    assert main(["fit", str(saved), "--trainer.project_dir", "runs/again"]) == 0
+    assert files_of("runs/again") == files_of("runs/configured")
+
+    # Another start with the same configuration changes nothing.
+    assert main(["fit", "base.yaml", "--trainer.max_epochs=1", "--ckpt_path", "auto"]) == 0
+    assert yaml.safe_load(saved.read_text()) == content | {"ckpt_path": "auto"}
+    # One with another keeps both, and a refused one neither.
+    assert main(["fit", "base.yaml", "--trainer.max_epochs=2", "--ckpt_path", "auto"]) == 0
+    assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 2
+    aside = Path("runs/configured/config.1.yaml")
+    assert yaml.safe_load(aside.read_text())["trainer"]["max_epochs"] == 1
+    assert main(["fit", "base.yaml", "--trainer.max_epochs=3"]) == 1
+    assert yaml.safe_load(saved.read_text())["trainer"]["max_epochs"] == 2
+    assert len(list(Path("runs/configured").glob("config*"))) == 2
+
+
+@pytest.mark.parametrize("trial", ["--trainer.fast_dev_run=true", "--trainer.barebones=true"])
+def test_a_trial_leaves_nothing_behind(trial):
+    Path("short.yaml").write_text("model: fitted.Line\ndata: fitted.RowsData\n")
+    assert main(["fit", "short.yaml", "--trainer.max_steps=1", trial]) == 0
+    assert sorted(p.name for p in Path().iterdir() if p.name != "__pycache__") == [
+        "base.yaml",
+        "fitted.py",
+        "short.yaml",
+    ]
+
+
+def test_validation_test_and_prediction_work_from_the_same_file(capsys):
+    assert main(["fit", "base.yaml"]) == 0
+    last = ["--ckpt_path", "last"]
+    loaders = ["--data=Loaders", "--data.val=fitted.rows_loader", "--data.test=fitted.rows_loader"]
+    capsys.readouterr()
+    assert main(["validate", "base.yaml", *loaders, *last]) == 0
+    validated = capsys.readouterr().out
+    assert main(["test-model", "base.yaml", *loaders, *last]) == 0
+    tested = capsys.readouterr().out
+    assert (
+        main(["predict", "base.yaml", "--data=Loaders", "--data.predict=fitted.rows_loader", *last])
+        == 0
+    )
+
+    fitted = import_module("fitted")
+    trainer = Trainer(project_dir="runs/configured", progress_bar=False)
+    module = fitted.Line(5)
+    (expected,) = trainer.validate(module, fitted.rows_loader(), ckpt_path="last")
+    assert validated.split() == ["val/loss", f"{expected['val/loss']:.6g}"]
+    (expected,) = trainer.test(module, fitted.rows_loader(), ckpt_path="last")
+    assert tested.split() == ["test/loss", f"{expected['test/loss']:.6g}"]
+    predicted = torch.cat(trainer.predict(module, fitted.rows_loader(), ckpt_path="last"))
+    stored = load_file("runs/configured/predictions/predictions.safetensors")
+    assert torch.equal(stored["predictions"], predicted)
+    assert len(list(Path("runs/configured").glob("config*"))) == 1
+
+
+def test_a_prediction_writer_of_ones_own_is_the_only_one():
+    line = line_of("predict")
+    config = line.parse(
+        ["base.yaml", "--trainer.callbacks+=PredictionWriter", "--trainer.callbacks.dirpath=out"]
+    )
+    writers = [c for c in line.make(config).trainer.callbacks if isinstance(c, PredictionWriter)]
+    assert [writer.dirpath for writer in writers] == ["out"]
+
+
+def test_what_is_printed_is_a_configuration(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "base.yaml", "--model.width", "9", "--print_config"])
+    assert caught.value.code == 0
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    line = line_of()
+    printed = line.parse(["printed.yaml"])
+    given = line.parse(["base.yaml", "--model.width", "9"])
+    assert printed.model == given.model
+    assert printed.trainer == given.trainer
+    assert printed.model.init_args.width == 9
+
+
+def test_the_help_teaches(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert "usage: trainer fit [CONFIG.yaml ...] [--KEY VALUE ...]" in shown
+    assert "class_path: digits.Digits" in shown
+    assert "Stop after so many updates." in shown
+    assert "exit codes:" in shown
+    with pytest.raises(SystemExit):
+        main(["fit", "--model.help", "fitted.Line"])
+    assert "How many outputs there are. (type: int, default: 3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["--trainer.max_epoch=3"], ["no argument 'max_epoch'. Did you mean 'max_epochs'?"]),
+        (["--trainer.default_root_dir=x"], ["'default_root_dir'; use project_dir"]),
+        (["--trainer.accelerator=gpu"], ["The device is found by itself"]),
+        (["--trainer.seed=3"], ["stands at the top"]),
+        (
+            ["--seeds=3"],
+            ["sections are: seed, ckpt_path, trainer, model, data. Did you mean 'seed'"],
+        ),
+        (["--callbacks=x"], ["Did you mean 'trainer.callbacks'?"]),
+        (["--model=fitted.Lin"], ["model:", "'fitted.Lin'", "Did you mean 'Line'?"]),
+        (["--model=fited.Line"], ["No module named 'fited'", "in the current folder"]),
+        (["--model=trainer.Trainer"], ["model:", "not correspond to a subclass of TrainModule"]),
+        (["--model.widht=3"], ["fitted.Line takes: width, optimizer, fails. Did you mean 'width'"]),
+        (["--model.width=x"], ["width:", "must be of type int. Got value: x"]),
+        (["--trainer.max_epochs=x"], ["trainer.max_epochs:", "of type int", "Given value: x"]),
+        (["--trainer.non_finite=halt"], ["must be one of 'stop', 'skip', 'ignore', not halt"]),
+        (["--trainer.max_epochs=-1"], ["max_epochs is -1; it must be 0 or more"]),
+        (["--trainer.val_every=1 eopch"], ["Did you mean 'epochs'?"]),
+        (["--trainer.log_with=tensorbord"], ["log_with='tensorbord' is not a known tracker"]),
+        (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
+        (["nowhere.yaml"], ["File does not exist"]),
+        (["torn.yaml"], ["torn.yaml"]),
+        (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
+        (["dataset.yaml"], ["write class_path: Loader in its place"]),
+    ],
+)
+def test_an_error_names_the_key_and_the_nearest(capsys, words, texts):
+    Path("torn.yaml").write_text("model: [\n")
+    Path("modle.yaml").write_text("modle: {class_path: fitted.Line}\n")
+    Path("dataset.yaml").write_text("""
+data:
+  class_path: Loaders
+  init_args:
+    train:
+      class_path: torch.utils.data.DataLoader
+      init_args: {dataset: {class_path: fitted.Rows, init_args: {count: 3}}}
+""")
+    shown = error_of(capsys, "fit", "base.yaml", *words)
+    assert [text for text in texts if text not in shown] == [], shown
+    assert shown.startswith("trainer fit: ")
+    assert "Traceback" not in shown
+    assert not Path("runs").exists()
+
+
+def test_a_module_is_required(capsys):
+    shown = error_of(capsys, "fit")
+    assert "Write model into a configuration file, or pass --model ..." in shown
+
+
+def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):
+    shown = error_of(capsys, "fit", "--model=fitted.Line", "--data=fitted.RowsData", code=1)
+    assert shown.startswith("trainer fit: Nothing ends this run: max_epochs and max_steps")
+    shown = error_of(capsys, "fit", "base.yaml", "--ckpt_path=nowhere", code=1)
+    assert "nowhere" in shown
+    assert "--ckpt_path auto" in shown
+    assert "Traceback" not in shown
+
+
+def test_an_error_in_the_users_code_is_told_with_its_traceback(capsys):
+    shown = error_of(capsys, "fit", "base.yaml", "--model.fails=absent.txt", code=1)
+    assert 'fitted.py", line ' in shown
+    assert shown.splitlines()[-1].startswith("FileNotFoundError: ")
+    assert "trainer/cli" not in shown  # nor a word of usage
+    assert "usage" not in shown
+
+
+def test_without_jsonargparse_the_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    assert "pip install 'cadence-trainer[cli]'" in error_of(capsys, "fit", "base.yaml", code=1)
+
+
+def _fit_here(folder: str) -> int:
+    """On a rank: what `trainer fit base.yaml` does in a folder that all ranks share."""
+    before, path = os.getcwd(), [*sys.path]
+    os.chdir(folder)
+    try:
+        return main(["fit", "base.yaml", "--trainer.cpu=true"])
+    finally:
+        os.chdir(before)
+        sys.path[:] = path
+        sys.modules.pop("fitted", None)
+
+
+def test_several_processes_save_one_configuration(ranks2, tmp_path):
+    assert ranks2(_fit_here, str(tmp_path)) == [0, 0]
+    (checkpoint, *_) = sorted(Path("runs/configured/checkpoints").iterdir())
+    assert json.loads((checkpoint / "manifest.json").read_text())["world_size"] == 2
+    assert yaml.safe_load(Path("runs/configured/config.yaml").read_text())["seed"] == 7
+    assert len(list(Path("runs/configured").glob("config*"))) == 1

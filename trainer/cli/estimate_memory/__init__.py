@@ -1,0 +1,311 @@
+"""The command `trainer estimate-memory`: what the training of a model takes, without having it."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from trainer.cli.parsing import (
+    CommandError,
+    command_parser,
+    count,
+    import_from_here,
+    import_named,
+)
+from trainer.errors import choose
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.cli.estimate_memory.footprint import Footprint, Input
+
+_PRECISIONS = ("no", "fp16", "bf16", "pure-bf16")
+_INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
+_COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer estimate-memory`."""
+    made = command_parser(
+        prog,
+        "Say how much memory the training of a model takes on each process. The model is made\n"
+        "without data, so that any size fits here.\n\n"
+        "fp16 and bf16 are those of Trainer(mixed_precision=...): weights, gradients and the\n"
+        "optimizer's state stay as they are; the activations shrink, but copies of the weights\n"
+        "come among them. pure-bf16 converts the model itself. Activations are what one forward\n"
+        "pass keeps for its backward pass, with the kernels of the CPU. Not counted: memory that\n"
+        "operations take for a moment, buckets of communication, what the allocator wastes, and\n"
+        "the driver's own.",
+        examples=[
+            ("a class in net.py, in the current folder", "net:Net --init width=512"),
+            ("with activations, for batches of 32", "net:Net --input 3x224x224 --batch 32"),
+            ("token ids, by the name of the argument", "net:Net --input input_ids=1024:int64"),
+            ("over processes, by the stages of ZeRO", "net:Net --shards 1 8 64"),
+            ("a configuration that transformers reads", "some/model-name --precision pure-bf16"),
+        ],
+        codes={0: "done", 1: "the model cannot be made or measured without data"},
+    )
+    made.add_argument(
+        "model",
+        metavar="MODULE:CLASS",
+        help="a torch.nn.Module, or a function that returns one; else the name or the folder of a "
+        "model of transformers, or timm/NAME",
+    )
+    made.add_argument(
+        "--init",
+        nargs="+",
+        type=_pair,
+        default=[],
+        metavar="NAME=VALUE",
+        help="arguments of the class, values as in YAML",
+    )
+    made.add_argument(
+        "--precision",
+        nargs="+",
+        choices=_PRECISIONS,
+        default=["no", "bf16"],
+        help="default: no bf16",
+    )
+    made.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="of torch.optim, or MODULE:CLASS; default: adamw",
+    )
+    made.add_argument(
+        "--optimizer-init", nargs="+", type=_pair, default=[], metavar="NAME=VALUE", help="likewise"
+    )
+    made.add_argument(
+        "--input",
+        nargs="+",
+        type=_input,
+        default=[],
+        metavar="[NAME=]SHAPE[:DTYPE]",
+        help="what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64",
+    )
+    made.add_argument("--batch", nargs="+", type=count, default=[1], help="samples; default: 1")
+    made.add_argument(
+        "--shards", nargs="+", type=count, default=[1], metavar="N", help="processes; default: 1"
+    )
+    made.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command.
+
+    Returns:
+        0.
+
+    Raises:
+        CommandError: The model or the optimizer cannot be found, made or measured.
+    """
+    from trainer.cli.estimate_memory import footprint
+
+    import_from_here()
+    make = _maker(arguments.model, dict(arguments.init))
+    make_optimizer = _optimizer(arguments.optimizer, dict(arguments.optimizer_init))
+    inputs = [_typed(*each) for each in arguments.input]
+    numbers = _attempt(arguments.model, partial(footprint.count, make))
+    rows: list[dict[str, Any]] = []
+    for precision in dict.fromkeys(arguments.precision):
+        for batch in dict.fromkeys(arguments.batch if inputs else [1]):
+            measure = partial(
+                footprint.measure,
+                make,
+                precision=precision,
+                make_optimizer=make_optimizer,
+                inputs=inputs,
+                batch=batch,
+            )
+            whole = _attempt(arguments.model, measure)
+            rows += [
+                {"precision": precision, "batch": batch if inputs else None, **row}
+                for processes in dict.fromkeys(arguments.shards)
+                for row in _over(whole, processes)
+            ]
+    if arguments.json:
+        names = ("parameters", "trained", "buffers")
+        report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
+        print(json.dumps({**report, "rows": rows}, indent=1))
+        return 0
+    total, trained, buffers = numbers
+    print(f"{arguments.model}: {total:,} parameters, {trained:,} trained; {buffers:,} in buffers\n")
+    print(_table(rows))
+    if not inputs:
+        print("\nActivations are unknown without --input SHAPE, of one sample.")
+    return 0
+
+
+def _over(whole: Footprint, processes: int) -> list[dict[str, Any]]:
+    """The rows of a number of processes: alone, or by the three stages of ZeRO."""
+    if processes == 1:
+        return [_row(whole, 0, 1)]
+    return [_row(whole.sharded(stage, processes), stage, processes) for stage in (1, 2, 3)]
+
+
+def _row(part: Footprint, stage: int, processes: int) -> dict[str, Any]:
+    values = {name: getattr(part, name) for name in _COLUMNS}
+    return {"processes": processes, "zero": stage, **values, "total": part.total}
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = [["precision", "batch", "processes", "sharding", *_COLUMNS, "total"]]
+    for row in rows:
+        unknown = row["activations"] is None
+        sizes = ["unknown" if row[name] is None else _size(row[name]) for name in _COLUMNS]
+        where = f"ZeRO-{row['zero']}" if row["zero"] else "-"
+        begin = [row["precision"], str(row["batch"] or "-"), str(row["processes"]), where]
+        lines.append([*begin, *sizes, _size(row["total"]) + " +" * unknown])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if at in (0, 3) else text.rjust(width)
+            for at, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _size(count: float) -> str:
+    """Bytes in units of 1024, which is how the memory of devices is counted."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
+    try:
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise argparse.ArgumentTypeError(f"{value!r}, of {name}, cannot be read as YAML") from None
+    if isinstance(read, str):  # to YAML 1e-3 is a text, 1.0e-3 a number
+        with suppress(ValueError):
+            read = float(read)
+    return name, read
+
+
+def _input(text: str) -> tuple[str | None, tuple[int, ...], str]:
+    match = _INPUT.fullmatch(text)
+    if not text or match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a shape without the batch such as 3x224x224, with a type if it is "
+            "not float32 (1024:int64), after a name if it has one (input_ids=1024:int64)"
+        )
+    shape = tuple(map(int, match[2].split("x"))) if match[2] else ()
+    return match[1], shape, match[3] or "float32"
+
+
+def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
+    import torch
+
+    from trainer.cli.estimate_memory.footprint import Input
+
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        known = [each for each in vars(torch) if isinstance(getattr(torch, each), torch.dtype)]
+        raise CommandError(choose("The type of an input", dtype, known), code=2)
+    return Input(name=name, shape=shape, dtype=found)
+
+
+def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
+    """A function that makes the module."""
+    if ":" not in model:
+        return partial(_of_library, model, init)
+    made = import_named(model)
+    if not callable(made):
+        raise CommandError(f"{model} is {made!r}; it must be a class or a function.")
+    try:
+        inspect.signature(made).bind(**init)
+    except TypeError as error:
+        raise CommandError(
+            f"{model}{inspect.signature(made)} cannot be called ({error}): pass its arguments as "
+            "--init NAME=VALUE.",
+            code=2,
+        ) from None
+    return partial(_complete, made, init)
+
+
+def _complete(made: Callable[..., Any], init: dict[str, Any]) -> nn.Module:
+    from torch import nn
+
+    from trainer.module import TrainModule
+
+    module = made(**init)
+    if not isinstance(module, nn.Module):
+        raise CommandError(f"{made!r} makes a {type(module).__name__}, which is no torch.nn.Module")
+    if isinstance(module, TrainModule):
+        module.configure_model()
+    return module
+
+
+def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
+    """A model of transformers or timm by its name, without its weights."""
+    library = "timm" if name.startswith("timm/") else "transformers"
+    try:
+        if library == "timm":
+            import timm  # type: ignore[import-not-found, unused-ignore]
+
+            module: nn.Module = timm.create_model(name.removeprefix("timm/"), **init)
+            return module
+        from transformers import AutoConfig, AutoModel
+    except ImportError:
+        raise CommandError(
+            f"{name!r} is not MODULE:CLASS, so it names a model of {library}, which is not "
+            f"installed: pip install {library}."
+        ) from None
+    try:
+        config = AutoConfig.from_pretrained(name, **init)  # config.json alone
+    except OSError as error:
+        raise CommandError(f"transformers finds no model {name!r}: {error}") from None
+    model: nn.Module = AutoModel.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
+    return model
+
+
+def _optimizer(name: str, init: dict[str, Any]) -> Callable[[Any], Any]:
+    import torch
+
+    if ":" in name:
+        found = import_named(name)
+    else:
+        known = {
+            each.lower(): value
+            for each, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+        }
+        if name.lower() not in known:
+            raise CommandError(choose("The optimizer", name, known.keys() - {"optimizer"}), code=2)
+        found = known[name.lower()]
+    return partial(found, **init)
+
+
+def _attempt(model: str, work: Callable[[], Any]) -> Any:
+    fakes = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fakes.level
+    fakes.setLevel(logging.CRITICAL)  # it would print the traceback of what is told here
+    try:
+        return work()
+    except CommandError:
+        raise
+    except Exception as error:
+        raise CommandError(
+            f"{model} cannot be made or run without data: {type(error).__name__}: {error}\n"
+            "It is made of tensors that have shapes and no values. --input must be what forward "
+            "takes, and its code must not read values (item, tolist, numpy)."
+        ) from error
+    finally:
+        fakes.setLevel(level)

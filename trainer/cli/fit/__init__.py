@@ -1,0 +1,127 @@
+"""The commands `trainer fit`, `validate`, `test-model` and `predict`.
+
+Configuration files and options say which `Trainer`, which module and which data; the command makes
+them, in this order, and calls the method of the Trainer that it is named after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from trainer.cli.parsing import CommandError, import_from_here
+
+if TYPE_CHECKING:
+    from trainer.cli.fit.configured import Made
+
+_METHODS = {"fit": "fit", "validate": "validate", "test-model": "test", "predict": "predict"}
+_PACKAGES = Path(__file__).parents[3]
+_OURS = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
+_LIBRARIES = (  # what may lie between our frames: methods that were generated, context managers
+    "<string>",
+    f"{Path(traceback.__file__).parent / 'contextlib'}",
+    *(
+        f"{Path(sysconfig.get_path('purelib')) / name}{os.sep}"
+        for name in ("torch", "jsonargparse")
+    ),
+)
+_TOLD = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError)
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of one of the commands.
+
+    They are only collected here: which options there are depends on the classes in them.
+    """
+    # No word can begin with this character, so that options are collected too, and --help.
+    made = argparse.ArgumentParser(prog=prog, prefix_chars="\0", add_help=False)
+    made.add_argument("words", nargs="*", metavar="CONFIG.yaml | --KEY=VALUE")
+    made.set_defaults(stage=prog.split()[-1], prog=prog)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command.
+
+    Returns:
+        0, or 1 if the user's code failed, whose traceback is printed.
+
+    Raises:
+        CommandError: The configuration cannot be meant, or a run cannot be made of it.
+        SystemExit: Help or the configuration was printed; or the run was saved and ended
+            (`Preempted`).
+    """
+    import_from_here()
+    try:
+        importlib.import_module("jsonargparse")
+    except ImportError:
+        raise CommandError(
+            f"{arguments.prog} reads configurations with jsonargparse, which is not installed: "
+            "pip install 'cadence-trainer[cli]'."
+        ) from None
+    from trainer.cli.fit import configured
+
+    line = configured.ConfiguredLine(arguments.prog, arguments.stage)
+    config = line.parse(arguments.words)
+    made: Made | None = None
+    try:
+        made = line.make(config)
+        _work(arguments.stage, made)
+    except Exception as error:  # noqa: BLE001 - it is told, whichever it is
+        if _is_ours(error):
+            code = 2 if made is None else 1
+            raise CommandError(_on_the_command_line(str(error)), code) from None
+        # Here, since what the command line makes of an OSError is an error of usage.
+        traceback.print_exception(type(error), error, _without_our_way(error.__traceback__))
+        return 1
+    return 0
+
+
+def _work(stage: str, made: Made) -> None:
+    method = getattr(made.trainer, _METHODS[stage])
+    result = method(made.module, datamodule=made.data, ckpt_path=made.ckpt_path)
+    if stage in ("validate", "test-model") and made.trainer.is_global_zero:
+        _print_metrics(result)
+
+
+def _print_metrics(loaders: list[dict[str, float]]) -> None:
+    for number, metrics in enumerate(loaders):
+        if len(loaders) > 1:
+            print(f"loader {number}")
+        width = max(map(len, metrics), default=0)
+        for name, value in metrics.items():
+            print(f"{name:<{width}}  {value:.6g}")
+    sys.stdout.flush()
+
+
+def _on_the_command_line(text: str) -> str:
+    """What an error tells users of Python, and where it is on the command line."""
+    if "ckpt_path" in text or "Trainer(" in text:
+        text += "\n(On the command line: --ckpt_path auto, --trainer.project_dir runs/other, ...)"
+    return text
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether our own code has found a mistake, with none of the user's code on the way to it.
+
+    Its text then says everything; where code of the user's was running, its traceback does.
+    """
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    others = [file for file in files if not file.startswith((*_OURS, *_LIBRARIES))]
+    return isinstance(error, _TOLD) and not others and files[-1].startswith(_OURS)
+
+
+def _without_our_way(found: TracebackType | None) -> TracebackType | None:
+    """A traceback from where the command line has called the Trainer or the user's class."""
+    at: Any = found
+    skipped = (str(Path(__file__).parents[1]), "jsonargparse")
+    while at is not None and any(part in at.tb_frame.f_code.co_filename for part in skipped):
+        at = at.tb_next
+    return at or found

@@ -1,0 +1,184 @@
+"""A Trainer, a module and its data as configuration files and options describe them.
+
+The options are the arguments of the classes, read from their signatures and docstrings. What each
+section may hold is checked against the annotations before anything is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jsonargparse import (
+    ArgumentParser,
+    DefaultHelpFormatter,
+    Namespace,
+    set_parsing_settings,
+)
+
+from callbacks import Callback, PredictionWriter
+from trainer.cli.fit import readable
+from trainer.cli.fit.loaders import Loaders  # noqa: F401 - a class path may be short if it is loaded
+from trainer.cli.fit.saved import SavedConfiguration
+from trainer.configuration import KwargsHandler
+from trainer.datamodule import DataModule
+from trainer.module import TrainModule
+from trainer.trainer import Trainer
+
+_PURPOSES = {
+    "fit": "Train the module of a configuration.",
+    "validate": "Validate the module of a configuration, and print its metrics.",
+    "test-model": "Test the module of a configuration, and print its metrics.",
+    "predict": "Predict with the module of a configuration, into files.",
+}
+_EXPLANATION = """\
+{purpose}
+
+A configuration is a YAML file whose sections are the arguments of the Trainer, a class path for the
+module and its arguments, and likewise for the data:
+
+  seed: 0
+  trainer:
+    max_epochs: 20
+    project_dir: runs/digits
+    callbacks:
+      - class_path: callbacks.EarlyStopping
+        init_args: {{monitor: val/loss}}
+  model:
+    class_path: digits.Digits     # a TrainModule in digits.py, in the current folder
+    init_args: {{width: 64}}
+  data:
+    class_path: digits.DigitsData # a DataModule; or Loaders, with a DataLoader for each stage
+
+Later files go over earlier ones, and options over all files, wherever they stand."""
+_EXAMPLES = """\
+examples:
+  # what a file says, with another width and no checkpoints
+  {prog} digits.yaml --model.width 128 --trainer.checkpointing false
+  # one file over another
+  {prog} digits.yaml quick.yaml
+  # without any file
+  {prog} --model digits.Digits --data digits.DigitsData --trainer.max_epochs 3
+  # one more callback
+  {prog} digits.yaml --trainer.callbacks+=Timer
+  # what a class takes
+  {prog} --model.help digits.Digits
+  # all that is in force, as a file to begin with
+  {prog} --model digits.Digits --print_config > digits.yaml
+  # on four processes
+  trainer launch --num_processes 4 -m {module} digits.yaml
+
+exit codes:
+  0    done
+  1    an error in the run; 2 in the configuration
+  124  the end of max_time, 130 of Ctrl-C, 143 of SIGTERM: the run is saved, and goes on with
+       --ckpt_path auto"""
+
+
+class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Types and defaults beside the options, and the explanation as it is written."""
+
+
+@dataclass(kw_only=True)
+class Made:
+    """What a configuration describes.
+
+    Attributes:
+        trainer: Made first, so that `seed` is set when the others are made.
+        module: Made next.
+        data: Made last; None where the module has its own loaders.
+        ckpt_path: See `Trainer.fit`.
+    """
+
+    trainer: Trainer
+    module: TrainModule
+    data: DataModule | None
+    ckpt_path: str | None
+
+
+class ConfiguredLine:
+    """A command line with configuration files.
+
+    Args:
+        prog: What the user typed: ``"trainer fit"``.
+        stage: The command.
+    """
+
+    def __init__(self, prog: str, stage: str) -> None:
+        self._stage = stage
+        set_parsing_settings(subclasses_enabled=[KwargsHandler])  # else no dataclass may have any
+        self._parser = ArgumentParser(
+            prog=prog,
+            usage=f"{prog} [CONFIG.yaml ...] [--KEY VALUE ...]",
+            description=_EXPLANATION.format(purpose=_PURPOSES[stage]),
+            epilog=_EXAMPLES.format(prog=prog, module=prog),
+            formatter_class=_Formatter,
+            exit_on_error=False,
+            allow_abbrev=False,
+        )
+        self._add_arguments()
+
+    def _add_arguments(self) -> None:
+        add = self._parser.add_argument
+        add("--config", action="config", help="a configuration file; several are fine")
+        add("--seed", type=int | None, help="seeds everything; the Trainer's own argument")
+        add("--ckpt_path", type=str | None, help="a checkpoint's folder, last, best or auto")
+        self._parser.add_class_arguments(Trainer, "trainer", skip={"accelerator", "seed"})
+        self._parser.add_subclass_arguments(TrainModule, "model", required=True)
+        self._parser.add_subclass_arguments(DataModule, "data", required=False)
+
+    def parse(self, words: Sequence[str]) -> Namespace:
+        """The configuration that the words of a command line stand for.
+
+        Raises:
+            CommandError: They do not fit the classes that they name.
+            SystemExit: ``--help`` or ``--print_config`` was asked for.
+        """
+        words = _files_first(words)
+        try:
+            return self._parser.parse_args(words)
+        except argparse.ArgumentError as error:
+            raise readable.explained(str(error), self._parser, words) from None
+
+    def make(self, config: Namespace) -> Made:
+        """The objects of a configuration.
+
+        Raises:
+            Exception: What their classes raise.
+        """
+        part = self._parser.instantiate(Namespace(trainer=config.trainer), instantiate_groups=False)
+        settings = dict(vars(part.trainer))
+        settings["callbacks"] = self._callbacks(settings, config)
+        trainer = Trainer(seed=config.seed, **settings)
+        rest = Namespace(model=config.model, data=config.data)
+        made = self._parser.instantiate(rest, instantiate_groups=False)
+        return Made(trainer=trainer, module=made.model, data=made.data, ckpt_path=config.ckpt_path)
+
+    def _callbacks(self, settings: dict[str, Any], config: Namespace) -> list[Callback]:
+        given = settings["callbacks"] or []
+        given = [given] if isinstance(given, Callback) else list(given)
+        if settings["fast_dev_run"] or settings["barebones"]:  # they leave nothing behind
+            return given
+        if self._stage == "fit":
+            given.append(SavedConfiguration(self._parser.dump(config).rstrip() + "\n"))
+        if self._stage == "predict" and not any(isinstance(one, PredictionWriter) for one in given):
+            given.append(PredictionWriter())
+        return given
+
+
+def _files_first(words: Sequence[str]) -> list[str]:
+    """The same words, the files before the options, which else they would overrule."""
+    files: list[str] = []
+    options: list[str] = []
+    left = list(words)
+    while left and not left[0].startswith("-"):
+        files += ["--config", left.pop(0)]
+    while left:
+        word = left.pop(0)
+        if word == "--config" and left:
+            files += [word, left.pop(0)]
+        else:
+            (files if word.startswith("--config=") else options).append(word)
+    return files + options

@@ -1,0 +1,129 @@
+"""What jsonargparse says about a wrong configuration, shorter and with the nearest right name."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+
+from jsonargparse import ArgumentParser
+
+import callbacks
+from trainer.cli.parsing import CommandError
+from trainer.ported import refuse_trainer_arguments
+from trainer.trainer import Trainer
+
+_NOISE = re.compile(
+    r"\s*(-? ?Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|"
+    r"- Expected a <class 'NoneType'>.*|Given value type: .*|Given value: (NestedArg|[\[{]).*|"
+    r"- Expected a path but .*|- Not a valid subclass of .*|Subclass types expect one of:|"
+    r"- a (class path|dict) .*|)"
+)
+_WORDS = [  # what it says, and how it is said here
+    (re.compile(r'Parser key "([^"]+)":'), r"\1:"),
+    (re.compile(r"Expected an? <class '([\w.]+)'>"), r"must be of type \1"),
+    (re.compile(r"Expected a typing\.Literal\[(.*)\]\. Got value:"), r"must be one of \1, not"),
+    (re.compile(r"Problem with given class_path"), "class_path"),
+]
+_PROBLEM = re.compile(r"given class_path '([\w.]+)'|Option '([\w.]+)' is not accepted")
+_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
+_NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
+_MODULE = re.compile(r"No module named '([\w.]+)'")
+_UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
+_REQUIRED = re.compile(r"required: (.*)")
+_SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data")
+
+
+def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> CommandError:
+    """The error for the user, of exit code 2.
+
+    Args:
+        message: jsonargparse's.
+        parser: The one that raised it.
+        words: What it was given.
+    """
+    if "Problems parsing config" in message:
+        message += f"\nThe files are: {', '.join(each for each in words if 'yaml' in each)}."
+    lines = [line for line in message.splitlines() if not _NOISE.fullmatch(line)]
+    for pattern, replacement in _WORDS:
+        lines = [pattern.sub(replacement, line) for line in lines]
+    hints = [hint.strip() for hint in _hints(message, parser)]
+    lines += [*hints, f"`{parser.prog} --help` explains the configuration."]
+    return CommandError("\n".join(dict.fromkeys(lines)), code=2)
+
+
+def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
+    yield from _of_options(message, parser)
+    for key in _UNKNOWN.findall(message):
+        yield _of_parser(key, parser)
+    for module, name in _ATTRIBUTE.findall(message):
+        there = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
+        yield _nearest(name, there) or f"{module} has: {', '.join(there)}."
+    for name in _NO_PATH.findall(message):
+        known = {each: f"callbacks.{each}" for each in callbacks.__all__} | {"Loaders": "Loaders"}
+        near = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {known[near[0]]!r}?" if near else ""
+        yield f"A class path is module.Class.{hint}"
+    if _MODULE.search(message):
+        yield (
+            "Modules are looked for among the installed ones and in the current folder, "
+            f"{os.getcwd()}."
+        )
+    for names in _REQUIRED.findall(message):
+        yield f"Write {names} into a configuration file, or pass --{names.split(',')[0]} ..."
+
+
+def _of_options(message: str, parser: ArgumentParser) -> Iterator[str]:
+    """The first option that is not accepted: of the class named last before it, or of nobody's."""
+    path = ""
+    for problem in _PROBLEM.finditer(message):
+        if problem[1]:
+            path = problem[1]
+            continue
+        yield _of_class(path, problem[2].split(".")[0]) if path else _of_parser(problem[2], parser)
+        return
+
+
+def _of_class(path: str, name: str) -> str:
+    """What the class of a class path takes in place of an argument."""
+    module, _, attribute = path.rpartition(".")
+    made = getattr(sys.modules.get(module), attribute, None)
+    if made is None:
+        return ""
+    takes = [each for each in inspect.signature(made).parameters if each not in ("args", "kwargs")]
+    if name in takes:  # what jsonargparse makes of the type Dataset[T]
+        return "To describe the dataset of a DataLoader, write class_path: Loader in its place."
+    return f"{path} takes: {', '.join(takes) or 'nothing'}.{_nearest(name, takes)}"
+
+
+def _of_parser(key: str, parser: ArgumentParser) -> str:
+    """What the command takes in place of a key."""
+    section, _, name = key.partition(".")
+    if section == "trainer" and name:
+        return _of_trainer(name.partition(".")[0])
+    keys = [str(action.dest) for action in parser._actions]
+    last = [each for each in keys if each.rpartition(".")[2] == key]
+    near = f" Did you mean {last[0]!r}?" if last else _nearest(section, _SECTIONS)
+    return f"The sections are: {', '.join(_SECTIONS)}.{near}"
+
+
+def _of_trainer(name: str) -> str:
+    if name == "seed":
+        return "The seed stands at the top: seed, not trainer.seed."
+    if name == "accelerator":
+        return "The device is found by itself; trainer.cpu: true keeps away from accelerators."
+    known = inspect.signature(Trainer).parameters
+    try:
+        refuse_trainer_arguments([name], known)
+    except TypeError as error:
+        text = str(error)
+    listed = "it must be one of" in text  # more than forty names; --help has them
+    return f"Trainer has no argument {name!r}.{_nearest(name, known)}" if listed else text
+
+
+def _nearest(name: str, choices: Iterable[str]) -> str:
+    near = get_close_matches(name, list(choices), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

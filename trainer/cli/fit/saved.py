@@ -1,0 +1,54 @@
+"""The configuration of a run, in the run's folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from callbacks import Callback
+from trackers.jsonl import unused_name
+from trainer.checkpoint.atomic import write_whole
+from trainer.distributed.control import on_main
+
+logger = logging.getLogger(__name__)
+
+NAME = "config.yaml"
+
+
+class SavedConfiguration(Callback):
+    """Writes what a fit was started with to ``config.yaml`` in `project_dir`.
+
+    The file is that of the latest start. One of an earlier start that says something else stays, as
+    ``config.1.yaml`` and so on: a run may be gone on with under another configuration.
+
+    Args:
+        text: The configuration, as YAML.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - a hook
+        """Nothing refuses the run any more, and nothing is trained yet."""
+        on_main(lambda: self._write(trainer.project_dir / NAME))
+
+    def _write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists() and _content(file.read_text()) != _content(self._text):
+            aside = unused_name(file)
+            os.replace(file, aside)
+            logger.info("%s differs from that of the start before, now %s.", file, aside.name)
+        write_whole(file, lambda path: path.write_text(self._text, encoding="utf-8"))
+
+
+def _content(text: str) -> Any:
+    """What a configuration says, but for where a start begins."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:  # somebody has written in it: it is another one
+        return text
+    return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else text

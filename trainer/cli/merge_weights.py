@@ -1,0 +1,74 @@
+"""The command `trainer merge-weights`: sharded weights as one safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from trainer.cli.parsing import CommandError, command_parser
+from trainer.errors import CheckpointError
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer merge-weights`."""
+    made = command_parser(
+        prog,
+        "Write the weights of a checkpoint as one safetensors file, whatever number of shards they "
+        "are in. A few megabytes of memory are enough for any model.",
+        examples=[
+            ("shards and their index, as save_model writes them", "exported merged.safetensors"),
+            (
+                "the weights of a run's checkpoint",
+                "runs/digits/checkpoints/step-00000100 digits.safetensors",
+            ),
+        ],
+        codes={0: "the file is written and was read again", 1: "there are no sound weights"},
+    )
+    made.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a folder with model.safetensors or with shards and their index; or the index",
+    )
+    made.add_argument("output", type=Path, metavar="OUTPUT", help="the new file, NAME.safetensors")
+    made.add_argument("--force", action="store_true", help="replace a file that is there")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry out the command.
+
+    Returns:
+        0.
+
+    Raises:
+        CommandError: There are no sound weights, or the output is there already.
+        OSError: The disk refuses.
+    """
+    from trainer.checkpoint.merge import merge_weights
+
+    output = arguments.output.expanduser()
+    if output.exists() and not arguments.force:
+        raise CommandError(f"{output} is there already; --force replaces it.")
+    try:
+        merged = merge_weights(arguments.checkpoint.expanduser(), output)
+    except (CheckpointError, ValueError) as error:
+        raise CommandError(str(error)) from None
+    if arguments.json:
+        report = {
+            "output": str(output),
+            "files": [str(file) for file in merged.files],
+            "tensors": merged.tensors,
+            "tied": merged.tied,
+            "size": merged.size,
+            "sha256": merged.sha256,
+        }
+        print(json.dumps(report, indent=1))
+        return 0
+    tied = f" (and {merged.tied} more names for them)" if merged.tied else ""
+    count = len(merged.files)
+    print(f"{merged.tensors} tensors{tied} of {count} file{'' if count == 1 else 's'}")
+    print(f"{output}: {merged.size} bytes, sha256 {merged.sha256}")
+    return 0

@@ -1,0 +1,1 @@
+"""What the loop costs, measured against what one would use instead: see `benchmarks/README.md`."""

@@ -1,0 +1,152 @@
+"""``python -m benchmarks``: run a benchmark, show its table, and write its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from benchmarks import (
+    chart,
+    checkpoint,
+    data,
+    ddp,
+    imports,
+    logs,
+    memory,
+    overhead,
+    page,
+    transformer,
+)
+from benchmarks.report import Result, Unavailable, say
+
+RESULTS = Path(__file__).with_name("results")
+BENCHMARKS: dict[str, ModuleType] = {
+    "overhead": overhead,
+    "data": data,
+    "checkpoint": checkpoint,
+    "logging": logs,
+    "ddp": ddp,
+    "import": imports,
+    "memory": memory,
+    "transformer": transformer,
+}
+NOT_HERE = 3  # the exit code when a benchmark lacks what it needs
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure what Cadence costs. benchmarks/README.md says how to read it.",
+        epilog="exit codes: 0 done, 2 wrong arguments, 3 something needed is not here",
+    )
+    commands = made.add_subparsers(dest="command", required=True, metavar="benchmark")
+    for name, module in BENCHMARKS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        one = commands.add_parser(name, help=summary, description=summary)
+        _add_common(one)
+        one.add_argument("--steps", type=_positive, default=module.STEPS, help="of each turn")
+        one.add_argument("--repeats", type=_positive, default=module.REPEATS, help="rounds")
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(one)
+    everything = commands.add_parser("all", help="All of them with their defaults, chart and page.")
+    _add_common(everything)
+    for name, summary in (
+        ("chart", "Draw the chart of the README from the JSON."),
+        ("readme", "Write the figures of the README from the JSON."),
+    ):
+        _add_output(commands.add_parser(name, help=summary, description=summary))
+    return made
+
+
+def _add_output(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--output", type=Path, help=f"folder of the JSON, {RESULTS.parent.name}/{RESULTS.name}"
+    )
+
+
+def _add_common(one: argparse.ArgumentParser) -> None:
+    _add_output(one)
+    one.add_argument(
+        "--rows",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="only rows with such a text in their name, and the reference; kept with --output only",
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too few; at least 1.")
+    return number
+
+
+def measure(module: ModuleType, options: argparse.Namespace) -> Result:
+    """Run one benchmark, show it, and write it where it belongs."""
+    # a run of some rows must not replace one of all
+    folder = options.output or (None if options.rows else RESULTS)
+    result = module.run(options)
+    print(f"\n{result.title}\n\n{result.table()}\n")
+    for note in result.notes:
+        print(note)
+    print(result.about())
+    if folder is not None:
+        say(f"Written: {result.save(folder)}")
+    return result
+
+
+def run_all(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """One after the other; what cannot run here is told and left out."""
+    code = 0
+    common = ["--output", str(options.output)] if options.output else []
+    common += ["--rows", *options.rows] if options.rows else []
+    for name, module in BENCHMARKS.items():
+        say(f"-- {name}")
+        try:
+            measure(module, made.parse_args([name, *common]))
+        except Unavailable as reason:
+            say(str(reason))
+            code = NOT_HERE
+    if not options.rows:
+        say(f"Written: {chart.draw(options.output or RESULTS)}")
+    if not options.rows and options.output in (None, RESULTS):
+        say(f"Written: {page.write(RESULTS)}")
+    return code
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for.
+
+    Args:
+        arguments: Of the command line.
+
+    Returns:
+        The exit code.
+    """
+    made = parser()
+    options = made.parse_args(arguments)
+    torch.set_num_threads(1)  # the model is too small for more, and they would be measured too
+    try:
+        if options.command == "all":
+            return run_all(made, options)
+        if options.command == "chart":
+            say(f"Written: {chart.draw(options.output or RESULTS)}")
+        elif options.command == "readme":
+            say(f"Written: {page.write(options.output or RESULTS)}")
+        else:
+            measure(BENCHMARKS[options.command], options)
+    except Unavailable as reason:
+        say(str(reason))
+        return NOT_HERE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What a checkpoint costs: how long the training waits, and how fast it gets to the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.report import Column, Result, Row
+from benchmarks.timing import quartiles, timed, unseen
+from trainer import Trainer, TrainModule
+
+STEPS, REPEATS = 1, 5
+WIDTH = 1024
+COLUMNS = (
+    Column("stall", "training waits, ms"),
+    Column("total", "until on the disk, ms"),
+    Column("rate", "MB/s", 0),
+    Column("disk", "of the disk's", 2),
+    Column("memory", "memory above, MB", 0),
+)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    parser.add_argument(
+        "--parameters", type=int, default=25_000_000, help="of the model; AdamW has two more each"
+    )
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+
+
+class Stack(TrainModule):
+    """As many parameters as asked for, in layers of about a million."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        width = min(WIDTH, int(parameters**0.5))
+        number = max(1, parameters // width**2)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(number))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """A loss that gives every parameter a gradient, and takes no time."""
+        return sum(layer.weight.square().mean() for layer in self.layers) + batch[0].sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, whose state is twice as large as the weights."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@dataclass(kw_only=True)
+class Way:
+    """One way to save.
+
+    Attributes:
+        save: Into a path that is not there yet; the training waits for it.
+        finish: Until it is on the disk.
+    """
+
+    save: Callable[[Path], object]
+    finish: Callable[[], object] = lambda: None
+
+
+def written(data: bytes, path: Path) -> None:
+    """A plain file, which is the best that the disk can do."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def torch_saved(state: Any, path: Path, *, sync: bool) -> None:
+    """What most loops do, with or without waiting for the disk."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def rows(trainer: Trainer) -> dict[str, Way]:
+    """The ways to save what a Trainer has trained, the disk's own first."""
+    module, optimizer = trainer.module, trainer.optimizers[0]
+    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+    data = bytes(size_of(state))
+    return {
+        "plain file, synced": Way(save=lambda path: written(data, path)),
+        "torch.save": Way(save=lambda path: torch_saved(state, path, sync=False)),
+        "torch.save, synced": Way(save=lambda path: torch_saved(state, path, sync=True)),
+        "Cadence, waiting": Way(save=trainer.save_checkpoint),
+        "Cadence, in the background": Way(
+            save=lambda path: trainer.save_checkpoint(path, background=True),
+            finish=trainer.wait_for_save,
+        ),
+    }
+
+
+def size_of(state: Any) -> int:
+    """The bytes of all tensors in it."""
+    if isinstance(state, Tensor):
+        return state.nbytes
+    if isinstance(state, dict):
+        return sum(map(size_of, state.values()))
+    return sum(map(size_of, state)) if isinstance(state, (list, tuple)) else 0
+
+
+def turn(way: Way, path: Path) -> dict[str, float]:
+    """One save; milliseconds."""
+    os.sync()  # what others have left to be written is not this one's
+    stall = timed(lambda: way.save(path)).wall
+    rest = timed(way.finish).wall
+    _remove(path)
+    return {"stall": 1e3 * stall, "total": 1e3 * (stall + rest)}
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def memory_of(way: Way, path: Path) -> float:
+    """How far one save lifts the resident memory at its highest, in MB; looked at every ms."""
+    process, over = psutil.Process(), threading.Event()
+    before = highest = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal highest
+        while not over.wait(0.001):
+            highest = max(highest, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch, name="watch memory")
+    watcher.start()
+    try:
+        way.save(path)
+        way.finish()
+    finally:
+        over.set()
+        watcher.join()
+    _remove(path)
+    return (highest - before) / 1e6
+
+
+def trained(parameters: int, folder: Path) -> Trainer:
+    """A Trainer that has made an update, so that the optimizer has its state."""
+    trainer = Trainer(
+        max_steps=1,
+        cpu=True,
+        checkpointing=False,
+        progress_bar=False,
+        project_dir=folder,
+    )
+    trainer.fit(Stack(parameters), DataLoader(TensorDataset(torch.zeros(1, 1))))
+    return trainer
+
+
+def run(options: Namespace) -> Result:
+    """Measure it."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        with unseen():
+            trainer = trained(options.parameters, folder / "run")
+        ways = rows(trainer)
+        reference, *others = ways
+        wanted = [row.casefold() for row in options.rows]
+        ways = {reference: ways[reference]} | {
+            each: ways[each]
+            for each in others
+            if not wanted or any(row in each.casefold() for row in wanted)
+        }
+        size = size_of(trainer.module.state_dict()) * 3
+        memory = {each: memory_of(way, folder / "memory") for each, way in ways.items()}
+        times: dict[str, list[dict[str, float]]] = {each: [] for each in ways}
+        for number in range(options.repeats):
+            for each, way in ways.items():
+                times[each].append(turn(way, folder / f"save-{number}"))
+    return Result(
+        benchmark="checkpoint",
+        title=f"A save of {size / 1e6:,.0f} MB: weights and the state of AdamW",
+        columns=COLUMNS,
+        rows=_rows(times, memory, size),
+        settings={"parameters": options.parameters, "repeats": options.repeats},
+        notes=[
+            "torch.save alone returns before anything is on the disk; Cadence syncs and hashes.",
+            "The memory of the first ways may be reused by those after them.",
+        ],
+    )
+
+
+def _rows(
+    times: dict[str, list[dict[str, float]]], memory: dict[str, float], size: int
+) -> list[Row]:
+    found = []
+    best = [each["total"] for each in next(iter(times.values()))]
+    for name, turns in times.items():
+        totals = [each["total"] for each in turns]
+        samples = {
+            "stall": [each["stall"] for each in turns],
+            "total": totals,
+            "rate": [size / 1e3 / total for total in totals],
+            "disk": [one / other for one, other in zip(best, totals, strict=True)],
+        }
+        values: dict[str, Any] = {key: quartiles(each) for key, each in samples.items()}
+        if name == "torch.save":  # its file is in memory yet, so that these would mean nothing
+            for key in ("total", "rate", "disk"):
+                del values[key], samples[key]
+        found.append(Row(name=name, values=values | {"memory": memory[name]}, samples=samples))
+    return found

@@ -1,0 +1,89 @@
+"""The loops that are compared: one written by hand, and Cadence's. Peers are in `peers.py`."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import Accelerator, Trainer, TrainModule
+from trainer.state import AcceleratorState
+
+
+def by_hand(task: Any) -> None:
+    """What PyTorch's tutorials write, and nothing else."""
+    model, optimizer = task.model, task.optimizer()
+    model.train()
+    for batch in task.loader:
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Module(TrainModule):
+    """A task as a module.
+
+    Args:
+        task: What is trained.
+        logs: Log the loss in each step, and show it in the progress bar.
+        metrics: Log so many more values in each step.
+    """
+
+    def __init__(self, task: Any, *, logs: bool = True, metrics: int = 0) -> None:
+        super().__init__()
+        self.model = task.model
+        self.task, self.logs = task, logs
+        self.names = [f"metric/{number}" for number in range(metrics)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss, logged."""
+        loss = self.task.loss(self.model, batch)
+        if self.logs:
+            self.log("train/loss", loss, prog_bar=True)
+        for name in self.names:
+            self.log(name, loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The task's."""
+        return self.task.optimizer()
+
+
+def barebones(task: Any) -> None:
+    """Cadence with everything off."""
+    AcceleratorState._reset_state()
+    Trainer(max_epochs=1, cpu=task.device == "cpu", barebones=True).fit(
+        Module(task, logs=False), task.whole
+    )
+
+
+def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
+    """Cadence with its defaults: a progress bar, checkpoints, ``metrics.jsonl``, and TensorBoard.
+
+    Args:
+        task: What is trained.
+        metrics: So many values are logged in each step beside the loss.
+        **settings: Others of the `Trainer`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"log_with": "tensorboard", "project_dir": f"{folder}/run"} | settings
+        AcceleratorState._reset_state()
+        trainer = Trainer(max_epochs=1, cpu=task.device == "cpu", **settings)
+        trainer.fit(Module(task, metrics=metrics), task.whole)
+
+
+def own_loop(task: Any) -> None:
+    """The loop written by hand, with Cadence's `Accelerator`."""
+    AcceleratorState._reset_state()  # each turn begins like a new process
+    accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision=task.precision)
+    model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.whole)
+    model.train()
+    for batch in loader:
+        with accelerator.autocast():
+            loss = task.loss(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()

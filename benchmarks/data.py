@@ -1,0 +1,97 @@
+"""How fast batches come: a prepared loader against the plain one that it was made from."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from benchmarks.report import Result
+from benchmarks.task import BatchedTensors, as_it_is
+from benchmarks.timing import MICROSECONDS, Clock, Contender, Lap, chosen, take_turns
+from trainer import Accelerator
+
+STEPS, REPEATS = 2000, 10
+BATCH = 32
+
+
+class Samples(Dataset[Any]):
+    """Samples that take some work each, like those that are decoded or augmented."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = (tensor[index] for tensor in self.tensors)
+        return (x - x.mean()) / x.std(), y
+
+
+KINDS: dict[str, tuple[Callable[..., Dataset[Any]], dict[str, Any]]] = {
+    "TensorDataset": (TensorDataset, {}),
+    "samples": (Samples, {}),
+    "batched": (BatchedTensors, {"collate_fn": as_it_is}),
+}
+
+
+def plain(loader: DataLoader[Any]) -> Iterable[Any]:
+    """The loader as it is."""
+    return loader
+
+
+def prepared(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What `Accelerator.prepare` makes of it."""
+    return Accelerator(cpu=True).prepare(loader)
+
+
+def read(prepare: Callable[..., Iterable[Any]], kind: str, workers: int, steps: int) -> Lap:
+    """One pass; the time from the first batch to the last, without the start of workers."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(steps * BATCH, 64, generator=generator)
+    make, settings = KINDS[kind]
+    dataset = make(x, torch.arange(len(x)))
+    loader = prepare(DataLoader(dataset, batch_size=BATCH, num_workers=workers, **settings))
+    clock = Clock(steps)
+    total, batch = 0, None
+    for batch in loader:
+        clock.tick()
+        total += len(batch[0])
+    assert batch is not None
+    return clock.lap((total, batch[1].tolist(), batch[0].sum().item()))
+
+
+def rows(kind: str, workers: int, steps: int) -> list[Contender]:
+    """The contenders of one kind of data, the reference first."""
+    loaders = {"DataLoader": plain, "prepared by Cadence": prepared}
+    return [
+        Contender(name=name, run=partial(read, prepare, kind, workers, steps))
+        for name, prepare in loaders.items()
+    ]
+
+
+def run(options: Namespace) -> Result:
+    """Measure it."""
+    found = []
+    for kind in KINDS:
+        for workers in (0, 2):
+            contenders = chosen(rows(kind, workers, options.steps), options.rows)
+            group = f"{kind}, {workers} workers"
+            found += take_turns(contenders, options.repeats, group=group)
+    return Result(
+        benchmark="data",
+        title="Time of a batch: 32 samples of 64 numbers, nothing else done",
+        columns=MICROSECONDS,
+        rows=found,
+        settings={"steps": options.steps, "repeats": options.repeats},
+        notes=[
+            "The time of workers is not in the CPU column: with workers look at the wall's.",
+            "All read the same batches, or have no figures.",
+        ],
+    )

@@ -1,0 +1,116 @@
+"""What the loop adds to DistributedDataParallel, on two processes of one machine.
+
+Called alone it starts the processes, by ``torchrun``; in each of them it is called again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import contestants
+from benchmarks.report import Result
+from benchmarks.task import Task
+from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
+
+STEPS, REPEATS = 500, 10
+PROCESSES = 2
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="how many are started")
+
+
+def by_hand(task: Task) -> None:
+    """What PyTorch's tutorial on DDP writes."""
+    model, optimizer = DistributedDataParallel(task.model), task.optimizer()
+    model.train()
+    for batch in task.loader:
+        loss = task.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def defaults(task: Task) -> None:
+    """Cadence's defaults, in one folder for all processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        contestants.defaults(task, project_dir=f"{shared[0]}/run")
+        dist.barrier()
+
+
+def rows(steps: int) -> list[Contender]:
+    """The contenders, the reference first."""
+
+    def turn(train: Callable[[Task], None]) -> Lap:
+        task = Task(steps, rank=dist.get_rank(), world_size=dist.get_world_size())
+        dist.barrier()
+        train(task)
+        return task.lap()
+
+    kinds: dict[str, Callable[[Any], None]] = {
+        "DDP loop by hand": by_hand,
+        "Cadence Trainer, everything off": contestants.barebones,
+        "Cadence Trainer, defaults": defaults,
+        "Cadence Accelerator": contestants.own_loop,
+    }
+    return [Contender(name=name, run=partial(turn, train)) for name, train in kinds.items()]
+
+
+def measure(options: Namespace) -> Result:
+    """Measure it, as one of the processes; each has its own clock."""
+    return Result(
+        benchmark="ddp",
+        title=f"Time of a step on {dist.get_world_size()} processes with gloo, by the first one",
+        columns=MICROSECONDS,
+        rows=take_turns(chosen(rows(options.steps), options.rows), options.repeats),
+        settings={
+            "steps": options.steps,
+            "repeats": options.repeats,
+            "processes": dist.get_world_size(),
+        },
+        notes=["All came to the same weights, to the last bit, or have no figures."],
+    )
+
+
+def run(options: Namespace) -> Result:
+    """Measure it on processes that are started for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(options.processes), "-m", "benchmarks.ddp", folder),
+            *("--steps", str(options.steps), "--repeats", str(options.repeats)),
+            *("--rows", *options.rows),
+        ]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+        return Result.load(Path(folder) / "ddp.json")
+
+
+def _process() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--rows", nargs="*")
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    result = measure(options)
+    if dist.get_rank() == 0:
+        result.save(options.folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _process()

@@ -1,0 +1,170 @@
+"""A decoder-only transformer, and the task of training it on random tokens.
+
+The architecture is that of GPT-2 small (Radford et al., 2019, "Language Models are Unsupervised
+Multitask Learners") without dropout and biases: 124 million parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.timing import Clock, Lap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a model and its batches; the defaults make 124 million parameters.
+
+    Attributes:
+        vocabulary: Different tokens.
+        context: Tokens of a sequence.
+        depth: Blocks.
+        heads: Of each attention.
+        width: Of what goes through the blocks.
+        batch: Sequences.
+    """
+
+    vocabulary: int = 50304
+    context: int = 1024
+    depth: int = 12
+    heads: int = 12
+    width: int = 768
+    batch: int = 16
+
+
+TINY = Size(vocabulary=64, context=16, depth=1, heads=2, width=32, batch=2)
+
+
+class Block(nn.Module):
+    """Causal self-attention and a perceptron, each added to what goes through."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.attention = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        parts = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(seen.transpose(1, 2).flatten(2))
+        return x + self.perceptron(self.norms[1](x))
+
+
+class Gpt(nn.Module):
+    """A language model and its loss, so that who compiles it compiles both.
+
+    The embedding of tokens is the last layer's weights too.
+    """
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """The mean over all tokens, in nats, for (batch, tokens + 1)."""
+        seen, following = codes[:, :-1], codes[:, 1:]
+        places = torch.arange(seen.shape[1], device=codes.device)
+        scores = self.head(self.norm(self.blocks(self.tokens(seen) + self.places(places))))
+        return functional.cross_entropy(scores.flatten(0, 1), following.flatten())
+
+
+class Ticking(nn.Module):
+    """Calls a model, which may be compiled, and counts the calls outside of it."""
+
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
+        super().__init__()
+        self.model, self.clock = model, clock
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """What the model says."""
+        self.clock.tick()
+        return self.model(codes)
+
+
+class Task:
+    """A training of the transformer, see `benchmarks.task.Task`, on a device in bf16.
+
+    Args:
+        steps: How many.
+        size: Of the model.
+        device: ``"cuda"`` or ``"cpu"``.
+        backend: What ``torch.compile`` compiles with.
+        compiled: The model is compiled; otherwise whoever trains does so.
+    """
+
+    precision = "bf16"
+
+    def __init__(
+        self, steps: int, size: Size, *, device: str, backend: str, compiled: bool = True
+    ) -> None:
+        wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+        self.clock = Clock(steps, skip=max(1, steps // 5), wait=wait)
+        self.device, self.backend = device, backend
+        generator = torch.Generator().manual_seed(1)
+        shape = (min(steps, 8) * size.batch, size.context + 1)  # the same again and again: learnt
+        self.dataset = TensorDataset(
+            torch.randint(size.vocabulary, shape, generator=generator).repeat(-(-steps // 8), 1)[
+                : steps * size.batch
+            ]
+        )
+        self.whole = self.loader = DataLoader(
+            self.dataset, batch_size=size.batch, pin_memory=device == "cuda"
+        )
+        torch.manual_seed(2)
+        self.bare = Gpt(size).to(device)
+        self.model: nn.Module = self.bare
+        if compiled:
+            self.model = Ticking(torch.compile(self.bare, backend=backend), self.clock)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, in one kernel on CUDA."""
+        return torch.optim.AdamW(
+            self.bare.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=self.device == "cuda"
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over the tokens of a batch, with the model as somebody has wrapped it."""
+        return model(batch[0])
+
+    def lap(self) -> Lap:
+        """The time of a step, and the loss of the first batch with the weights of the end."""
+        batch = [codes.to(self.device) for codes in next(iter(self.whole))]
+        with torch.no_grad(), torch.autocast(self.device, torch.bfloat16):
+            outcome = self.loss(self.bare, batch).item()
+        return self.clock.lap(outcome)
+
+
+def flops_per_token(model: Gpt, size: Size) -> float:
+    """Operations of forward and backward for one token.
+
+    Six for each weight that is multiplied with, and twelve for each token that attention looks at
+    in each dimension of each block (Chowdhery et al., 2022, "PaLM", appendix B); all tokens of the
+    context are counted, as is the custom, though a causal model looks at half of them. The
+    embedding of places is only looked up.
+    """
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    weights -= model.places.weight.numel()
+    return 6.0 * weights + 12.0 * size.depth * size.width * size.context

@@ -1,0 +1,67 @@
+"""What an import takes, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from functools import partial
+
+from benchmarks.report import Column, Result
+from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
+
+STEPS, REPEATS = 1, 10
+
+SCRIPT = """
+import json, sys, time
+wall, cpu = time.perf_counter(), time.process_time()
+{statement}
+wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+print(json.dumps([wall, cpu, len(sys.modules)]))
+"""
+
+
+def turn(statement: str, modules: dict[str, int]) -> Lap:
+    """One import, in a new process."""
+    command = [sys.executable, "-c", SCRIPT.format(statement=statement)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    wall, cpu, modules[statement] = json.loads(output.splitlines()[-1])
+    return Lap(wall=wall, cpu=cpu)
+
+
+STATEMENTS = {
+    "import torch": (),
+    "import trainer": (),
+    "from trainer import Trainer, TrainModule": (),
+    "from ignite.engine import Engine": ("ignite",),
+    "from accelerate import Accelerator": ("accelerate",),
+    "from lightning.pytorch import Trainer": ("lightning",),
+    "from transformers import Trainer": ("transformers", "accelerate"),
+}
+
+
+def rows(modules: dict[str, int]) -> list[Contender]:
+    """The contenders, the reference first; each notes how many modules it has loaded."""
+    return [
+        Contender(name=statement, run=partial(turn, statement, modules), needs=needs)
+        for statement, needs in STATEMENTS.items()
+    ]
+
+
+def run(options: Namespace) -> Result:
+    """Measure it."""
+    modules: dict[str, int] = {}
+    found = take_turns(chosen(rows(modules), options.rows), options.repeats, unit=1e-3)
+    for row in found:
+        if row.void is None:
+            row.values["modules"] = float(modules[row.name])
+    columns = [Column(c.key, c.title.replace("µs", "ms"), c.digits) for c in MICROSECONDS]
+    return Result(
+        benchmark="import",
+        title="Time of an import, that of torch with it where it is loaded",
+        columns=[*columns, Column("modules", "modules", 0)],
+        rows=found,
+        settings={"repeats": options.repeats},
+        notes=["Files are in the page cache after the first round, which is not counted."],
+    )

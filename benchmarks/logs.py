@@ -1,0 +1,160 @@
+"""What callbacks, logged metrics and trackers cost the training thread."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import contestants, services
+from benchmarks.report import Result
+from benchmarks.task import Task
+from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
+from callbacks import Callback
+from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, TensorBoardTracker
+
+STEPS, REPEATS = 500, 10
+METRICS = (10, 100, 1000)
+QUIET = {"log_with": None, "progress_bar": False, "checkpointing": False}
+
+
+class Silent(Callback):
+    """Overrides the hooks of a step, and does nothing in them."""
+
+    def on_train_step_start(self, trainer: Any, module: Any) -> None:
+        """Nothing."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Nothing."""
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing."""
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        """Nothing."""
+
+
+def turn(steps: int, *, metrics: int = 0, callbacks: Callable[[], list[Callback]] = list) -> Lap:
+    """One fit without a bar, trackers and checkpoints."""
+    task = Task(steps)
+    contestants.defaults(task, metrics=metrics, callbacks=callbacks(), **QUIET)
+    return task.lap()
+
+
+def callback_rows(steps: int) -> list[Contender]:
+    """A hundred callbacks against none."""
+    kinds: dict[str, Callable[[], list[Callback]]] = {
+        "no callback": list,
+        "100 callbacks that override no hook": lambda: [Callback() for _ in range(100)],
+        "100 callbacks with 4 empty hooks a step": lambda: [Silent() for _ in range(100)],
+    }
+    return [
+        Contender(name=name, run=partial(turn, steps, callbacks=make))
+        for name, make in kinds.items()
+    ]
+
+
+def metric_rows(steps: int) -> list[Contender]:
+    """More and more metrics, logged in each step and written every 50."""
+    return [
+        Contender(name=f"{1 + number} metrics a step", run=partial(turn, steps, metrics=number))
+        for number in (0, *METRICS)
+    ]
+
+
+@contextmanager
+def summary_writer(folder: Path) -> Iterator[Callable[[int], None]]:
+    """TensorBoard's own writer."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as writer:
+        yield lambda step: writer.add_scalar("train/loss", 0.5, step)
+
+
+@contextmanager
+def tracker(
+    make: Callable[[Path], GeneralTracker], folder: Path
+) -> Iterator[Callable[[int], None]]:
+    """One of Cadence's trackers, as a `Trainer` uses it."""
+    background = BackgroundTracker(make(folder), capacity=1_000_000)
+    background.start()
+    try:
+        yield lambda step: background.log({"train/loss": 0.5}, step)
+    finally:
+        background.finish()
+
+
+def calls(steps: int, log: Callable[[Path], Any], *, pause: float = 0.0) -> Lap:
+    """So many calls of something that logs one number, with a pause after each, not counted."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        call = stack.enter_context(log(Path(name)))
+        wall = cpu = 0.0
+        for step in range(steps):
+            begin, begin_cpu = time.perf_counter(), time.thread_time()
+            call(step)
+            wall += time.perf_counter() - begin
+            cpu += time.thread_time() - begin_cpu
+            time.sleep(pause)
+        return Lap(wall=wall / steps, cpu=cpu / steps)
+
+
+def tracker_rows(steps: int) -> list[Contender]:
+    """One number logged: directly, and by way of the queue."""
+    kinds: dict[str, Any] = {
+        "SummaryWriter.add_scalar": summary_writer,
+        "Cadence, TensorBoard": partial(tracker, lambda folder: TensorBoardTracker("r", folder)),
+        "Cadence, JSONL": partial(tracker, lambda folder: JsonlTracker(folder / "r.jsonl")),
+    }
+    needs = {"SummaryWriter.add_scalar": ("tensorboard",), "Cadence, TensorBoard": ("tensorboard",)}
+    return [
+        Contender(name=name, run=partial(calls, steps, log), needs=needs.get(name, ()))
+        for name, log in kinds.items()
+    ]
+
+
+def service_rows(steps: int) -> list[Contender]:
+    """Four numbers told to a CSV table, TensorBoard, W&B and Comet, the last two offline."""
+    kinds: dict[str, Any] = {
+        "the four, called directly": services.sdks,
+        "Cadence, Accelerator.log": services.accelerator_log,
+        "Cadence, Trainer": services.trainer_record,
+    }
+    needs = ("tensorboard", "wandb", "comet_ml")
+    return [
+        # A pause as that of a step, in which the threads of the trackers may work.
+        Contender(name=name, run=partial(calls, steps, log, pause=0.002), needs=needs)
+        for name, log in kinds.items()
+    ]
+
+
+GROUPS: dict[str, Callable[[int], list[Contender]]] = {
+    "callbacks, a step": callback_rows,
+    "metrics, a step": metric_rows,
+    "trackers, a call on the thread that calls": tracker_rows,
+    "four numbers to TensorBoard, W&B, Comet and a CSV, offline": service_rows,
+}
+
+
+def run(options: Namespace) -> Result:
+    """Measure it."""
+    found = []
+    for group, make in GROUPS.items():
+        contenders = chosen(make(options.steps), options.rows)
+        found += take_turns(contenders, options.repeats, group=group)
+    return Result(
+        benchmark="logging",
+        title="Time of a step with callbacks and metrics, and of a call that logs",
+        columns=MICROSECONDS,
+        rows=found,
+        settings={"steps": options.steps, "repeats": options.repeats},
+        notes=[f"torch {torch.__version__}; metrics are tensors of one element."],
+    )

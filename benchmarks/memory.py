@@ -1,0 +1,173 @@
+"""How much memory a run takes at its highest, and whether that grows with its steps.
+
+Each run has a process of its own, since a process never gives its peak back.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import resource
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from benchmarks import contestants
+from benchmarks.report import Column, Result, Row
+from benchmarks.task import Task
+from benchmarks.timing import Clock, quartiles, unseen
+
+STEPS, REPEATS = 100_000, 1
+WARM_UP = 0.2  # of the steps: by then caches and the allocator have what they keep
+WIDTH = 4472  # of a layer of twenty million parameters
+COLUMNS = (
+    Column("peak", "peak, MB"),
+    Column("ratio", "×", 3),
+    Column("growth", "growth, kB"),
+    Column("per_step", "bytes a step", 2),
+)
+KINDS: dict[str, Callable[[Any], None]] = {
+    "PyTorch loop by hand": contestants.by_hand,
+    "Cadence Trainer, everything off": contestants.barebones,
+    "Cadence Trainer, defaults": contestants.defaults,
+    "Cadence Trainer, defaults but TensorBoard": partial(contestants.defaults, log_with=None),
+    "Cadence Accelerator": contestants.own_loop,
+}
+
+
+class Meter(Clock):
+    """Notes the resident memory in place of the time, at the beginning and at the end."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps, skip=int(WARM_UP * steps))
+        self.bytes: list[int] = []
+
+    def tick(self) -> None:
+        """Count a step."""
+        self.count += 1
+        if self.count == self.first or self.count == self.steps:
+            gc.collect()
+            self.bytes.append(psutil.Process().memory_info().rss)
+
+
+class Wide(nn.Module):
+    """Twenty million parameters, which make what is kept for each of them visible."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        )
+        self.clock = clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores, as of the perceptron."""
+        self.clock.tick()
+        return self.layers(x)
+
+
+def task_of(steps: int, *, wide: bool) -> tuple[Task, Meter]:
+    """What is trained, its clock replaced by a meter."""
+    task = Task(steps, dataset="batched", optimizer="adamw")
+    meter = Meter(steps)
+    task.clock = meter
+    torch.manual_seed(2)
+    task.model = Wide(meter) if wide else task.model
+    task.model.clock = meter
+    return task, meter
+
+
+def measure(train: Callable[[Any], None], steps: int, *, wide: bool) -> dict[str, float]:
+    """One run in this process: its peak, and what it grew by after the warm-up, in bytes."""
+    task, meter = task_of(steps, wide=wide)
+    with unseen():
+        train(task)
+    if meter.count != steps:
+        raise RuntimeError(f"{meter.count} steps were made; it should have been {steps}.")
+    before, after = meter.bytes
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak": float(peak), "growth": float(after - before)}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    parser.add_argument(
+        "--wide-steps", type=int, default=20, help="of the run with 20 million parameters"
+    )
+
+
+def _measured_apart(name: str, steps: int, *, wide: bool) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.memory", name, str(steps), str(int(wide))]
+    root = Path(__file__).parents[1]
+    output = subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def table(
+    measured: Callable[[str], dict[str, float]], names: list[str], repeats: int, counted: int
+) -> list[Row]:
+    """Rows of what is measured in turn, the reference first; `counted` steps made the growth."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for _ in range(repeats):
+        for name in names:
+            runs[name].append(measured(name))
+    best = [each["peak"] for each in runs[names[0]]]
+    found = []
+    for name, each in runs.items():
+        peaks = [one["peak"] for one in each]
+        samples = {
+            "peak": [peak / 1e6 for peak in peaks],
+            "ratio": [one / other for one, other in zip(peaks, best, strict=True)],
+            "growth": [one["growth"] / 1e3 for one in each],
+            "per_step": [one["growth"] / counted for one in each],
+        }
+        values: dict[str, Any] = {key: quartiles(list_) for key, list_ in samples.items()}
+        if repeats == 1:
+            values = {key: value[0] for key, value in values.items()}
+        found.append(Row(name=name, values=values, samples=samples))
+    return found
+
+
+def run(options: Namespace) -> Result:
+    """Measure it, each in a process of its own."""
+    reference, *others = KINDS
+    wanted = [row.casefold() for row in options.rows]
+    kept = [o for o in others if not wanted or any(row in o.casefold() for row in wanted)]
+    found = []
+    for wide, steps in ((False, options.steps), (True, options.wide_steps)):
+        parts = table(
+            partial(_measured_apart, steps=steps, wide=wide),
+            [reference, *kept],
+            options.repeats,
+            steps - int(WARM_UP * steps),
+        )
+        for row in parts:
+            size = "20 million" if wide else "2,762"
+            row.group = f"{size} parameters, {steps:,} steps"
+            if wide:  # too few steps to grow in
+                for key in ("growth", "per_step"):
+                    del row.values[key], row.samples[key]
+        found += parts
+    return Result(
+        benchmark="memory",
+        title="Resident memory of a run with AdamW",
+        columns=COLUMNS,
+        rows=found,
+        settings={"steps": options.steps, "repeats": options.repeats},
+        notes=[f"Growth is counted from {WARM_UP:.0%} of the steps to the last one."],
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    name, steps, wide = sys.argv[1:]
+    print(json.dumps(measure(KINDS[name], int(steps), wide=wide == "1")))

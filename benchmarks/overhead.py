@@ -1,0 +1,72 @@
+"""What a loop adds to the smallest step: Cadence and its peers against one written by hand."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import contestants, peers
+from benchmarks.report import Result
+from benchmarks.task import DATASETS, OPTIMIZERS, Task
+from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
+
+STEPS, REPEATS = 1000, 20
+GROUPS = {
+    "tensors": "TensorDataset",
+    "batched": "a dataset that every loop reads a batch at a time",
+}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    parser.add_argument(
+        "--datasets",
+        nargs="+",
+        choices=DATASETS,
+        default=DATASETS,
+        help="tensors: a TensorDataset; batched: one that every loop reads a batch at a time",
+    )
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+
+
+def rows(steps: int, dataset: str = "tensors", optimizer: str = "sgd") -> list[Contender]:
+    """The contenders, the reference first."""
+
+    def turn(train: Callable[[Task], None]) -> Lap:
+        task = Task(steps, dataset=dataset, optimizer=optimizer)
+        train(task)
+        return task.lap()
+
+    ours = {
+        "PyTorch loop by hand": contestants.by_hand,
+        "Cadence Trainer, everything off": contestants.barebones,
+        "Cadence Trainer, defaults": contestants.defaults,
+        "Cadence Trainer, every step written": partial(contestants.defaults, log_every=1),
+        "Cadence Accelerator": contestants.own_loop,
+    }
+    found = [Contender(name=name, run=partial(turn, train)) for name, train in ours.items()]
+    return found + [
+        Contender(name=peer.name, run=partial(turn, peer.train), needs=peer.needs)
+        for peer in peers.PEERS
+    ]
+
+
+def run(options: Namespace) -> Result:
+    """Measure it."""
+    found = []
+    for dataset in options.datasets:
+        contenders = chosen(rows(options.steps, dataset, options.optimizer), options.rows)
+        found += take_turns(contenders, options.repeats, group=GROUPS[dataset])
+    return Result(
+        benchmark="overhead",
+        title="Time of a step: perceptron of 2,762 parameters, 8 samples",
+        columns=MICROSECONDS,
+        rows=found,
+        settings={
+            "steps": options.steps,
+            "repeats": options.repeats,
+            "optimizer": options.optimizer,
+        },
+        notes=["All came to the same weights, to the last bit, or have no figures."],
+    )

@@ -1,0 +1,202 @@
+"""Results: as a table to read, and as JSON that charts and pages are made from."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "torch",
+    "cadence-trainer",
+    "numpy",
+    "tensorboard",
+    "wandb",
+    "accelerate",
+    "lightning",
+    "transformers",
+    "pytorch-ignite",
+)
+
+
+class Unavailable(RuntimeError):
+    """What a benchmark needs is not here; the text says what, and what to do."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of each row.
+
+    Attributes:
+        key: In the rows' values.
+        title: At its head.
+        digits: Behind the point.
+    """
+
+    key: str
+    title: str
+    digits: int = 1
+
+
+@dataclass(kw_only=True)
+class Row:
+    """A line of a table.
+
+    Attributes:
+        name: What was measured.
+        group: Rows of a group are compared with its first.
+        values: By the columns' keys: a number, or a median with its lower and its upper quartile.
+        void: Why there are no values.
+        samples: What the quartiles were made of.
+    """
+
+    name: str
+    group: str = ""
+    values: dict[str, float | list[float]] = field(default_factory=dict)
+    void: str | None = None
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Result:
+    """All that a benchmark found.
+
+    Attributes:
+        benchmark: Its name on the command line.
+        title: Of the table.
+        columns: Of the table.
+        rows: Of the table.
+        settings: What was measured, in numbers.
+        notes: What a reader must know.
+        made: When, in UTC.
+        machine: On what.
+        versions: With what.
+    """
+
+    benchmark: str
+    title: str
+    columns: Sequence[Column]
+    rows: list[Row]
+    settings: dict[str, Any]
+    notes: Sequence[str] = ()
+    made: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="minutes")
+    )
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+    versions: dict[str, str] = field(default_factory=lambda: versions())
+
+    def save(self, folder: Path) -> Path:
+        """Write it into a folder as ``<benchmark>.json``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.benchmark}.json"
+        path.write_text(json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Result:
+        """Read what `save` wrote."""
+        values = json.loads(path.read_text())
+        values["columns"] = [Column(**column) for column in values["columns"]]
+        values["rows"] = [Row(**row) for row in values["rows"]]
+        return cls(**values)
+
+    def table(self) -> str:
+        """The table, as Markdown that can be read as it is."""
+        body = []
+        group = None
+        for row in self.rows:
+            if row.group != group and row.group:
+                body.append([f"*{row.group}*"] + [""] * len(self.columns))
+            group = row.group
+            cells = [_cell(row.values.get(column.key), column.digits) for column in self.columns]
+            if row.void is not None:
+                cells = [row.void] + [""] * (len(self.columns) - 1)
+            body.append([row.name, *cells])
+        return _aligned(["", *(column.title for column in self.columns)], body)
+
+    def about(self) -> str:
+        """One line: when, on what and with what it was made."""
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
+        machine = ", ".join(f"{value}" for value in self.machine.values() if value)
+        packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{self.made}; {settings}; {machine}; {packages}."
+
+
+def _cell(value: float | list[float] | None, digits: int) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)):
+        return f"{value:,.{digits}f}"
+    middle, low, high = (f"{each:,.{digits}f}" for each in value)
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def _aligned(head: list[str], body: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+
+    def line(cells: Iterable[str]) -> str:
+        first, *others = cells
+        padded = [first.ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "|".join(
+        "-" * (width + 2) if not at else "-" * (width + 1) + ":" for at, width in enumerate(widths)
+    )
+    return "\n".join([line(head), rule + "|", *map(line, body)])
+
+
+def _rounded(value: Any) -> Any:
+    """Six digits tell more than a clock knows."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    return value
+
+
+def machine() -> dict[str, Any]:
+    """What this is measured on."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return {
+        "processor": _processor(),
+        "cores": f"{os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": f"{torch.get_num_threads()} threads of torch",
+        "load": f"load {load:.1f} at its end",
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def versions() -> dict[str, str]:
+    """The packages that matter, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def say(text: str) -> None:
+    """Tell it at once, also into a file."""
+    print(text, file=sys.stderr, flush=True)

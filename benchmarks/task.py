@@ -1,0 +1,122 @@
+"""What all contenders train: the same model, data and optimizer, made anew from the same seeds."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from benchmarks.timing import Clock, Lap
+
+BATCH = 8
+DATASETS = ("tensors", "batched")
+OPTIMIZERS = ("sgd", "adamw")
+
+
+class Mlp(nn.Module):
+    """A perceptron of 2,762 parameters, about the smallest thing that anybody trains."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of 10 classes, (batch, 10), for vectors (batch, 32)."""
+        self.clock.tick()
+        return self.layers(x)
+
+
+class BatchedTensors(Dataset[Any]):
+    """Tensors of which any loader reads a whole batch at once, by ``__getitems__``."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [tensor[indices] for tensor in self.tensors]
+
+
+def as_it_is(batch: Any) -> Any:
+    """The ``collate_fn`` of `BatchedTensors`."""
+    return batch
+
+
+class Task:
+    """A training of the perceptron: one pass over as many batches as there are steps.
+
+    Args:
+        steps: How many.
+        dataset: ``"tensors"`` is a `TensorDataset`, read sample by sample unless somebody knows
+            better; ``"batched"`` is read a batch at a time by everybody, so that the loop alone
+            makes the difference.
+        optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults.
+        rank: This process, which gets every n-th batch.
+        world_size: Of so many.
+    """
+
+    precision = "no"
+    device = "cpu"
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        dataset: str = "tensors",
+        optimizer: str = "sgd",
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        number = steps * world_size * BATCH
+        x = torch.randn(number, 32, generator=generator)
+        y = torch.randint(10, (number,), generator=generator)
+        self.clock = Clock(steps)
+        torch.manual_seed(2)
+        self.model: nn.Module = Mlp(self.clock)
+        self.dataset: Dataset[Any]
+        if dataset == "tensors":
+            self.dataset, settings = TensorDataset(x, y), {}
+        else:
+            self.dataset, settings = BatchedTensors(x, y), {"collate_fn": as_it_is}
+        self._optimizer = optimizer
+        self.whole: DataLoader[Any] = DataLoader(self.dataset, batch_size=BATCH, **settings)
+        """The loader of all processes, for whoever shares it out."""
+        self.loader = self.whole
+        """The batches of this process."""
+        if world_size > 1:
+            own = list(self.whole.batch_sampler)[rank::world_size]  # type: ignore[arg-type]
+            self.loader = DataLoader(self.dataset, batch_sampler=own, **settings)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Of the model's parameters."""
+        if self._optimizer == "adamw":
+            return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        return torch.optim.SGD(self.model.parameters(), lr=1e-2)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over a batch, with the model as somebody has wrapped it."""
+        x, y = batch
+        return cross_entropy(model(x), y)
+
+    def lap(self) -> Lap:
+        """The time of a step, and the weights that all came to."""
+        return self.clock.lap(digest(self.model))
+
+
+def digest(model: nn.Module) -> str:
+    """A fingerprint of all weights, to the last bit."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -1,0 +1,253 @@
+"""A transformer of 124 million parameters in bf16, compiled: tokens a second on one device."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import contestants, peers
+from benchmarks.gpt import TINY, Gpt, Size, Task, flops_per_token
+from benchmarks.report import Column, Result, Row, Unavailable
+from benchmarks.timing import Contender, Lap, chosen, quartiles, take_turns, unseen
+from callbacks import Callback
+from callbacks.device_peaks import peak_flops
+from trainer import Trainer, TrainModule
+from trainer.state import AcceleratorState
+
+STEPS, REPEATS = 60, 3
+TRACE = Path("runs/transformer-trace.json")  # too large to be kept beside the results
+TRACED = 10  # steps in it
+COLUMNS = (
+    Column("tokens", "tokens/s", 0),
+    Column("ratio", "×", 3),
+    Column("mfu", "MFU, %"),
+    Column("step", "step, ms", 2),
+    Column("peak", "device memory, MB", 0),
+)
+PEERS = ("Accelerate", "Lightning Fabric", "Lightning, defaults")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of this benchmark alone."""
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model that a CPU trains, to see that all works"
+    )
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+
+
+def by_hand(task: Task) -> None:
+    """What one writes with PyTorch alone, in bf16, from pinned memory."""
+    model, optimizer = task.model, task.optimizer()
+    model.train()
+    for batch in task.loader:
+        moved = [each.to(task.device, non_blocking=True) for each in batch]
+        with torch.autocast(task.device, torch.bfloat16):
+            loss = task.loss(model, moved)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Module(TrainModule):
+    """The task as a module, whose step the Trainer compiles; the clock is outside of it."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.model, self.task = task.bare, task
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Count it."""
+        self.task.clock.tick()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss, logged."""
+        loss = self.task.loss(self.model, batch)
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """The task's."""
+        return self.task.optimizer()
+
+
+def with_trainer(task: Task, *, callbacks: tuple[Callback, ...] = ()) -> None:
+    """Cadence's defaults, but for the checkpoint at the end: it is not in the time anyway."""
+    AcceleratorState._reset_state()
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            max_epochs=1,
+            cpu=task.device == "cpu",
+            mixed_precision="bf16",
+            dynamo_backend=task.backend,
+            log_with="tensorboard",
+            checkpointing=False,
+            callbacks=callbacks,
+            project_dir=f"{folder}/run",
+        ).fit(Module(task), task.whole)
+
+
+def rows(make: Callable[..., Task], peaks: dict[str, float]) -> list[Contender]:
+    """The contenders, the reference first; each notes the highest use of the device's memory."""
+
+    def turn(name: str, train: Callable[[Task], None], compiled: bool) -> Lap:
+        torch.compiler.reset()  # torch gives up on code that it has compiled a few times
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        task = make(compiled=compiled)
+        train(task)
+        if torch.cuda.is_available():
+            peaks[name] = torch.cuda.max_memory_allocated() / 1e6
+        return task.lap()
+
+    kinds: dict[str, tuple[Callable[[Task], None], bool, tuple[str, ...]]] = {
+        "PyTorch loop by hand": (by_hand, True, ()),
+        "Cadence Trainer": (with_trainer, False, ()),
+        "Cadence Accelerator": (contestants.own_loop, True, ()),
+    }
+    for peer in peers.PEERS:
+        if peer.name in PEERS:
+            kinds[peer.name] = (peer.train, True, peer.needs)
+    return [
+        Contender(name=name, run=partial(turn, name, train, compiled), needs=needs)
+        for name, (train, compiled, needs) in kinds.items()
+    ]
+
+
+class Trace(Callback):
+    """A trace of some steps, when the first ones are over.
+
+    Args:
+        path: Where it goes.
+        first: The update that it begins behind.
+        steps: How many.
+    """
+
+    def __init__(self, path: Path, first: int, steps: int) -> None:
+        self.path, self.first, self.last = path, first, first + steps
+        self.profiler = torch.profiler.profile()
+
+    def on_boundary(self, trainer: Any, module: Any) -> None:
+        """Begin or end it."""
+        if trainer.global_step == self.first:
+            self.profiler.start()
+        elif trainer.global_step == self.last:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.path))
+
+
+def overlap(trace: dict[str, Any]) -> float | None:
+    """The share of the time of copies to the device in which a kernel ran; None without copies.
+
+    Args:
+        trace: As torch.profiler exports it.
+    """
+
+    def spans(category: str, text: str) -> list[tuple[float, float]]:
+        return [
+            (event["ts"], event["ts"] + event["dur"])
+            for event in trace["traceEvents"]
+            if event.get("cat") == category and text in event.get("name", "")
+        ]
+
+    copies, kernels = spans("gpu_memcpy", "HtoD"), merged(spans("kernel", ""))
+    whole = sum(end - begin for begin, end in copies)
+    if not whole:
+        return None
+    covered = sum(
+        max(0.0, min(end, kernel_end) - max(begin, kernel_begin))
+        for begin, end in copies
+        for kernel_begin, kernel_end in kernels
+    )
+    return covered / whole
+
+
+def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time as spans that do not touch: kernels may run side by side."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def trace_of(make: Callable[..., Task], path: Path, steps: int) -> dict[str, Any]:
+    """Train, and trace the last steps but one."""
+    number = min(TRACED, steps - 2)
+    torch.compiler.reset()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unseen():
+        with_trainer(make(compiled=False), callbacks=(Trace(path, steps - 1 - number, number),))
+    return json.loads(path.read_text())
+
+
+def run(options: Namespace) -> Result:
+    """Measure it.
+
+    Raises:
+        Unavailable: There is no CUDA device, and the tiny model was not asked for.
+    """
+    if not (options.tiny or torch.cuda.is_available()):
+        raise Unavailable(
+            "The transformer of 124 million parameters needs a CUDA device, and torch finds none. "
+            "--tiny trains a small one on the CPU, to see that everything works."
+        )
+    device = "cpu" if options.tiny else "cuda"
+    size = TINY if options.tiny else Size()
+    make = partial(Task, options.steps, size, device=device, backend=options.backend)
+    peaks: dict[str, float] = {}
+    contenders = chosen(rows(make, peaks), options.rows)
+    # other kernels round otherwise: what is compared is the loss, not the bits of the weights
+    agree = partial(math.isclose, rel_tol=0.02)
+    found = take_turns(contenders, options.repeats, unit=1e-3, agree=agree)
+    share = overlap(trace_of(make, TRACE, options.steps))
+    notes = ["All came to the same loss within 2 %, or have no figures."]
+    if share is not None:
+        notes.append(
+            f"Kernels ran during {share:.0%} of the time of Cadence's copies to the device."
+        )
+    return Result(
+        benchmark="transformer" if not options.tiny else "transformer-tiny",
+        title=f"Training a transformer in bf16, compiled, {size.batch} × {size.context} tokens",
+        columns=COLUMNS,
+        rows=[_in_tokens(row, size, device, peaks) for row in found],
+        settings={
+            "steps": options.steps,
+            "repeats": options.repeats,
+            "parameters": sum(p.numel() for p in Gpt(size).parameters()),
+            "backend": options.backend,
+        },
+        notes=notes,
+    )
+
+
+def _in_tokens(row: Row, size: Size, device: str, peaks: dict[str, float]) -> Row:
+    """A row of times as one of speeds."""
+    if row.void is not None:
+        return row
+    per_token = flops_per_token(Gpt(size), size)
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    peak = peak_flops(name, torch.bfloat16)
+    tokens = [1e3 * size.batch * size.context / each for each in row.samples["wall"]]
+    samples = {
+        "tokens": tokens,
+        "ratio": [1 / each for each in row.samples["wall_ratio"]],
+        "step": row.samples["wall"],
+    }
+    if peak is not None:
+        samples["mfu"] = [100 * each * per_token / peak for each in tokens]
+    values: dict[str, Any] = {key: quartiles(each) for key, each in samples.items()}
+    if row.name in peaks:
+        values["peak"] = peaks[row.name]
+    return Row(name=row.name, values=values, samples=samples)

@@ -1,0 +1,601 @@
+"""The benchmarks measure what they say: each runs in small, and its table has its rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import (
+    checkpoint,
+    contestants,
+    data,
+    ddp,
+    imports,
+    logs,
+    memory,
+    overhead,
+    page,
+    peers,
+    transformer,
+)
+from benchmarks.__main__ import BENCHMARKS, main, parser
+from benchmarks.gpt import TINY, Gpt, Size, flops_per_token
+from benchmarks.report import Column, Result, Row, Unavailable
+from benchmarks.task import DATASETS, OPTIMIZERS, Task
+from benchmarks.timing import (
+    Clock,
+    Contender,
+    Lap,
+    chosen,
+    quartiles,
+    take_turns,
+    timed,
+    unseen,
+)
+from trackers import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def options(name, *arguments):
+    """The options of a benchmark, as the command line gives them."""
+    return parser().parse_args([name, *map(str, arguments)])
+
+
+def assert_measured(result, names):
+    """All of these rows, and nothing else, have all figures."""
+    assert [row.name for row in result.rows] == names
+    for row in result.rows:
+        assert row.void is None, f"{row.name}: {row.void}"
+        assert {column.key for column in result.columns} <= row.values.keys()
+        for figures in row.values.values():
+            assert not isinstance(figures, list) or figures[1] <= figures[0] <= figures[2]
+        assert row.name in result.table()
+    json.dumps([row.samples for row in result.rows])
+
+
+# -- the clock and the turns -----------------------------------------------------------------------
+
+
+def test_the_clock_counts_from_the_first_step_that_counts_to_the_last(monkeypatch):
+    seconds = itertools.count(step=3.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds) * 2)
+    monkeypatch.setattr(time, "process_time", lambda: next(seconds))
+    waits = []
+    clock = Clock(11, skip=2, wait=lambda: waits.append(clock.count))
+    for _ in range(11):
+        clock.tick()
+    # between them lie the steps 3 to 10, eight of them; each clock is read twice, 6 s apart
+    assert clock.lap("end") == Lap(wall=12 / 8, cpu=6 / 8, outcome="end")
+    assert waits == [3, 11]
+
+
+@pytest.mark.parametrize("made", [9, 11])
+def test_a_loop_of_another_length_is_no_result(made):
+    clock = Clock(10)
+    for _ in range(made):
+        clock.tick()
+    with pytest.raises(RuntimeError, match=rf"{made} steps were made; it should have been 10"):
+        clock.lap()
+
+
+def test_too_few_steps_are_refused():
+    with pytest.raises(ValueError, match="2 steps, 1 of them not counted, are too few"):
+        Clock(2, skip=1)
+
+
+def test_timed_divides_by_the_parts(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", iter([1.0, 9.0]).__next__)
+    monkeypatch.setattr(time, "process_time", iter([1.0, 5.0]).__next__)
+    assert timed(lambda: "done", 4) == Lap(wall=2.0, cpu=1.0, outcome="done")
+
+
+def playing(name, walls, seen, outcome="same"):
+    """A contender that takes what it is told, first in the round that does not count."""
+    remaining = iter(walls)
+
+    def run():
+        seen.append(name)
+        wall = next(remaining)
+        return Lap(wall=wall, cpu=wall / 2, outcome=outcome)
+
+    return Contender(name=name, run=run)
+
+
+def test_turns_are_compared_with_the_reference_of_their_round():
+    seen = []
+    one = playing("one", [9.0, 1.0, 2.0, 4.0], seen)
+    other = playing("other", [9.0, 3.0, 4.0, 4.0], seen)
+    first, second = take_turns([one, other], 3, unit=1.0, group="both")
+    assert seen == ["one", "other", "other", "one"] * 2  # each begins as often
+    assert first.values["wall"] == [2.0, 1.5, 3.0]
+    assert first.values["wall_ratio"] == [1.0, 1.0, 1.0]
+    assert second.samples["wall_ratio"] == [3.0, 2.0, 1.0]
+    assert second.values["cpu"] == [2.0, 1.75, 2.0]
+    assert second.group == "both"
+
+
+def test_who_comes_to_another_outcome_has_no_figures():
+    seen = []
+    reference = playing("reference", [1.0] * 3, seen)
+    wrong = playing("wrong", [1.0] * 3, seen, outcome="another")
+    assert [row.void for row in take_turns([reference, wrong], 2)] == [
+        None,
+        "void: it came to another result",
+    ]
+    rows = take_turns(
+        [playing("a", [1.0] * 2, seen, 1.0), playing("b", [1.0] * 2, seen, 1.01)],
+        1,
+        agree=lambda one, two: abs(one - two) < 0.1,
+    )
+    assert [row.void for row in rows] == [None, None]
+
+
+def test_who_is_not_installed_is_not_run():
+    seen = []
+    absent = Contender(name="absent", run=lambda: 1 // 0, needs=("json", "no_such_package"))
+    rows = take_turns([playing("reference", [1.0] * 3, seen), absent], 2)
+    assert rows[1].void == "not installed: no_such_package"
+    assert not rows[1].values
+
+
+def test_without_the_reference_nobody_is_measured():
+    absent = Contender(name="absent", run=list, needs=("no_such_package",))
+    rows = take_turns([absent, playing("other", [], [])], 2)
+    assert [row.void for row in rows] == ["not installed: no_such_package"] * 2
+
+
+def test_an_error_of_a_contender_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        take_turns([Contender(name="fails", run=lambda: 1 // 0)], 1)
+
+
+def test_rows_are_chosen_by_a_part_of_their_name_beside_the_reference():
+    contenders = [Contender(name=name, run=list) for name in ("By hand", "Cadence a", "Peer b")]
+    assert [c.name for c in chosen(contenders, ["CADENCE"])] == ["By hand", "Cadence a"]
+    assert chosen(contenders, []) == contenders
+
+
+def test_quartiles():
+    assert quartiles([5.0]) == [5.0, 5.0, 5.0]
+    assert quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == [3.0, 2.0, 4.0]
+
+
+def test_what_is_unseen_is_drawn_for_a_terminal(capsys):
+    import sys
+
+    with unseen():
+        print("out")
+        print("err", file=sys.stderr)
+        assert sys.stderr.isatty()
+    assert capsys.readouterr() == ("", "")
+
+
+# -- tables and files ------------------------------------------------------------------------------
+
+
+def small_result(**settings):
+    return Result(
+        benchmark="small",
+        title="Two rows",
+        columns=[Column("a", "a µs"), Column("b", "b", 3)],
+        rows=[
+            Row(name="first", group="g", values={"a": [1234.56, 1000.0, 2000.0], "b": 1.0}),
+            Row(name="second", group="g", void="not installed: x"),
+        ],
+        settings=settings,
+        notes=["A note."],
+    )
+
+
+def test_a_table_is_aligned_markdown():
+    assert small_result().table() == (
+        "|        |                      a µs |     b |\n"
+        "|--------|--------------------------:|------:|\n"
+        "| *g*    |                           |       |\n"
+        "| first  | 1,234.6 (1,000.0–2,000.0) | 1.000 |\n"  # noqa: RUF001 - a range
+        "| second |          not installed: x |       |"
+    )
+
+
+def test_a_result_comes_back_from_its_file(tmp_path):
+    result = small_result(steps=3)
+    assert Result.load(result.save(tmp_path / "new")) == result
+    assert result.versions["torch"] == torch.__version__
+    assert "steps 3" in result.about()
+    assert json.loads((tmp_path / "new" / "small.json").read_text())["made"] == result.made
+
+
+def test_the_page_has_the_figures_of_the_files(tmp_path):
+    small_result().save(tmp_path)
+    text = (
+        "Before.\n<!-- results of small -->\nold\n<!-- end -->\n"
+        "<!-- results of other -->\n<!-- end -->\nAfter.\n"
+    )
+    made = page.written(text, tmp_path)
+    assert small_result().table() in made
+    assert "old" not in made
+    assert "*Not measured yet: `python -m benchmarks other`.*" in made
+    assert page.written(made, tmp_path) == made
+    assert made.startswith("Before.\n")
+    assert made.endswith("After.\n")
+
+
+def test_the_readme_has_the_figures_of_the_results():
+    text = page.README.read_text()
+    message = "run python -m benchmarks readme"
+    assert page.written(text, page.README.parent / "results") == text, message
+    for name in BENCHMARKS:
+        assert f"<!-- results of {name} -->" in text
+
+
+# -- the task --------------------------------------------------------------------------------------
+
+
+def test_the_perceptron_has_the_parameters_that_the_tables_say():
+    assert sum(parameter.numel() for parameter in Task(5).model.parameters()) == 2762
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_all_loops_come_to_the_same_weights(dataset, optimizer):
+    outcomes = set()
+    for contender in overhead.rows(12, dataset, optimizer)[:5]:
+        with unseen():
+            outcomes.add(contender.run().outcome)
+    assert len(outcomes) == 1
+    other = Task(12, dataset=dataset, optimizer=optimizer)
+    other.loss = lambda model, batch: 1.5 * Task.loss(other, model, batch)
+    contestants.by_hand(other)
+    assert other.lap().outcome not in outcomes  # else the fingerprint would be none
+
+
+def test_the_processes_share_the_batches_out():
+    whole = list(Task(3, world_size=2).whole)
+    for rank in (0, 1):
+        own = list(Task(3, rank=rank, world_size=2).loader)
+        assert len(own) == 3
+        for mine, each in zip(own, whole[rank::2], strict=True):
+            assert torch.equal(mine[0], each[0])
+
+
+def test_the_logged_metrics_reach_the_record(tmp_path):
+    task = Task(6)
+    with unseen():
+        contestants.defaults(task, metrics=2, log_every=1, project_dir=tmp_path / "run")
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) >= 6
+    assert {"train/loss", "metric/0", "metric/1"} <= lines[0].keys()
+    assert list((tmp_path / "run").glob("**/events.out.tfevents*"))
+
+
+# -- each benchmark --------------------------------------------------------------------------------
+
+OURS = [
+    "PyTorch loop by hand",
+    "Cadence Trainer, everything off",
+    "Cadence Trainer, defaults",
+    "Cadence Trainer, every step written",
+    "Cadence Accelerator",
+]
+
+
+def test_overhead():
+    result = overhead.run(options("overhead", "--steps", 10, "--repeats", 1, "--rows", "cadence"))
+    assert_measured(result, OURS * 2)
+    assert len({row.group for row in result.rows}) == 2
+
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+def test_peers_come_to_the_same_weights(peer):
+    for name in peer.needs:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install -r benchmarks/peers.txt")
+    by_hand, other = Task(8), Task(8)
+    contestants.by_hand(by_hand)
+    with unseen():
+        peer.train(other)
+    assert other.lap().outcome == by_hand.lap().outcome
+
+
+def test_every_peer_has_a_row_and_a_pin():
+    names = [contender.name for contender in overhead.rows(10)]
+    assert names == OURS + [peer.name for peer in peers.PEERS]
+    pinned = (ROOT / "benchmarks" / "peers.txt").read_text()
+    for package in ("accelerate", "lightning", "pytorch-ignite", "transformers"):
+        assert f"\n{package}==" in pinned
+    assert "\ntorch==" not in pinned  # the one at hand is not replaced
+
+
+def test_data(monkeypatch):
+    result = data.run(options("data", "--steps", 6, "--repeats", 1))
+    assert_measured(result, ["DataLoader", "prepared by Cadence"] * 6)
+    monkeypatch.setattr(data, "prepared", lambda loader: list(loader)[::-1])
+    contenders = data.rows("samples", 0, 6)
+    assert contenders[0].run().outcome != contenders[1].run().outcome
+
+
+def test_checkpoint():
+    arguments = ("--parameters", 10_000, "--repeats", 2)
+    result = checkpoint.run(options("checkpoint", *arguments))
+    names = ["plain file, synced", "torch.save", "torch.save, synced"]
+    names += ["Cadence, waiting", "Cadence, in the background"]
+    assert [row.name for row in result.rows] == names
+    for row in result.rows:
+        expected = {"stall", "memory"}
+        if row.name != "torch.save":  # it does not wait for the disk
+            expected |= {"total", "rate", "disk"}
+            assert row.values["total"][0] >= row.values["stall"][0]
+        assert row.values.keys() == expected
+    assert result.rows[0].values["disk"] == [1.0, 1.0, 1.0]
+    chosen_rows = checkpoint.run(options("checkpoint", *arguments, "--rows", "background")).rows
+    assert [row.name for row in chosen_rows] == [names[0], names[-1]]
+
+
+def test_each_way_saves_the_whole_state(tmp_path):
+    with unseen():
+        trainer = checkpoint.trained(10_000, tmp_path / "run")
+    size = 3 * 4 * sum(p.numel() for p in trainer.module.parameters())
+    in_background = checkpoint.rows(trainer)["Cadence, in the background"]
+    assert in_background.finish == trainer.wait_for_save  # until then the disk has not all
+    for name, way in checkpoint.rows(trainer).items():
+        path = tmp_path / name
+        way.save(path)
+        way.finish()
+        files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+        assert sum(each.stat().st_size for each in files) >= size, name
+
+
+def test_the_memory_of_a_save_is_its_highest(tmp_path):
+    def save(path):
+        nonlocal held
+        held = torch.ones(25_000_000)  # 100 MB
+        before = psutil.Process().memory_info().rss
+        time_to_look = time.monotonic() + 0.05
+        while time.monotonic() < time_to_look:
+            pass
+        assert before > 100e6
+        held = None
+        path.write_text("saved")
+
+    held = None
+    way = checkpoint.Way(save=save)
+    assert 90 < checkpoint.memory_of(way, tmp_path / "file") < 200
+    assert not list(tmp_path.iterdir())
+
+
+def test_logging(monkeypatch):
+    monkeypatch.setattr(logs, "METRICS", (3, 20))
+    *_, service = logs.GROUPS  # their own processes take seconds to start and to end
+    monkeypatch.delitem(logs.GROUPS, service)
+    result = logs.run(options("logging", "--steps", 10, "--repeats", 1))
+    names = ["no callback", "100 callbacks that override no hook"]
+    names += ["100 callbacks with 4 empty hooks a step"]
+    names += ["1 metrics a step", "4 metrics a step", "21 metrics a step"]
+    names += ["SummaryWriter.add_scalar", "Cadence, TensorBoard", "Cadence, JSONL"]
+    assert_measured(result, names)
+
+
+def test_callbacks_are_called_and_trackers_write(tmp_path, monkeypatch):
+    called = []
+    for name in ("step_start", "batch_start", "batch_end", "step_end"):
+        hook = f"on_train_{name}"
+        monkeypatch.setattr(logs.Silent, hook, lambda *_, name=name: called.append(name))
+    with unseen():
+        logs.callback_rows(6)[2].run()
+    assert called == [
+        name
+        for _ in range(6)
+        for name in ("step_start", "batch_start", "batch_end", "step_end")
+        for _ in range(100)
+    ]
+    with logs.tracker(lambda folder: logs.JsonlTracker(folder / "r.jsonl"), tmp_path) as log:
+        log(7)
+    assert json.loads((tmp_path / "r.jsonl").read_text())["train/loss"] == 0.5
+
+
+def test_ddp(ranks2):
+    def measured():
+        result = ddp.measure(options("ddp", "--steps", 8, "--repeats", 1))
+        assert result.settings["processes"] == dist.get_world_size()
+        return result
+
+    names = ["DDP loop by hand", "Cadence Trainer, everything off", "Cadence Trainer, defaults"]
+    for result in ranks2(measured):
+        assert_measured(result, [*names, "Cadence Accelerator"])
+
+
+def test_import(monkeypatch):
+    statements = {"import json": (), "import email.mime.text": (), "import no_such": ("no_such",)}
+    assert list(imports.STATEMENTS)[:3] == [
+        "import torch",
+        "import trainer",
+        "from trainer import Trainer, TrainModule",
+    ]
+    monkeypatch.setattr(imports, "STATEMENTS", statements)
+    result = imports.run(options("import", "--repeats", 2))
+    first, second, third = result.rows
+    assert first.values["modules"] < second.values["modules"]  # each in a process of its own
+    assert third.void == "not installed: no_such"
+    assert len(second.samples["wall_ratio"]) == 2
+
+
+def test_memory(monkeypatch):
+    def measured(name, steps, wide):
+        return memory.measure(memory.KINDS[name], steps, wide=wide)
+
+    monkeypatch.setattr(memory, "_measured_apart", measured)
+    monkeypatch.setattr(memory, "WIDTH", 500)
+    narrow = ("--steps", 20, "--wide-steps", 3, "--rows", "accelerator")
+    result = memory.run(options("memory", *narrow))
+    assert [row.name for row in result.rows] == ["PyTorch loop by hand", "Cadence Accelerator"] * 2
+    assert result.rows[0].values["ratio"] == 1.0
+    assert result.rows[1].values.keys() == {"peak", "ratio", "growth", "per_step"}
+    assert result.rows[3].values.keys() == {"peak", "ratio"}
+
+
+def test_growth_is_what_the_steps_leave_behind():
+    kept = []
+
+    def leaks(task):
+        for batch in task.loader:
+            task.loss(task.model, batch)
+            kept.append(torch.ones(250_000))  # 1 MB
+
+    assert memory.measure(leaks, 50, wide=False)["growth"] == pytest.approx(39e6, rel=0.1)
+    kept.clear()
+    (row,) = memory.table(lambda name: {"peak": 2e6, "growth": 4e4}, ["a"], 1, counted=40)
+    assert row.values == {"peak": 2.0, "ratio": 1.0, "growth": 40.0, "per_step": 1000.0}
+
+
+def test_memory_is_measured_in_a_process_of_its_own():
+    found = memory._measured_apart("Cadence Accelerator", 20, wide=False)
+    assert found.keys() == {"peak", "growth"}
+    assert found["peak"] > 50e6
+
+
+# Of torch, while it compiles; the second one it hides by other means than filters.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_transformer(monkeypatch, tmp_path):
+    monkeypatch.setattr(transformer, "TRACE", tmp_path / "trace.json")
+    result = transformer.run(
+        options(
+            *("transformer", "--tiny", "--backend", "eager", "--steps", 5, "--repeats", 1),
+            *("--rows", "cadence"),
+        )
+    )
+    assert [row.name for row in result.rows] == [
+        "PyTorch loop by hand",
+        "Cadence Trainer",
+        "Cadence Accelerator",
+    ]
+    for row in result.rows:
+        assert row.void is None
+        per_step = TINY.batch * TINY.context
+        for tokens, milliseconds in zip(row.samples["tokens"], row.samples["step"], strict=True):
+            assert tokens * milliseconds / 1e3 == pytest.approx(per_step)
+    names = {
+        event.get("name")
+        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    }
+    assert "aten::embedding" in names
+
+
+def test_the_transformer_has_124_million_parameters():
+    size = Size()
+    with torch.device("meta"):
+        model = Gpt(size)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    assert round(number / 1e6) == 124
+    # 6 (N - places) + 12 L d T, see PaLM
+    assert flops_per_token(model, size) == 6 * (number - 1024 * 768) + 12 * 12 * 768 * 1024
+
+
+def test_without_a_device_the_transformer_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Unavailable, match="--tiny"):
+        transformer.run(options("transformer"))
+    assert main(["transformer"]) == 3
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def event(category, name, begin, duration):
+    return {"cat": category, "name": name, "ts": begin, "dur": duration}
+
+
+def test_overlap_is_the_share_of_copies_behind_kernels():
+    events = [
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, 10),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 100, 10),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 50, 10),
+        event("kernel", "gemm", 5, 50),
+        event("kernel", "another stream", 6, 3),
+        event("kernel", "gelu", 108, 1),
+        {"name": "no time of its own"},
+    ]
+    assert transformer.overlap({"traceEvents": events}) == pytest.approx((5 + 1) / 20)
+    assert transformer.overlap({"traceEvents": events[3:]}) is None
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def instant(monkeypatch):
+    """Benchmarks that take no time, one of which cannot run here."""
+    asked = []
+
+    def run(name, given):
+        asked.append((name, given))
+        if name == "transformer":
+            raise Unavailable("no device")
+        result = small_result(steps=given.steps)
+        result.benchmark = name
+        result.rows[0].values["cpu_ratio"] = [1.1, 1.0, 1.2]
+        return result
+
+    for name, module in BENCHMARKS.items():
+        stand_in = Namespace(STEPS=module.STEPS, REPEATS=3, run=partial(run, name), __doc__="Doc.")
+        monkeypatch.setitem(BENCHMARKS, name, stand_in)
+    return asked
+
+
+def test_a_benchmark_is_shown_and_written(instant, tmp_path, capsys):
+    assert main(["data", "--steps", "7", "--output", str(tmp_path / "out")]) == 0
+    ((name, given),) = instant
+    assert (name, given.steps, given.repeats, given.rows) == ("data", 7, 3, [])
+    shown = capsys.readouterr().out
+    assert small_result().table() in shown
+    assert "A note." in shown
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["data.json"]
+
+
+def test_a_choice_of_rows_replaces_no_whole_result(instant, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.__main__.RESULTS", tmp_path / "results")
+    assert main(["data", "--rows", "cadence"]) == 0
+    assert not (tmp_path / "results").exists()
+    assert main(["data"]) == 0
+    assert (tmp_path / "results" / "data.json").exists()
+
+
+def test_all_goes_on_where_one_cannot_run(instant, tmp_path, capsys):
+    assert main(["all", "--output", str(tmp_path)]) == 3
+    assert [name for name, _ in instant] == list(BENCHMARKS)
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {f"{name}.json" for name in BENCHMARKS if name != "transformer"} | {
+        "overhead.svg"
+    }
+    assert "no device" in capsys.readouterr().err
+    drawn = (tmp_path / "overhead.svg").read_bytes()
+    assert main(["chart", "--output", str(tmp_path)]) == 0
+    assert len((tmp_path / "overhead.svg").read_bytes()) == len(drawn)
+
+
+def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
+    assert main(["chart", "--output", str(tmp_path)]) == 3
+    assert "python -m benchmarks overhead" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["data", "--repeats", "0"], ["speed"], []])
+def test_wrong_arguments_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_every_benchmark_has_the_common_options():
+    for name, module in BENCHMARKS.items():
+        given = options(name)
+        assert (given.steps, given.repeats) == (module.STEPS, module.REPEATS)
+        assert (given.output, given.rows) == (None, [])

@@ -28,7 +28,7 @@ class GarbageCollection(Callback):
         ValueError: An argument makes no sense.
     """
 
-    def __init__(self, every: Interval | str | int = 1000, *, generation: int = 2) -> None:
+    def __init__(self, every: Interval | int | str = 1000, *, generation: int = 2) -> None:
         if generation not in (0, 1, 2):
             raise ValueError(f"generation is {generation!r}; it must be 0, 1 or 2 (everything).")
         self.every = Interval.parse(every)

@@ -120,6 +120,8 @@ class Interval:
         A multiple that a check came too late for is due at the next check, once. By the clock,
         ``before`` is the moment of the last action, so that none is lost between two checks.
         """
+        if self.unit == "steps":  # which is asked at every update
+            return before.steps // self.every < now.steps // self.every
         return self._multiples(before) < self._multiples(now)
 
     def _multiples(self, progress: Progress) -> int:

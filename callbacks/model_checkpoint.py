@@ -73,7 +73,7 @@ class ModelCheckpoint(Callback):
         *,
         monitor: str | None = None,
         mode: Mode = "min",
-        every: Interval | str | int = "1 epoch",
+        every: Interval | int | str = "1 epoch",
         save_top_k: int = 1,
         save_last: bool | int = True,
         on_preemption: bool = True,
@@ -212,9 +212,10 @@ class ModelCheckpoint(Callback):
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
-        score = self._score(trainer)  # also where nothing is due: a wrong name shows early
+        if self.monitor is not None:  # also where nothing is due: a wrong name shows early
+            self.monitor.read(trainer)
         if self.every.due(before, self._handled):
-            self._save(trainer, score)
+            self._save(trainer, self._score(trainer))
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
         """Save, for the next start alone."""

@@ -26,10 +26,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = ROOT / "docs" / "reference.md"
-LANGUAGES = {"python", "bash", "console", "text"}
+LANGUAGES = {"python", "bash", "console", "text", "yaml"}
 
 FENCE = re.compile(r"^```(\S*)[ \t]*([^\n]*)\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+IMAGE = re.compile(r"!\[[^\]]+\]\(([^)\s]+)\)")
 
 each_page = pytest.mark.parametrize(
     "page", PAGES, ids=lambda page: str(page.relative_to(ROOT)).removesuffix(".md")
@@ -86,7 +87,13 @@ def run_shell(command: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,  # so that a hanging one ends with its children
-        env={**os.environ, "PATH": path, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PATH": path,
+            "PYTHONWARNINGS": "error",
+            "OMP_NUM_THREADS": "1",
+            "HF_HOME": "hf",  # where `trainer config` writes
+        },
     )
     try:
         output, _ = started.communicate(timeout=200)
@@ -105,11 +112,11 @@ def test_every_block_runs(page, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     namespace: dict[str, object] = {"__name__": "page"}
     for block in blocks_of(page.read_text()):
+        if title := re.search(r'title="(.*?)"', block.options):
+            (tmp_path / title[1]).write_text(block.text)
         if block.language == "python":
             source = "\n" * (block.line - 1) + block.text  # errors then give the page's lines
             exec(compile(source, str(page), "exec"), namespace)
-            if title := re.search(r'title="(.*?)"', block.options):
-                (tmp_path / title[1]).write_text(block.text)
         elif block.language in ("bash", "console"):
             for command in block.commands:
                 if not sets_up(command):
@@ -129,7 +136,18 @@ def anchors_of(page: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md"))],
+    [
+        *PAGES,
+        *(
+            ROOT / name
+            for name in (
+                "CONTRIBUTING.md",
+                "CHANGELOG.md",
+                "examples/README.md",
+                "benchmarks/README.md",
+            )
+        ),
+    ],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_links_lead_somewhere(page):
@@ -142,6 +160,15 @@ def test_links_lead_somewhere(page):
         if not there.exists() or (anchor and anchor not in anchors_of(there)):
             broken.append(target)
     assert broken == []
+
+
+def test_every_picture_is_shown_and_small():
+    shown = {
+        (page.parent / at).resolve() for page in PAGES for at in IMAGE.findall(page.read_text())
+    }
+    pictures = set((ROOT / "docs" / "images").iterdir())
+    assert pictures == shown != set()
+    assert [path.name for path in pictures if path.stat().st_size > 120_000] == []
 
 
 def test_every_page_is_linked_from_the_index():

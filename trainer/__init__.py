@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         MetricError,
         Preempted,
     )
+    from trainer.launchers import debug_launcher, notebook_launcher
     from trainer.logs import get_logger
     from trainer.memory import find_executable_batch_size, release_memory
     from trainer.module import TrainModule
@@ -84,10 +85,12 @@ _HOME = {
     "TrainModule": "module",
     "Trainer": "trainer",
     "Tuner": "tuning",
+    "debug_launcher": "launchers",
     "find_executable_batch_size": "memory",
     "gather_object": "distributed.collectives",
     "get_logger": "logs",
     "load_checkpoint_in_model": "checkpoint",
+    "notebook_launcher": "launchers",
     "release_memory": "memory",
     "set_seed": "rng",
     "skip_first_batches": "data.skip",
@@ -125,10 +128,12 @@ __all__ = [
     "TrainModule",
     "Trainer",
     "Tuner",
+    "debug_launcher",
     "find_executable_batch_size",
     "gather_object",
     "get_logger",
     "load_checkpoint_in_model",
+    "notebook_launcher",
     "release_memory",
     "set_seed",
     "skip_first_batches",
@@ -138,8 +143,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        if name.endswith("_launcher"):
-            import_module("trainer.errors").refuse_launcher(name)
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)
     return value

@@ -608,9 +608,11 @@ class Accelerator:
         else:
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
-        reduce_now = state.sync_gradients or state.sync_each_batch
+        if state.sync_gradients or state.sync_each_batch:
+            yield
+            return
         with ExitStack() as stack:
-            for model in () if reduce_now else models:
+            for model in models:
                 stack.enter_context(self.no_sync(model))
             yield
 
@@ -913,7 +915,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record values; `log_kwargs` are further arguments by the tracker's name."""
-        self._tracking.log(values, step, log_kwargs or {})
+        self._tracking.log(values, step, log_kwargs)
 
     def log_images(
         self,
@@ -922,7 +924,7 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record images: names and tensors or arrays."""
-        self._tracking.log_images(values, step, log_kwargs or {})
+        self._tracking.log(values, step, log_kwargs, method="log_images")
 
     def log_table(
         self,
@@ -934,7 +936,63 @@ class Accelerator:
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Record a table, given as columns and rows or as a data frame."""
-        self._tracking.log_table(table_name, columns, data, dataframe, step, log_kwargs or {})
+        if data is None and dataframe is None:
+            raise ValueError(
+                f"log_table({table_name!r}) has no rows: give `data`, a list of them, or a "
+                "`dataframe`."
+            )
+        table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
+        self._tracking.record("log_table", table_name, log_kwargs=log_kwargs, **table)
+
+    def log_histogram(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record how numbers are distributed: names and tensors or arrays."""
+        self._tracking.log(values, step, log_kwargs, method="log_histogram")
+
+    def log_figure(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record figures of matplotlib, drawn now: names and figures."""
+        self._tracking.log(values, step, log_kwargs, method="log_figure")
+
+    def log_text(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record texts to be read, such as samples: names and texts."""
+        self._tracking.log(values, step, log_kwargs, method="log_text")
+
+    def log_artifact(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        kind: str = "artifact",
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record a file or a folder, which is read a little later: leave it there for a while."""
+        self._tracking.record(
+            "log_artifact", os.fspath(path), name, kind, step=step, log_kwargs=log_kwargs
+        )
+
+    def log_model(
+        self,
+        path: str | os.PathLike[str],
+        name: str | None = None,
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Record weights or a whole checkpoint as a version of a model, see `log_artifact`."""
+        self._tracking.record("log_model", os.fspath(path), name, step=step, log_kwargs=log_kwargs)
 
     def end_training(self) -> None:
         """Write what is pending and end the trackers' runs; the processes stay together."""

@@ -94,11 +94,12 @@ class Boundary:
 
     def __init__(self, hooks: Sequence[tuple[str, Hook]]) -> None:
         self._hooks = hooks
+        self._all = list(range(len(hooks)))
         self._due: list[int] = []
 
     def __call__(self) -> None:
         """Call those that are left, or all."""
-        due = self._due = self._due or list(range(len(self._hooks)))
+        due = self._due = self._due or self._all.copy()
         while due:
             self._hooks[due.pop(0)][1]()
 

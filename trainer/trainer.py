@@ -23,7 +23,7 @@ from callbacks import (
     Progress,
 )
 from trackers import GeneralTracker
-from trackers.base import Status
+from trackers.base import Status, TrackerChoice
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import (
@@ -180,7 +180,7 @@ class Trainer:
         max_steps: int | None = None,
         min_steps: int | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,
-        val_every: Interval | str | int = "1 epoch",
+        val_every: Interval | int | str = "1 epoch",
         num_sanity_val_steps: int = 2,
         limit_train_batches: Limit = None,
         limit_val_batches: Limit = None,
@@ -197,8 +197,8 @@ class Trainer:
         deterministic: bool | Literal["warn"] = False,
         detect_anomaly: bool = False,
         seed: int | None = None,
-        log_with: Any = None,
-        log_every: Interval | str | int = "50 steps",
+        log_with: TrackerChoice | Sequence[TrackerChoice] | None = None,
+        log_every: Interval | int | str = "50 steps",
         project_name: str | None = None,
         run_name: str | None = None,
         project_dir: str | os.PathLike[str] | None = None,
@@ -1055,7 +1055,7 @@ class Trainer:
         folder = project.folder if settings.writes else None
         return profiling(settings.profile, stage, folder=folder, say=self.accelerator.print)
 
-    def _finish(self, status: Status) -> None:
+    def _finish(self, status: Status, error: BaseException | None) -> None:
         run, self._run, self._feed = self._run, None, None
         try:
             if isinstance(run, FitRun):
@@ -1064,12 +1064,12 @@ class Trainer:
                 run.agreement.settle()
                 for feed in (run.feed, *run.val_feeds):
                     feed.close()
-        except BaseException:
-            status = "failed"
+        except BaseException as late:
+            status, error = "failed", error or late
             raise
         finally:
             if self._recorder is not None:
-                self._recorder.finish(status)
+                self._recorder.finish(status, error)
 
     def _evaluate(
         self,

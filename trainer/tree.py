@@ -104,6 +104,8 @@ def send_to_device(
     def send(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             return tree.to(device, non_blocking=non_blocking)
+        if type(tree) is list and not skipped:  # as loaders give
+            return [send(value) for value in tree]
         parts = children(tree)
         keeps = bool(skipped and parts and any(key in skipped for key, _ in parts))
         if not keeps and not isinstance(tree, type) and callable(getattr(tree, "to", None)):
@@ -137,6 +139,8 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 def detach(tree: Any) -> Any:
     """Every tensor without its graph."""
+    if isinstance(tree, Tensor):  # as the steps of most modules return
+        return tree.detach()
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 

@@ -865,6 +865,23 @@ class Listed(GeneralTracker):
     ) -> None:
         self.seen.append(("table", table_name, columns, data, dataframe, step, kwargs))
 
+    def log_histogram(self, values: Any, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("histogram", values, step, kwargs))
+
+    def log_figure(self, values: Any, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("figure", values, step, kwargs))
+
+    def log_text(self, values: Any, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("text", values, step, kwargs))
+
+    def log_artifact(
+        self, path: Any, name: Any = None, kind: Any = "file", step: Any = None, **kwargs: Any
+    ) -> None:
+        self.seen.append(("artifact", path, name, kind, step, kwargs))
+
+    def log_model(self, path: Any, name: Any = None, step: Any = None, **kwargs: Any) -> None:
+        self.seen.append(("model", path, name, step, kwargs))
+
     def finish(self) -> None:
         self.seen.append("finished")
 
@@ -878,6 +895,12 @@ def test_trackers_are_told_everything():
     accelerator.log_images({"x": [1]}, step=4, log_kwargs=options)
     accelerator.log_table("t", ["a"], [[1]], step=5, log_kwargs=options)
     accelerator.log_table("f", dataframe="frame")
+    accelerator.log_histogram({"w": [1]}, 6, options)
+    accelerator.log_figure({"f": "pixels"}, 6, options)
+    accelerator.log_text({"t": "text"}, 6, options)
+    accelerator.log_artifact(Path("data"), "digits", "dataset", 7, options)
+    accelerator.log_artifact("notes.txt")
+    accelerator.log_model(Path("step-8"), "best", 8, options)
     accelerator.log({"loss": 0.25})
     (tracker,) = accelerator.trackers
     assert accelerator.get_tracker("listed") is tracker
@@ -890,9 +913,32 @@ def test_trackers_are_told_everything():
         ("images", {"x": [1]}, 4, {"wide": True}),
         ("table", "t", ["a"], [[1]], None, 5, {"wide": True}),
         ("table", "f", None, None, "frame", None, {}),
+        ("histogram", {"w": [1]}, 6, {"wide": True}),
+        ("figure", {"f": "pixels"}, 6, {"wide": True}),
+        ("text", {"t": "text"}, 6, {"wide": True}),
+        ("artifact", "data", "digits", "dataset", 7, {"wide": True}),
+        ("artifact", "notes.txt", None, "artifact", None, {}),
+        ("model", "step-8", "best", 8, {"wide": True}),
         ("log", {"loss": 0.25}, None, {}),
         "finished",
     ]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a: a.log_table("t", columns=["a"]), ValueError, r"log_table\('t'\) has no rows"),
+        (lambda a: a.log_histogram([1]), TypeError, "log_histogram takes a dict of names"),
+        (lambda a: a.log_model(3), TypeError, "PathLike"),
+        (lambda a: a.log_artifact("x", step=0.5), TypeError, "step is 0.5"),
+    ],
+)
+def test_rich_values_are_checked_at_once(call, error, message):
+    accelerator = accelerate(log_with=Listed)
+    accelerator.init_trackers("digits")
+    with pytest.raises(error, match=message):
+        call(accelerator)
+    accelerator.end_training()
 
 
 def test_trackers_that_write_files_are_given_the_logging_dir():

@@ -17,11 +17,23 @@ from trainer.cli.version import version
 
 # command: (its module in this package, what it does)
 COMMANDS = {
-    "env": ("env", "show the versions, the devices and the files in use"),
+    "config": ("config", "answer questions about how scripts are started, for launch"),
+    "launch": ("launch", "start a script on one or more processes and machines"),
+    "test": ("test", "start processes and check that they work together"),
+    "env": ("env", "show the versions, the devices, the configuration and the files in use"),
     "checkpoints": (
         "checkpoints",
         "list the checkpoints in a folder, verify them, remove old ones",
     ),
+    "report": ("report", "write one HTML page about a run, or comparing several"),
+    "watch": ("watch", "show the curves of runs in the terminal while they are trained"),
+    "fit": ("fit", "train what configuration files and options describe"),
+    "validate": ("fit", "validate it"),
+    "test-model": ("fit", "test it"),
+    "predict": ("fit", "predict with it, into files"),
+    "estimate-memory": ("estimate_memory", "say how much memory the training of a model needs"),
+    "merge-weights": ("merge_weights", "write the shards of a checkpoint as one safetensors file"),
+    "completion": ("completion", "let bash, zsh or fish complete what is typed"),
 }
 
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.errors import choose
 
 
 class CommandError(Exception):
@@ -55,3 +61,40 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
     return int(text)
+
+
+def import_from_here() -> None:
+    """Let modules of the working folder be imported, as ``python -m`` does.
+
+    A command that is a script has the script's folder in that place.
+    """
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def import_named(path: str) -> Any:
+    """What ``module:name`` stands for; the name may have dots.
+
+    Raises:
+        CommandError: There is no such module or no such name in it. What goes wrong inside the
+            module is raised as it is.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise CommandError(
+            f"There is no module {error.name!r}. Modules are looked for among the installed ones "
+            f"and in the current folder, {os.getcwd()}."
+        ) from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            where = getattr(found, "__name__", path)
+            raise CommandError(
+                choose(f"A name in {where}", part, (each for each in vars(found) if each[0] != "_"))
+            )
+        found = getattr(found, part)
+    return found

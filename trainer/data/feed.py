@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from trainer.data.batches import completed, concatenate, length, samples_in, take
 from trainer.data.rebuild import loader_kwargs
 from trainer.data.sampling import ShardedSampler, Share, own_batches
+from trainer.data.seeding import draws_nothing
 from trainer.data.stateful import Item, Place
 from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
@@ -141,6 +142,7 @@ class Feed:
                     drop_last=drop_last,
                 )
                 self.sampler.counts = source.collate_fn is default_collate
+                self.sampler.seeds = not draws_nothing(source.dataset, source.collate_fn)
             self.loader = DataLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
         if self.sampler is None:
@@ -294,7 +296,7 @@ class Feed:
             return
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
         shares = self.sampler.shares = deque()  # of this pass: another may begin before it ends
-        for batch in self.loader:
+        for batch in _batches_of(self.loader):
             yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
         while shares:  # a last round in which only other processes have a batch
             share = shares.popleft()
@@ -373,6 +375,25 @@ class Feed:
             return batches + [beginning[i % len(beginning)] for i in range(missing)]
         flat = completed(concatenate(batches), concatenate(beginning), world_size * size)
         return [take(flat, i * size, (i + 1) * size) for i in range(world_size)]
+
+
+def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What reading a loader that `loader_kwargs` describes gives; its dataset is map-style.
+
+    Without workers that is one batch after the other as the dataset gives them; torch's iterator
+    would do nothing else but pin memory, and take longer than a small model. As with it, a dataset
+    may end the epoch by raising ``StopIteration``, which a generator could not pass on.
+    """
+    if loader.num_workers or loader.pin_memory or loader.timeout:
+        return loader
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is not None:
+        return map(dataset.__getitems__, loader.batch_sampler)
+
+    def fetch(index: Any) -> Any:
+        return loader.collate_fn(dataset[index])
+
+    return map(fetch, loader.sampler)
 
 
 def _samples_in(batch: Any, indices: int) -> int:

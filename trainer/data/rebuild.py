@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.rows import TensorRows
 from trainer.data.sampling import ShardedSampler
 from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
 
@@ -73,6 +74,9 @@ def loader_kwargs(
         return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if not draws_nothing(loader.dataset, loader.collate_fn):
         kwargs["dataset"] = SeededDataset(loader.dataset, loader.collate_fn)
+        kwargs["collate_fn"] = as_fetched
+    elif loader.batch_sampler is not None:
+        kwargs["dataset"] = TensorRows(loader.dataset)
         kwargs["collate_fn"] = as_fetched
     if loader.batch_sampler is None:
         return kwargs | {"sampler": sampler, "batch_size": None}

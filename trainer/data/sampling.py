@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -47,17 +46,20 @@ class SeededSampler(Sampler[int]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._orders())  # not through a frame of ours for each sample
+
+    def _orders(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         if self.replacement:
             size = (self.num_samples,)
             order = torch.randint(self.source_length, size, generator=generator)
-            yield from order.tolist()
+            yield order.tolist()
             return
         left = self.num_samples
         while left > 0:  # more samples than there are: whole permutations, then a part of one
             order = torch.randperm(self.source_length, generator=generator)[:left]
             left -= len(order)
-            yield from order.tolist()
+            yield order.tolist()
 
     def __len__(self) -> int:
         return self.num_samples
@@ -75,8 +77,7 @@ class SampleIndex(int):
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """What this process has in one round.
 
     Attributes:
@@ -136,6 +137,7 @@ class ShardedSampler(Sampler[Any]):
         self.start_round = 0  # skipped in rounds, as this number of processes has them, …
         self.start_batch = 0  # … or in batches, before the rest is dealt out
         self.counts = True  # a batch has as many samples as indices, which a collate_fn may change
+        self.seeds = True  # batches come with the seeds that they are fetched under
         self.shares: deque[Share] = deque()
 
     def set_epoch(self, epoch: int) -> None:
@@ -181,24 +183,42 @@ class ShardedSampler(Sampler[Any]):
         # Another pass may begin before this one ends: each keeps what it began with.
         shares, seed, epoch = self.shares, self.seed, self.epoch
         shares.clear()
+        alone = self.world_size == 1 and not (self.even or self.split)
+        for share, batch, position in self._alone() if alone else self._together():
+            shares.append(share)
+            if share.present:
+                yield _tag(batch, mix(seed, epoch, position)) if self.seeds else batch
+
+    def _alone(self) -> Iterator[tuple[Share, Any, int]]:
+        """As `_together` for one process: each batch is a round."""
+        stream = iter(self._order())
+        if type(self._sampler) is not BatchSampler:  # which makes lists by itself
+            stream = map(_listed, stream)
+        position = sum(len(_indices(batch)) for batch in islice(stream, self.start_batch))
+        for number, batch in enumerate(stream):
+            size = len(batch) if isinstance(batch, list) else None
+            if number >= self.start_round:
+                samples = size if self.counts else None
+                yield Share(True, samples, size or 0, samples, size, True), batch, position
+            position += 1 if size is None else size
+
+    def _together(self) -> Iterator[tuple[Share, Any, int]]:
+        """Of each round: what this process has in it, and the samples before that in the epoch."""
         for position, real, batches in self._rounds():
             own = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
             known = [size for size in sizes if size is not None]
             told = self.counts and len(known) == len(sizes)
-            shares.append(
-                Share(
-                    present=own is not None,
-                    samples=0 if own is None else sizes[self.rank] if told else None,
-                    indices=len(own) if isinstance(own, list) else 0,
-                    round_samples=sum(known) if told else None,
-                    real_samples=real if known else None,
-                    complete=len(batches) == self.world_size,
-                )
+            share = Share(
+                present=own is not None,
+                samples=0 if own is None else sizes[self.rank] if told else None,
+                indices=len(own) if isinstance(own, list) else 0,
+                round_samples=sum(known) if told else None,
+                real_samples=real if known else None,
+                complete=len(batches) == self.world_size,
             )
-            if own is not None:
-                before = sum(known[: self.rank]) if known else self.rank
-                yield _tag(own, mix(seed, epoch, position + before))
+            before = sum(known[: self.rank]) if known else self.rank
+            yield share, own, position + before
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
@@ -303,6 +323,8 @@ def own_batches(
 
 def _listed(batch: Any) -> Any:
     """A batch of indices as a list, whatever sequence the user's sampler makes of them."""
+    if type(batch) is list:
+        return batch
     is_sequence = isinstance(batch, tuple) or getattr(batch, "ndim", 0) > 0
     return list(batch) if is_sequence else batch
 

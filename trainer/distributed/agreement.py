@@ -9,17 +9,13 @@ would make the host wait.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-FIELDS = 9
 
-
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(NamedTuple):
     """Sums over the processes.
 
     Attributes:
@@ -44,6 +40,9 @@ class Tally:
     failed_saves: float = 0.0
     asked_saves: float = 0.0
     bad_losses: float | Tensor = 0.0
+
+
+FIELDS = len(Tally._fields)
 
 
 class Agreement:
@@ -77,7 +76,7 @@ class Agreement:
 
     def ballot(self, own: Tally) -> Tensor:
         """This process's numbers, on the device."""
-        *numbers, bad = (getattr(own, field.name) for field in fields(own))
+        *numbers, bad = own
         known = 0.0 if isinstance(bad, Tensor) else bad
         ballot = torch.tensor([*numbers, known], dtype=torch.float64)
         ballot = ballot.to(self._device, non_blocking=True)

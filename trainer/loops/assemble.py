@@ -23,6 +23,7 @@ from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_all, on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
+from trainer.loops.about import name_of, versions
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
@@ -170,8 +171,31 @@ def prepare_fit(
     if isinstance(datamodule, DataModule):
         told = logged(datamodule) | told
     behind = None if chosen is None else run.counters.global_step
-    on_main(lambda: recorder.start(settings.describe() | told, cut_at=offset, cut_behind=behind))
+    start = partial(
+        recorder.start,
+        settings.describe() | told,
+        about=_about(run, settings, accelerator, told),
+        step=run.counters.global_step,
+        cut_at=offset,
+        cut_behind=behind,
+    )
+    on_main(start)
     return run
+
+
+def _about(
+    run: FitRun, settings: Settings, accelerator: Accelerator, told: dict[str, Any]
+) -> dict[str, Any]:
+    """What `run.json` says of a run."""
+    return {
+        "run_id": run.run_id,
+        "module": type(run.module).__qualname__,
+        "world_size": run.world_size,
+        "device": name_of(accelerator.device),
+        "versions": versions(),
+        "configuration": settings.describe(),
+        "hyper_parameters": told,
+    }
 
 
 def foresee_validations(run: FitRun, parts: Parts, datamodule: Any) -> None:

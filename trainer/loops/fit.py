@@ -81,6 +81,7 @@ def train_epoch(run: FitRun) -> None:
     with logged_before(run, again=counters.rounds > 0):
         run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
+    run.epoch_length = feed.num_batches
     restore_rng(run)
     if run.unfinished:
         run.unfinished = False

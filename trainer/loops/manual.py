@@ -32,7 +32,6 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     outputs: Any = None
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
-    metrics.begin_epoch_values()
     hooks.on_train_step_start()
     if not micro.complete and run.last_batch is None:
         # Fewer batches in the epoch than processes. It travels by the host.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     counters.rounds = -(-counters.epoch_batches // run.world_size)
     run.counters.__dict__.update(vars(counters))
     run.agreement.items_seen = state["items_seen"]
-    run.agreement.latest = replace(run.agreement.latest, seconds=counters.seconds)
+    run.agreement.latest = run.agreement.latest._replace(seconds=counters.seconds)
     _refuse_other_data(run, state["data"])
     if run.guard is not None and state["guard"] is not None:
         run.guard.load_state_dict(state["guard"])

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _DRAWS_BY_HOOKS = 4  # tells their seeds from those of an epoch's order
 _UNTIMED = nullcontext()
+_UNKNOWN = -1
 _ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for
 
 
@@ -326,6 +327,7 @@ class FitRun(Run):
         validates: There is validation data, and the run is long enough for a validation.
         monitored: See `trainer.loops.due.monitors_of`.
         last_logged: The update whose values were recorded last.
+        epoch_length: Batches of all processes in the epoch at hand, None where only reading tells.
         last_batch: In manual optimisation, for a round in which this process has none.
     """
 
@@ -367,6 +369,7 @@ class FitRun(Run):
     in_boundary: bool = False
     log_due: bool = False
     last_logged: int = 0
+    epoch_length: int | None = _UNKNOWN
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -376,14 +379,15 @@ class FitRun(Run):
 
     def own_tally(self, items: float, bad_losses: float | Tensor = 0.0) -> Tally:
         """What this process tells the others about its window."""
+        first = self.rank == 0
         return Tally(
-            items=items,
-            stop_votes=float(self.stop_requested()),
-            signals=float(self.told() is not None),
-            seconds=self.clock if self.rank == 0 else 0.0,
-            ended=float(self.counters.epoch_complete),
-            witness=float(self.rank == 0),
-            failed_saves=float(self.writer.failed),
+            items,
+            stop_votes=1.0 if self.stop_requested() else 0.0,
+            signals=0.0 if self.told() is None else 1.0,
+            seconds=self.clock if first else 0.0,
+            ended=1.0 if self.counters.epoch_complete else 0.0,
+            witness=1.0 if first else 0.0,
+            failed_saves=1.0 if self.writer.failed else 0.0,
             asked_saves=float(len(self.asked)),
             bad_losses=bad_losses,
         )
@@ -400,11 +404,17 @@ class FitRun(Run):
     @property
     def progress(self) -> Progress:
         """How far the run is, the same on all processes."""
-        counters, batches = self.counters, self.feed.num_batches
+        return self.progress_at(self.counters.global_step)
+
+    def progress_at(self, step: int) -> Progress:
+        """As `progress`, when this update is or will be the latest that is counted."""
+        counters, batches = self.counters, self.epoch_length
+        if batches == _UNKNOWN:  # between epochs
+            batches = self.feed.num_batches
         epochs = float(counters.epoch)
         if counters.epoch_complete:
             epochs += 1.0
         elif batches:  # of all processes: the same point on any number of them
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # whole only when it is over
         seconds = self.clock if self.world_size == 1 else self.agreement.latest.seconds
-        return Progress(counters.global_step, epochs, self.agreement.items_seen, seconds)
+        return Progress(step, epochs, self.agreement.items_seen, seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from trainer.distributed.collectives import broadcast_object
 from trainer.loops.run import FitRun, items_of
 from trainer.loops.timing import OPTIMIZER
 from trainer.metrics import TRAIN_STEP
-from trainer.optim.clipping import NO_LIMITS, clip_, clip_apart_
+from trainer.optim.clipping import clip_, clip_apart_
 from trainer.optim.finite import find_non_finite, is_non_finite
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import detach
@@ -33,7 +32,6 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     losses: Tensor | None = None  # their sum, which is finite if they all are
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
-    metrics.begin_epoch_values()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
@@ -44,6 +42,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         batch_idx = counters.rounds
         outputs: Any = None
         loss: Tensor | None = None
+        seen: Tensor | None = None
         if micro.present:
             metrics.begin_batch(items)
             hooks.on_train_batch_start(batch, batch_idx)
@@ -54,7 +53,8 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
                     outputs = step_without_gradient(run, batch, batch_idx)
         if items:
             loss = loss_of(outputs)
-            losses = loss.detach() if losses is None else losses + loss.detach()
+            seen = loss.detach()
+            losses = seen if losses is None else losses + seen
             hooks.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
@@ -68,7 +68,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
             hooks.on_after_backward()
         if sync:
             with run.timing.part(OPTIMIZER):
-                update(run, total if items_everywhere is None else items_everywhere, loss)
+                update(run, total if items_everywhere is None else items_everywhere, seen)
         if micro.present:
             hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
@@ -119,7 +119,7 @@ def loss_of(outputs: Any) -> Tensor:
             "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
             "are all parameters frozen?"
         )
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
@@ -137,24 +137,24 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     return None if run.counts_items or known is None else known + samples
 
 
-def update(run: FitRun, total: float | Tensor, loss: Tensor | None) -> None:
+def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     """Unscale, let the hooks see the gradients, look whether they are finite, clip, step, tick.
 
     Args:
         run: The run; its gradients are reduced.
         total: Items of the window over all processes.
-        loss: The last one of this process, for an error.
+        seen: The last loss of this process, for an error.
 
     Raises:
         FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
     """
     drop_unused(run)
     run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
-    run.weighting.rescale_([parameter.grad for parameter in run.parameters], total)
+    run.weighting.rescale_((parameter.grad for parameter in run.parameters), total)
     see_if_log_is_due(run)
     for optimizer in run.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
-    if admitted(run, loss):
+    if admitted(run, seen):
         clip(run)
         for optimizer in run.optimizers:
             optimizer.step()
@@ -171,7 +171,10 @@ def drop_unused(run: FitRun) -> None:
     Nobody would zero them: they would grow from update to update, and with them the norm by which
     the others are clipped.
     """
-    number = sum(len(group["params"]) for each in run.optimizers for group in each.param_groups)
+    number = 0
+    for optimizer in run.optimizers:
+        for group in optimizer.optimizer.param_groups:
+            number += len(group["params"])
     if number != run.optimized:  # since the last time a group was added
         used = {id(parameter) for parameter in parameters_of(run.optimizers)}
         run.unused = [parameter for parameter in run.parameters if id(parameter) not in used]
@@ -188,11 +191,11 @@ def clip(run: FitRun) -> None:
     if run.own_limits:
         apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
         clip_apart_(run.parameters, apart, run.limits)
-    elif run.limits != NO_LIMITS:
+    elif run.limits.max_norm is not None or run.limits.max_value is not None:
         clip_(run.parameters, max_norm=run.limits.max_norm, max_value=run.limits.max_value)
 
 
-def admitted(run: FitRun, loss: Tensor | None) -> bool:
+def admitted(run: FitRun, seen: Tensor | None) -> bool:
     """Whether to make the update; an overflow of scaled gradients is the scaler's to handle.
 
     Raises:
@@ -200,11 +203,9 @@ def admitted(run: FitRun, loss: Tensor | None) -> bool:
     """
     if run.guard is None or run.precision.scales:
         return True
-    found = find_non_finite(parameter.grad for parameter in run.parameters)
+    found = find_non_finite([parameter.grad for parameter in run.parameters])
     if found is not None:
-        bad = torch.as_tensor(run.agreement.bad_losses).to(found, non_blocking=True)
-        found = torch.maximum(found, bad.clamp(max=1.0))
-    seen = None if loss is None else loss.detach()
+        found = joined(found, run.agreement.bad_losses)
     if run.guard.admits(found, run.counters.global_step + 1, seen):
         return True
     for optimizer in run.optimizers:
@@ -212,10 +213,17 @@ def admitted(run: FitRun, loss: Tensor | None) -> bool:
     return False
 
 
+def joined(found: Tensor, bad_losses: float | Tensor) -> Tensor:
+    """Whether there is a gradient or a loss that is not finite, 1 or 0, on the device."""
+    if isinstance(bad_losses, Tensor):
+        bad = bad_losses.to(found, non_blocking=True).clamp(max=1.0)
+        return torch.maximum(found, bad)
+    return torch.ones_like(found) if bad_losses else found
+
+
 def see_if_log_is_due(run: FitRun) -> None:
     """Before an update is counted: is it one whose values are recorded?"""
-    before = run.progress
-    run.log_due = run.log_schedule.due(replace(before, steps=before.steps + 1))
+    run.log_due = run.log_schedule.due(run.progress_at(run.counters.global_step + 1))
 
 
 def tick(run: FitRun, interval: str, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -58,7 +59,9 @@ class Cell:
             pick = torch.minimum if self.kind == "min" else torch.maximum
             self.total = pick(as_tensor(self.total, value), as_tensor(value, self.total))
         else:
-            self.total = (min if self.kind == "min" else max)(self.total, value)
+            better = value < self.total if self.kind == "min" else value > self.total
+            if better or math.isnan(value):  # which stays, as in torch: nothing is better than it
+                self.total = value
         self.weight += weight
 
 
@@ -129,7 +132,9 @@ def scalar(name: str, value: Any) -> Value:
                 f"The metric {name!r} is a tensor of shape {tuple(value.shape)}; log a single "
                 "number, for example its .mean()."
             )
-        return value.detach().reshape(())
+        if value.device.type != "cpu":
+            return value.detach().reshape(())
+        value = value.detach().item()  # nothing waits for the host
     if isinstance(value, (int, float)):
         return float(value)
     try:  # numpy's scalars

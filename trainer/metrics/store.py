@@ -76,7 +76,10 @@ class MetricStore:
 
     def epoch(self, phase: str) -> Cells:
         """The cells of a phase's current epoch."""
-        return self.epochs.setdefault(phase, Cells())
+        cells = self.epochs.get(phase)
+        if cells is None:
+            cells = self.epochs[phase] = Cells()
+        return cells
 
     # -- logging -------------------------------------------------------------------------------
 
@@ -110,7 +113,8 @@ class MetricStore:
             raise ValueError(
                 f"A metric cannot be called {name!r}: each record has a field of that name."
             )
-        is_object = hasattr(value, "compute") and hasattr(value, "reset")
+        is_number = isinstance(value, (Tensor, float, int))
+        is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
         on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
         if not is_object:
             value = scalar(name, value)
@@ -148,8 +152,8 @@ class MetricStore:
         prog_bar: bool,
         is_object: bool,
     ) -> None:
-        self.names.add(_told(key))
         if is_object:
+            self.names.add(_told(key))
             if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
                 raise TypeError(
                     f"The metric {key!r} is a {type(value).__name__}, which cannot combine the "
@@ -160,6 +164,7 @@ class MetricStore:
             return
         cell = cells.cells.get(key)
         if cell is None:
+            self.names.add(_told(key))
             cell = cells.cells[key] = Cell(kind, EMPTY[kind])
         elif cell.kind != kind:
             raise ValueError(
@@ -182,6 +187,7 @@ class MetricStore:
         self.step.cells.clear()
         self.step.objects.clear()
         self.step.ran.clear()
+        self.items, self.loader_suffix = 1.0, ""
 
     def reduce_epoch(self, phase: str) -> dict[str, Value]:
         """The epoch's values over all processes, which start anew; collective."""

@@ -15,7 +15,8 @@ an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -26,6 +27,7 @@ from trainer.errors import choose
 
 Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
+_REAL = {torch.float32, torch.float64, torch.bfloat16}
 _SHOWN = 8  # names in an error
 
 
@@ -52,25 +54,41 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> Tensor | None:
     Returns:
         1 or 0; None without gradients.
     """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        if gradient is not None:
-            dense = gradient._values() if gradient.is_sparse else gradient
-            real = torch.view_as_real(dense) if dense.is_complex() else dense
-            groups.setdefault((real.device, real.dtype), []).append(real)
+    present = [gradient for gradient in gradients if gradient is not None]
     found: Tensor | None = None
-    for (device, _), tensors in groups.items():
+    for tensors in _alike(present):
+        device = tensors[0].device
         here = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, torch.ones_like(here))
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, _one(device))
         # At most 1: fused optimizers take nothing else for a yes, and subtract it from their steps.
         found = here if found is None else torch.maximum(found, here.to(found.device))
     return found
 
 
+def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
+    """What the gradients hold, as real numbers, in groups that the kernel takes together."""
+    for gradient in gradients:
+        if not (gradient.is_cpu and gradient.layout is torch.strided and gradient.dtype in _REAL):
+            break
+    else:
+        return [gradients] if gradients else []  # on the CPU it takes any mixture of types
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        dense = gradient._values() if gradient.is_sparse else gradient
+        real = torch.view_as_real(dense) if dense.is_complex() else dense
+        groups.setdefault((real.device, real.dtype), []).append(real)
+    return groups.values()
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
 def is_non_finite(loss: Tensor) -> float | Tensor:
     """Whether a loss is NaN or infinite, 1 or 0; on an accelerator a tensor there, which waits."""
-    if loss.device.type == "cpu":
-        return float(not math.isfinite(loss))
+    if loss.is_cpu:
+        return 0.0 if math.isfinite(loss.item()) else 1.0
     return (~loss.isfinite()).float()
 
 
@@ -143,10 +161,11 @@ class FiniteGuard:
             FloatingPointError: It is not to be made, or an earlier one should not have been, and
                 the policy is to stop; or too many were skipped in a row.
         """
-        self.settle()
+        if self._pending is not None:
+            self.settle()
         if found is None:
             return True
-        if found.device.type == "cpu" or (self.policy == "skip" and not self._fused):
+        if found.is_cpu or (self.policy == "skip" and not self._fused):
             return self._judge(bool(found), step, loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:
@@ -197,8 +216,11 @@ class FiniteGuard:
     def _judge(self, bad: bool, step: int, loss: float | Tensor | None, *, made: bool) -> bool:
         if bad and self.policy == "stop":
             raise FloatingPointError(self._report(step, loss, made=made))
+        if not bad:
+            self.in_row = 0
+            return True
         self._count(bad, step)
-        return not bad
+        return False
 
     def _count(self, skipped: bool, step: int) -> None:
         self.skipped += skipped

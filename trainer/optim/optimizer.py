@@ -158,7 +158,13 @@ class AcceleratedOptimizer(Optimizer):
         if not self._gradient_state.sync_gradients:
             return
         self._reduced = False
-        if self._takes_set_to_none:
+        zero = getattr(self.optimizer.zero_grad, "__func__", None)
+        if zero is Optimizer.zero_grad and set_to_none is not False:
+            # The same without what a profile is told, which takes longer than small models.
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+        elif self._takes_set_to_none:
             self.optimizer.zero_grad(set_to_none=set_to_none is not False)
         else:
             self.optimizer.zero_grad()
@@ -196,7 +202,8 @@ class AcceleratedOptimizer(Optimizer):
             self._note_call()
             return
         if not self._updates_in_backward:
-            self.synchronize()
+            if self._reduce is not None:
+                self.synchronize()
             if self.before_step is not None and closure is not None:
                 closure = _followed_by(closure, partial(self.before_step, self))
             elif self.before_step is not None:

@@ -89,7 +89,10 @@ class GradientState(Shared):
     @property
     def active_dataloader(self) -> Any | None:
         """The prepared loader that is being read; the innermost of nested ones; None outside."""
-        return self.dataloader_references[-1]
+        for reference in reversed(self._loaders):
+            if (loader := reference()) is not None:
+                return loader
+        return None
 
     @property
     def in_dataloader(self) -> bool:

@@ -379,3 +379,25 @@ def test_what_is_yielded_still_is_an_index():
 def test_indices_keep_their_seed_on_the_way_to_a_worker():
     ((batch,),) = deal(sequential(2, 2))
     assert copy.deepcopy(batch).seed == batch.seed
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        BatchSampler(SequentialSampler(range(7)), 3, drop_last=False),
+        [(1, 0), (2,), torch.tensor([4, 3])],
+        [[], [3]],
+        SequentialSampler(range(3)),  # ready-made batches
+    ],
+)
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize(("start_round", "start_batch"), [(0, 0), (1, 0), (0, 1)])
+def test_one_process_gets_what_it_would_among_several(batches, counts, start_round, start_batch):
+    """Alone it takes a shorter way."""
+    sampler = ShardedSampler(batches, rank=0, world_size=1, seed=0)
+    sampler.counts = counts
+    sampler.start_round, sampler.start_batch = start_round, start_batch
+    alone = list(sampler._alone())
+    assert alone == list(sampler._together())
+    assert all(isinstance(batch, (int, list)) for _, batch, _ in alone)
+    assert len(alone) == len(list(batches)) - start_round - start_batch

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.loader import Feed
+from trainer.data.rows import TensorRows
 from trainer.data.seeding import SeededDataset, draws_nothing
 
 
@@ -176,9 +177,10 @@ def test_plain_tensors_draw_nothing():
     assert not draws_nothing(Augmented(torch.arange(4)), default_collate)
 
 
-def test_plain_tensors_are_read_as_they_are():
+def test_plain_tensors_are_not_seeded():
     dataset = TensorDataset(torch.arange(4))
-    assert Feed(DataLoader(dataset, 2)).loader.dataset is dataset
+    assert type(Feed(DataLoader(dataset, 2)).loader.dataset) is TensorRows
+    assert Feed(DataLoader(dataset, None, collate_fn=default_collate)).loader.dataset is dataset
     assert type(Feed(DataLoader(Noisy(), 2)).loader.dataset) is SeededDataset
 
 

@@ -277,3 +277,22 @@ def test_parameters_are_listed_once_in_order():
     first = torch.optim.SGD([{"params": [b]}, {"params": [a]}], lr=1)
     second = torch.optim.SGD([a, c], lr=1)
     assert [id(p) for p in parameters_of([first, second])] == [id(b), id(a), id(c)]
+
+
+def test_a_zero_grad_of_the_optimizers_own_is_called():
+    called = []
+
+    class Noting(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            called.append("class")
+            super().zero_grad(set_to_none)
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    optimizer = Noting([parameter], lr=0.1)
+    prepared = AcceleratedOptimizer(optimizer, precision=Precision("no", torch.device("cpu")))
+    prepared.zero_grad()
+    assert (called, parameter.grad) == (["class"], None)
+    optimizer.zero_grad = lambda set_to_none=True: called.append("instance")
+    prepared.zero_grad()
+    assert called == ["class", "instance"]

@@ -1,0 +1,70 @@
+"""Batches of datasets that are plain tensors, taken out of them at once.
+
+A loader asks a dataset for one sample after the other and stacks them. Where the dataset is tensors
+and nothing else, the batch is those rows of each tensor: the same values, in the same containers,
+without a tensor and several calls for each sample.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, default_collate
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+
+class TensorRows:
+    """A dataset of plain tensors, as `trainer.data.seeding.draws_nothing` knows them, in batches.
+
+    The loader's ``collate_fn`` is then to leave them as they are. Everything else is the dataset's
+    own.
+
+    Args:
+        dataset: The user's ``TensorDataset``, or a ``Subset`` of one.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._looked_at: tuple[Tensor, ...] = ()
+        self._can_be_taken = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # asked for while unpickling, before there is one
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        data, rows = self.dataset, indices
+        while type(data) is Subset:
+            places = data.indices
+            rows, data = [places[row] for row in rows], data.dataset
+        if self._looked_at is not data.tensors:
+            self._looked_at, self._can_be_taken = data.tensors, _can_be_taken(data.tensors)
+        if not (self._can_be_taken and {*map(type, rows)} == {int} and min(rows) >= 0):
+            return default_collate([self.dataset[index] for index in indices])
+        taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
+        return [tensor.index_select(0, taken) for tensor in data.tensors]
+
+
+def _can_be_taken(tensors: tuple[Tensor, ...]) -> bool:
+    """Rows of the tensors are what stacked samples would be, and no device waits for the indices.
+
+    Nor has the user told torch to stack samples in another way.
+    """
+    return default_collate_fn_map.get(Tensor) is collate_tensor_fn and all(
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_nested or tensor.is_quantized)
+        for tensor in tensors
+    )

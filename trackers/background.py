@@ -173,7 +173,16 @@ class BackgroundTracker(GeneralTracker):
     @property
     def run_id(self) -> str | None:  # type: ignore[override]  # the tracker sets it
         """The tracker's, as soon as it knows it; waits for nothing."""
-        return self.wrapped.run_id
+        try:
+            return self.wrapped.run_id
+        # A property of the tracker's own, which may know nothing before `start`. Its AttributeError
+        # would have Python ask `__getattr__`, which waits.
+        except Exception as error:  # noqa: BLE001
+            started = self._started is not None and self._started.done()
+            if started and "run_id" not in self._unsupported:
+                self._unsupported.add("run_id")
+                _logger.warning("The tracker %r does not tell its run_id: %r.", self.name, error)
+            return None
 
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Tell the tracker, on the thread before it starts, that the run goes on."""

@@ -1,5 +1,6 @@
 """Copies of logged values, which a loop may go on writing to."""
 
+import copy
 from typing import Any
 
 from trackers.media import rendered
@@ -24,7 +25,10 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
         return _to_host(value.detach(), arrivals)
     if hasattr(value, "set_canvas"):
         return rendered(value)
-    return value.copy() if hasattr(value, "__array__") else value
+    if not hasattr(value, "__array__"):
+        return value
+    # Frames of polars have no `copy`, and the general one would share the numbers of an array.
+    return value.copy() if hasattr(value, "copy") else copy.copy(value)
 
 
 def _to_host(tensor: Any, arrivals: list[Any]) -> Any:

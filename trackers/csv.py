@@ -79,7 +79,8 @@ class CSVTracker(GeneralTracker):
             OSError: the disk refused.
         """
         row: dict[str, Any] = {"step": step, **one_level(values)}
-        same = step is not None and bool(self._last) and self._last["step"] == step
+        # As texts: a row that a resumed run has read is of these.
+        same = step is not None and str(self._last.get("step")) == str(step)
         merged = {**self._last, **row} if same else row
         at = self._last_at if same else self._opened().seek(0, os.SEEK_END)
         if new := [name for name in merged if name not in self._columns]:

@@ -51,7 +51,7 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = _from_json(json.loads(line))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: brackets without end
         raise ValueError(f"{where} is not JSON ({error}): {line!r}") from error
     return record
 
@@ -105,6 +105,7 @@ class JsonlTracker(GeneralTracker):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._file: io.FileIO | None = None
+        self._lacks = False  # the record that was to be written last
 
     @property
     def tracker(self) -> Path:
@@ -153,11 +154,13 @@ class JsonlTracker(GeneralTracker):
             )
         line = json.dumps(_to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
         file = self._opened()
+        self._lacks = True
         written = file.write(line)
         if written != len(line):
             # A full disk: leave no half of a line for the next record to be glued to.
             file.truncate(self.offset - (written or 0))
             raise OSError(f"{self.path}: {written} of {len(line)} bytes could be written.")
+        self._lacks = False
 
     def sync(self) -> int:
         """Wait until every record is on the disk itself.
@@ -167,9 +170,12 @@ class JsonlTracker(GeneralTracker):
 
         Raises:
             RuntimeError: the tracker is not started, or finished.
-            OSError: the disk refused.
+            OSError: the disk refused; or it refused the last record, which may yet come: whoever
+                cuts at this offset would cut that off.
         """
         os.fsync(self._opened().fileno())
+        if self._lacks:
+            raise OSError(f"{self.path} lacks the last record, which could not be written.")
         return self.offset
 
     def ends_record(self, offset: int) -> bool:
@@ -222,7 +228,7 @@ class JsonlTracker(GeneralTracker):
         """Put the records on the disk and close the file."""
         if self._file is not None:
             try:
-                self.sync()
+                os.fsync(self._file.fileno())
             finally:  # a disk that refuses must not keep the file open
                 self._file.close()
                 self._file = None

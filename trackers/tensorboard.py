@@ -1,7 +1,9 @@
 """TensorBoard, through torch's own writer."""
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,14 @@ from trackers.media import finite, image_layout, one_level, plain, rendered, tab
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _is_float(value: float) -> bool:
+    try:
+        float(value)
+    except OverflowError:  # an integer beyond them
+        return False
+    return True
 
 
 def _cell(value: Any) -> str:
@@ -101,12 +111,13 @@ class TensorBoardTracker(GeneralTracker):
         table = one_level(values, ".")
         shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
         _, begun, self._success = hparams(shown, {})
-        self.tracker.file_writer.add_summary(begun)
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        self.tracker.add_text("configuration", f"```yaml\n{text}```")
-        if (commit := git_commit(Path.cwd())) is not None:
-            self.tracker.add_text("code", commit)
-        self.tracker.flush()
+        commit = git_commit(Path.cwd())
+        with self._written():
+            self.tracker.file_writer.add_summary(begun)
+            self.tracker.add_text("configuration", f"```yaml\n{text}```")
+            if commit is not None:
+                self.tracker.add_text("code", commit)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".
@@ -120,13 +131,8 @@ class TensorBoardTracker(GeneralTracker):
             TypeError: a value is none of these. The others are recorded.
             OSError: the disk refused. Further values go to another file of the folder.
         """
-        try:
+        with self._written():
             rejected = self._add(values, step, kwargs)
-            self.tracker.flush()
-        except OSError:
-            # The writer's own thread ended with it: only another writer, and file, can go on.
-            self._open(**{**self.writer_options, "purge_step": None})
-            raise
         if rejected:
             raise TypeError(
                 f"TensorBoard takes numbers, tensors of one element, texts and dicts of these, "
@@ -143,11 +149,11 @@ class TensorBoardTracker(GeneralTracker):
             step: the number of optimizer updates so far.
             **kwargs: for `add_image` or `add_images`, for example `dataformats="HWC"`.
         """
-        for name, images in values.items():
-            layout = kwargs.get("dataformats") or image_layout(name, images)
-            add = self.tracker.add_images if "N" in layout else self.tracker.add_image
-            add(name, images, global_step=step, **{**kwargs, "dataformats": layout})
-        self.tracker.flush()
+        with self._written():
+            for name, images in values.items():
+                layout = kwargs.get("dataformats") or image_layout(name, images)
+                add = self.tracker.add_images if "N" in layout else self.tracker.add_image
+                add(name, images, global_step=step, **{**kwargs, "dataformats": layout})
 
     def log_table(
         self,
@@ -172,27 +178,27 @@ class TensorBoardTracker(GeneralTracker):
             ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
         """
         text = _markdown(*table_of(table_name, columns, data, dataframe))
-        self.tracker.add_text(table_name, text, global_step=step, **kwargs)
-        self.tracker.flush()
+        with self._written():
+            self.tracker.add_text(table_name, text, global_step=step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record histograms, see `GeneralTracker.log_histogram`; `kwargs` for `add_histogram`."""
-        for name, value in values.items():
-            self.tracker.add_histogram(name, finite(name, value), global_step=step, **kwargs)
-        self.tracker.flush()
+        with self._written():
+            for name, value in values.items():
+                self.tracker.add_histogram(name, finite(name, value), global_step=step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record figures as images, see `GeneralTracker.log_figure`; `kwargs` for `add_image`."""
-        for name, value in values.items():
-            options = {"dataformats": "HWC", **kwargs}
-            self.tracker.add_image(name, rendered(value), global_step=step, **options)
-        self.tracker.flush()
+        options = {"dataformats": "HWC", **kwargs}
+        with self._written():
+            for name, value in values.items():
+                self.tracker.add_image(name, rendered(value), global_step=step, **options)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record texts, which TensorBoard reads as Markdown; `kwargs` for `add_text`."""
-        for name, value in values.items():
-            self.tracker.add_text(name, value, global_step=step, **kwargs)
-        self.tracker.flush()
+        with self._written():
+            for name, value in values.items():
+                self.tracker.add_text(name, value, global_step=step, **kwargs)
 
     def log_graph(self, model: Any, example: Any) -> None:
         """Record the graph of a model, which is traced where this is called.
@@ -222,6 +228,17 @@ class TensorBoardTracker(GeneralTracker):
             self._writer.close()
             self._writer = None
 
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Flush behind what is added inside; where the disk refuses, go on in another file."""
+        try:
+            yield
+            self.tracker.flush()
+        except OSError:
+            # The writer's own thread ended with it: only another writer, and file, can go on.
+            self._open(**{**self.writer_options, "purge_step": None})
+            raise
+
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -232,7 +249,7 @@ class TensorBoardTracker(GeneralTracker):
         for name, value in one_level(values).items():  # add_scalars opens a run for each name
             if isinstance(value, str):
                 self.tracker.add_text(name, value, global_step=step, **options)
-            elif isinstance(value, (int, float)):
+            elif isinstance(value, (int, float)) and _is_float(value):
                 self.tracker.add_scalar(name, float(value), global_step=step, **options)
             else:
                 rejected.append(f"{name} ({type(value).__name__})")

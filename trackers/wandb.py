@@ -23,13 +23,16 @@ class Rows:
     Args:
         begun: how many rows the service has from before.
         step: the update that the run goes on from, if it resumes.
+        told: the last update that the service has, where it says so. Late values have rows too:
+            the number of rows may be larger.
     """
 
-    def __init__(self, begun: int = 0, step: int | None = None) -> None:
+    def __init__(self, begun: int = 0, step: int | None = None, told: int | None = None) -> None:
         self._last = begun - 1
         self._step: int | None = None
         # What a killed run told after its last checkpoint. Its last row may not be whole.
-        self._known = range(0) if step is None else range(step + 1, begun - 1)
+        end = begun - 1 if told is None else min(begun - 1, told)
+        self._known = range(0) if step is None else range(step + 1, end)
 
     def place(self, step: int | None) -> int | None:
         """The row for a record of a step; None where the service has it from before."""
@@ -107,7 +110,8 @@ class WandBTracker(GeneralTracker):
         self.run_id = options.get("id")
         self._run = run = wandb.init(**options)
         self.run_id = run.id
-        self._rows = Rows(run.starting_step, step)
+        told = self._run.summary.get("global_step")
+        self._rows = Rows(run.starting_step, step, told if isinstance(told, int) else None)
         run.define_metric("global_step", hidden=True)
         run.define_metric("*", step_metric="global_step", step_sync=True)
 

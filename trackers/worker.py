@@ -67,6 +67,7 @@ class Worker:
         self._gave_up = False  # on an outage, at the end
         self._refused = False  # `start`, for good: nothing behind it is worth a second attempt
         self._hurry = threading.Event()  # ends a pause
+        self._untold = 0  # records of the gap that is being filled
 
     def start(self, call: Call, missed: Missed | None) -> None:
         """Begin, with a call that comes before all that waits."""
@@ -105,6 +106,9 @@ class Worker:
             if not self.thread.is_alive():
                 return False
         self.abandon()
+        # Where the thread comes to tell them after all it counts them back.
+        untold, self._untold = self._untold, 0
+        self.pending.lose(untold)
         return self.thread is not None
 
     def abandon(self) -> None:
@@ -182,20 +186,21 @@ class Worker:
     def _replay(self, gap: Gap) -> None:
         """Tell the tracker what a full queue dropped."""
         assert self.missed is not None  # or there would be no gap
-        told = 0
+        self._untold = gap.size
         self.running = "log"
         try:
             with contextlib.closing(self.missed.between(gap.first, gap.last)) as records:
                 for values, step in records:
                     self._make(Call("log", partial(log, values=values, step=step)))
-                    told += 1
+                    self._untold -= 1
                     if self._gave_up:
                         break
                     self.replayed += 1
         # Whatever reading the local record raises: it would end the thread without a word.
         except Exception as error:  # noqa: BLE001
             self._report("log", error)
-        self.pending.lose(gap.size - told)
+        self.pending.lose(self._untold)
+        self._untold = 0
 
     def _attempt(self, call: Call) -> BaseException | None:
         """Make a call once; gives what it raised."""

@@ -896,7 +896,7 @@ def test_an_outage_while_records_are_replayed(local, returns, caplog):
 
     tracker = Again()
     tracker.there = False
-    background = begin(tracker, local, capacity=3, finish_timeout=30 if returns else 0.5, **QUICK)
+    background = begin(tracker, local, capacity=3, finish_timeout=30 if returns else 2, **QUICK)
     record_both(local, background, [0])
     tracker.entered.wait()
     record_both(local, background, range(1, 20))
@@ -922,6 +922,28 @@ def test_records_that_the_local_one_has_not_are_counted_as_lost(local):
     background.finish()
     assert [step for step, _ in told(tracker)] == [0, 1, 2, 4, 5, 6, 7]
     assert background.dropped == 2
+
+
+def test_what_a_tracker_that_hangs_over_a_replay_misses_is_counted(local):
+    class Hanging(Blocking):
+        def log(self, values, step, **kwargs):
+            if step == 5:
+                hangs.set()
+                goes_on.wait()
+            super().log(values, step, **kwargs)
+
+    hangs, goes_on = threading.Event(), threading.Event()
+    tracker = Hanging()
+    background = begin(tracker, local, capacity=3, finish_timeout=0.2)
+    record_both(local, background, [0])
+    tracker.entered.wait()
+    record_both(local, background, range(1, 20))
+    tracker.release.set()
+    hangs.wait()
+    background.finish()
+    assert background.dropped == 15
+    goes_on.set()
+    background._thread.join()
 
 
 def test_a_local_record_that_cannot_be_read_is_told_and_ends_nothing(local, caplog):
@@ -951,3 +973,32 @@ def test_trackers_that_change_what_they_are_given_change_it_for_no_other(local):
         background.log_recorded(values, 1, 11.0)
         background.finish()
     assert [told(one.wrapped) for one in trackers] == [[(1, "{'x': 1.0}")]] * 2
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_a_run_id_that_cannot_be_told_is_waited_for_by_nobody(error, caplog):
+    class Late(Blocking):
+        run = None
+
+        @property
+        def run_id(self):
+            if self.run is None:
+                raise error("no run")
+            return self.run
+
+        def start(self):
+            begun.wait()
+            super().start()
+
+    begun = threading.Event()
+    background = BackgroundTracker(Late())
+    background.start()
+    assert background.run_id is None  # or this would wait for an event that is set below
+    assert not caplog.records
+    begun.set()
+    background.settle(20)
+    assert [background.run_id, background.run_id] == [None, None]
+    assert caplog.text.count("does not tell its run_id") == 1
+    background.wrapped.run = "x"
+    assert background.run_id == "x"
+    background.finish()

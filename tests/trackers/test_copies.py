@@ -87,3 +87,20 @@ def test_of_a_figure_there_are_the_pixels_of_now():
     figure.set_facecolor("blue")
     assert copies["f"].shape == (50, 100, 3)
     assert copies["f"][0, 0].tolist() == [255, 0, 0]
+
+
+def test_what_has_numbers_and_no_copy_is_copied_all_the_same():
+    class Frame:  # as polars has them
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array(self.rows)
+
+        def __copy__(self):
+            return Frame(list(self.rows))
+
+    frame = Frame([1, 2])
+    copy = frozen({"frame": frame}, [])["frame"]
+    frame.rows.clear()
+    assert copy.rows == [1, 2]

@@ -184,3 +184,14 @@ def test_a_run_that_goes_on_keeps_its_rows(tmp_path):
     tracker.start()  # another run: the table is kept under another name
     tracker.finish()
     assert len(list(tracker.path.parent.iterdir())) == 2
+
+
+def test_values_of_the_step_that_a_run_goes_on_from_share_its_row(tmp_path):
+    tracker = CSVTracker("run", tmp_path)
+    for previous, values in ((None, {"loss": 1.0}), (5, {"val": 2.0}), (5, {"val": 3.0})):
+        if previous is not None:
+            tracker.resume(None, previous)
+        tracker.start()
+        tracker.log(values, 5)
+        tracker.finish()
+    assert tracker.path.read_text() == "step,loss,val\n5,1.0,3.0\n"

@@ -379,6 +379,26 @@ def test_a_disk_that_fills_under_tensorboard():
     assert background.dropped == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+def test_a_disk_that_fills_under_texts_for_tensorboard():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker("run", "logs")
+    tracker.start()
+    tracker.log_text({"x": "0"}, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+        with pytest.raises(OSError, match="File too large"):
+            tracker.log_text({"x": "1" * 1000}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    tracker.log_text({"x": "2"}, 2)
+    tracker.finish()
+    read = EventAccumulator("logs/run").Reload()
+    assert {0, 2} <= {one.step for one in read.Tensors("x/text_summary")}
+
+
 def test_a_disk_that_fills_under_the_local_record_and_a_table(check):
     """Files may grow to 300 bytes for a while: the last write is cut, as on a full disk."""
     told = Told("jsonl", "csv")

@@ -170,7 +170,10 @@ def test_a_full_disk_leaves_no_half_of_a_record(tracker, monkeypatch):
     with pytest.raises(OSError, match="5 of"):
         tracker.log({"x": 2}, 2)
     monkeypatch.setattr(tracker, "_file", real)
+    with pytest.raises(OSError, match="lacks"):  # a run that is cut there would miss it, if it came
+        tracker.sync()
     tracker.log({"x": 3}, 3)
+    assert tracker.sync() == tracker.offset
     assert [record["x"] for record in read_metrics(tracker.path)] == [1, 3]
 
 

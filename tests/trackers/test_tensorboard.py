@@ -67,6 +67,12 @@ def test_a_value_of_another_kind_is_named_and_the_others_are_recorded(tracker):
     assert scalars(read(tracker), "loss") == [(1, 1.0)]
 
 
+def test_an_integer_beyond_floats_is_named_and_the_others_are_recorded(tracker):
+    with pytest.raises(TypeError, match="n \\(int\\)"):
+        tracker.log({"a": 1.0, "n": 10**400, "b": 2.0}, 1)
+    assert read(tracker).Tags()["scalars"] == ["a", "b"]
+
+
 def test_configuration(tracker):
     values = {
         "lr": 0.1,

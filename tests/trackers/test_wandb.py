@@ -99,6 +99,20 @@ def test_rows_of_a_run_that_goes_on():
     assert [Rows().place(None), Rows().place(0)] == [0, 0]
 
 
+def test_late_rows_take_no_step_from_a_run_that_goes_on():
+    """Rows run ahead of the steps by one for each late value; W&B says which step it has last."""
+    rows, begun = Rows(), 0
+    for step in range(1, 13):
+        begun = rows.place(step) + 1
+        if step % 3 == 0:
+            begun = rows.place(step - 2) + 1
+    assert begun == 17
+    again = Rows(begun, 8, 12)
+    placed = {step: again.place(step) for step in range(9, 16)}
+    assert [step for step, row in placed.items() if row is None] == [9, 10, 11]
+    assert [placed[step] for step in range(12, 16)] == [17, 18, 19, 20]
+
+
 def test_a_run_that_resumes_goes_on_in_the_same_run(tmp_path):
     first = WandBTracker("project", dir=str(tmp_path), **QUIET)
     assert first.run_id is None

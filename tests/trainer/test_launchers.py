@@ -95,6 +95,8 @@ def fail(how):
         sys.exit(7)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "odd":
+        raise type("Odd", (Exception,), {"__str__": lambda self: 1 / 0})
     raise LookupError("a fault of mine")
 
 
@@ -102,6 +104,7 @@ def fail(how):
     ("how", "said"),
     [
         ("raise", "LookupError: a fault of mine"),
+        ("odd", "Odd: <exception str() failed>"),
         ("exit", "SystemExit: exit code 7"),
         ("kill", "it was ended by SIGKILL"),
     ],
@@ -194,6 +197,12 @@ def test_wrong_arguments(arguments, message):
 def test_a_function_that_is_called_already():
     with pytest.raises(TypeError, match="function is None; give the function itself"):
         debug_launcher(None)
+
+
+@pytest.mark.parametrize("args", [2, "ab", {1}])
+def test_arguments_that_are_no_sequence(args):
+    with pytest.raises(TypeError, match=r"give a tuple of arguments, for one of them \(value,\)"):
+        notebook_launcher(who, args, num_processes=1)
 
 
 def test_a_port_that_is_taken_is_refused_and_a_free_one_is_used(notebook):

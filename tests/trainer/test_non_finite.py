@@ -282,6 +282,17 @@ def test_gradients_of_every_kind_are_looked_at():
     assert find_non_finite([None]) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_are_looked_at_under_any_default_type(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        assert find_non_finite([torch.ones(2)]) == 0.0
+        assert find_non_finite([torch.tensor([1.0, math.nan])]) == 1.0
+        assert find_non_finite([torch.ones(2).half(), torch.tensor([math.inf])]) == 1.0
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_wrong_choices_are_refused():
     with pytest.raises(ValueError, match="non_finite is 'halt'; it must be one of"):
         Trainer(max_epochs=1, non_finite="halt")

@@ -254,8 +254,8 @@ def test_all_ranks_are_refused_alike_and_none_keeps_the_others_waiting(ranks2):
 # -- an evaluation beside --------------------------------------------------------------------------
 
 
-def evaluate(stage, **arguments):
-    return getattr(make("run"), stage)(Net(), loader(1), **arguments)
+def evaluate(stage, ckpt_path=None, **arguments):
+    return getattr(make("run", **arguments), stage)(Net(), loader(1), ckpt_path=ckpt_path)
 
 
 def test_an_evaluation_beside_a_training_has_a_record_of_its_own(caplog):
@@ -283,6 +283,32 @@ def test_evaluations_before_and_behind_a_training_are_kept_when_it_goes_on():
     assert not Path("run/metrics.1.jsonl").exists()
     steps = [record["step"] for record in records() if "loss" in record]
     assert steps == list(range(1, longer.global_step + 1))
+
+
+def test_another_run_in_the_folder_has_evaluations_of_its_own():
+    evaluate("validate")  # before it, and of it
+    for width in (5, 6):
+        trainer = make("run", At({}), checkpointing=False, max_epochs=None, max_steps=width)
+        trainer.fit(Net(width), loader())
+        trainer.test(Net(width), loader(1))
+    steps = [
+        [record["step"] for record in records(f"run/evaluations{n}.jsonl")] for n in (".1", "")
+    ]
+    assert steps == [[0, 5], [6]]
+
+
+def test_an_evaluation_by_itself_leaves_the_tables_of_the_training_alone():
+    tables = []
+    for folder in ("whole", "run"):
+        for epochs in (1, 2):
+            trainer = make(folder, ModelCheckpoint(every=4), max_epochs=epochs, log_with="csv")
+            trainer.fit(Net(), loader(), loader(1), ckpt_path="auto")
+            if folder == "run":
+                evaluate("validate", ckpt_path="last", log_with="csv")
+        tables += [path.read_text() for path in Path(folder, "logs", folder).iterdir()]
+    assert tables[0] == tables[1]
+    assert len(tables) == 2
+    assert "score" in Path("run/logs/evaluations/run/metrics.csv").read_text()
 
 
 def interrupted():

@@ -405,6 +405,18 @@ def test_the_number_that_is_left_over_from_a_pair_is_kept(before, between):
     assert numpy_after(before, between) == expected
 
 
+def test_a_number_that_comes_back_with_a_state_is_kept():
+    numpy.random.seed(3)
+    numpy.random.randn()
+    state, expected = numpy.random.get_state(), numpy.random.randn()  # the bits have not moved
+    with isolated_rng(5):
+        numpy.random.randn()
+    numpy.random.set_state(state)
+    with isolated_rng(5):
+        numpy.random.randn()
+    assert numpy.random.randn() == expected
+
+
 def test_numpy_is_put_back_if_a_stretch_draws_raises_or_seeds():
     numpy.random.seed(1)
     before = numpy.random.get_state()
@@ -415,14 +427,16 @@ def test_numpy_is_put_back_if_a_stretch_draws_raises_or_seeds():
     assert all(numpy.array_equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_another_bit_generator_of_the_users_goes_on():
+@pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64])
+@pytest.mark.parametrize("before", [1, 2])
+def test_another_bit_generator_of_the_users_goes_on(kind, before):
     mine = numpy.random.get_bit_generator()
     try:
-        numpy.random.set_bit_generator(numpy.random.MT19937(4))
-        expected = numpy.random.RandomState(numpy.random.MT19937(4)).randn(5).tolist()
-        drawn = numpy.random.randn(1).tolist()
+        numpy.random.set_bit_generator(kind(4))
+        expected = numpy.random.RandomState(kind(4)).randn(6).tolist()
+        drawn = numpy.random.randn(before).tolist()
         with isolated_rng(8):
             numpy.random.randn(7)
-        assert drawn + numpy.random.randn(4).tolist() == expected
+        assert drawn + numpy.random.randn(6 - before).tolist() == expected
     finally:
         numpy.random.set_bit_generator(mine)

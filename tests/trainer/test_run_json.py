@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Preempted, Trainer, TrainModule
-from trainer.loops.about import AboutRun
+from trainer.loops.about import AboutRun, Listener
 
 RUN = Path("run/run.json")
 
@@ -226,6 +226,23 @@ def test_a_damaged_file_is_begun_anew(content, caplog):
     assert "cannot be read and is begun anew" in caplog.text
 
 
+def test_a_fork_tells_nothing():
+    """There no thread would take it, and a lock that one held at the fork is never released."""
+    told = []
+    listener = Listener(told.append)
+    listener.listen()
+    try:
+        child = os.fork()
+        if child == 0:
+            logging.getLogger("trainer.test").error("in a worker")
+            os._exit(len(told))
+        logging.getLogger("trainer.test").error("in the run")
+        assert os.waitpid(child, 0)[1] == 0
+        assert [record.getMessage() for record in told] == ["in the run"]
+    finally:
+        listener.close()
+
+
 def test_what_is_of_another_run_is_not_taken_over(tmp_path):
     for run_id in ("1", "2", "2"):
         AboutRun(tmp_path / "run.json").begin({"run_id": run_id}, 0)
@@ -244,11 +261,22 @@ def test_every_change_replaces_the_file_whole(tmp_path):
 
 
 def _on_a_rank():
-    fit()
+    state = fit().accelerator.state
+    state.wait_for_everyone()  # rank 0 has written its end
     names = {path.name for path in Path("run").iterdir()} - {".cadence-lock"}
+    state.wait_for_everyone()
     return sorted(names), about()["world_size"]
 
 
 def test_among_several_processes_one_writes_it(ranks2):
     names = ["checkpoints", "metrics.jsonl", "run.json"]
     assert ranks2(_on_a_rank) == [(names, 2)] * 2
+
+
+def test_a_start_clears_what_killed_ones_have_left(tmp_path):
+    left = tmp_path / f".cadence-writing-{os.getpid()}9-run.json"
+    left.write_text("half")
+    other = tmp_path / ".cadence-writing-7-metrics.json"
+    other.touch()
+    AboutRun(tmp_path / "run.json").begin({"run_id": "1"}, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "run.json"]

@@ -36,3 +36,9 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     """Write a file so that its name never stands for a part of it; one of that name is replaced."""
     os.replace(write_aside(file, write), file)
     sync(file.parent)
+
+
+def sweep_aside(file: Path) -> None:
+    """Remove what killed processes have left of this file; nobody else may be writing it now."""
+    for left in file.parent.glob(f"{_TEMPORARY}*-{file.name}"):
+        left.unlink(missing_ok=True)

@@ -94,7 +94,7 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
     return Merged(
         files=tuple(files),
         tensors=len(stretches),
-        tied=len(metadata.keys() - {"format"} - stretches.keys()),
+        tied=sum(name not in stretches and of in stretches for name, of in metadata.items()),
         size=target.stat().st_size,
         sha256=digest.hexdigest(),
     )
@@ -134,9 +134,12 @@ def _check_against_index(checkpoint: Path, files: list[Path], found: dict[str, _
         indexes = [checkpoint]
     else:
         indexes = sorted(files[0].parent.glob(f"*.safetensors{INDEX_SUFFIX}"))
-    if len(files) == 1 or not indexes:
+    if not indexes:
         return
-    for name, file in json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"].items():
+    listed = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
+    if files[0].name not in listed.values():  # it is about other files than the one to be copied
+        return
+    for name, file in listed.items():
         if name not in found or found[name].file.name != file:
             raise CheckpointError(f"{indexes[0]} has {name!r} in {file}, which does not hold it.")
 

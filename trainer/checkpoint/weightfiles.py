@@ -138,6 +138,8 @@ def _indexed(index: Path) -> list[Path]:
         missing = [name for name in names if not (index.parent / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of weights: {error!r}.") from error
+    if not names:
+        raise CheckpointError(f"{index} names no file of weights.")
     if missing:
         raise CheckpointError(f"{index} names files that are missing: {', '.join(missing)}.")
     return [index.parent / name for name in names]

@@ -14,6 +14,7 @@ from importlib import import_module
 
 from trainer.cli.parsing import CommandError
 from trainer.cli.version import version
+from trainer.errors import choose
 
 # command: (its module in this package, what it does)
 COMMANDS = {
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().print_help()
         return 1
     if argv[0] not in COMMANDS:
+        if not argv[0].startswith("-"):
+            _parser().error(choose("COMMAND", argv[0], COMMANDS))
         _parser().parse_args(argv[:1])  # shows the help or the version, or says what is wrong
     return _run(argv[0], argv[1:])
 
@@ -53,8 +56,11 @@ def _run(name: str, argv: list[str]) -> int:
     parser = command.parser(f"trainer {name}")
     try:
         code: int = command.run(parser.parse_args(argv))
-    except (argparse.ArgumentTypeError, OSError) as error:
-        parser.error(str(error))
+    except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:
+        parser.error(str(error))  # what was named is not there
+    except OSError as error:
+        print(f"trainer {name}: {error}", file=sys.stderr)
+        return 1
     except CommandError as error:
         print(f"trainer {name}: {error}", file=sys.stderr)
         return error.code

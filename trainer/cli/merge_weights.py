@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         merged = merge_weights(arguments.checkpoint.expanduser(), output)
     except (CheckpointError, ValueError) as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(f"{error}{_nearby(arguments.checkpoint.expanduser())}") from None
     if arguments.json:
         report = {
             "output": str(output),
@@ -72,3 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{merged.tensors} tensors{tied} of {count} file{'' if count == 1 else 's'}")
     print(f"{output}: {merged.size} bytes, sha256 {merged.sha256}")
     return 0
+
+
+def _nearby(folder: Path) -> str:
+    """The newest checkpoint of a run, where its folder was given in place of one."""
+    found = [file for of in ("*", "checkpoints/*") for file in folder.glob(f"{of}/manifest.json")]
+    newest = max(found, key=lambda file: file.stat().st_mtime, default=None)
+    return f" Did you mean {newest.parent}?" if newest else ""

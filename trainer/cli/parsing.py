@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from trainer.errors import choose
 
@@ -22,6 +24,15 @@ class CommandError(Exception):
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
         self.code = code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which option comes nearest to one that nobody knows."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
+        near = get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
+        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
 
 
 def command_parser(
@@ -42,8 +53,10 @@ def command_parser(
     shown = [f"  # {what}\n  {prog} {line}".rstrip() for what, line in examples]
     meanings = {**(codes or {0: "done"}), 2: "wrong usage", 130: "Ctrl-C"}
     epilog = "examples:\n" + "\n".join(shown) + "\n\n" if shown else ""
-    epilog += "exit codes:\n" + "\n".join(f"  {code:<4} {what}" for code, what in meanings.items())
-    return argparse.ArgumentParser(
+    epilog += "exit codes:\n" + "\n".join(
+        f"  {code:<4} {what}" for code, what in sorted(meanings.items())
+    )
+    return _Parser(
         prog=prog,
         description=description,
         epilog=epilog,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from trainer._siblings import shadows
 from trainer.cli import launch
-from trainer.cli.parsing import command_parser, count
+from trainer.cli.parsing import CommandError, command_parser, count
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -36,7 +38,16 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the checks on all processes; return what they end with."""
+    """Start the checks on all processes; return what they end with.
+
+    Raises:
+        CommandError: The configuration file is wrong, or this folder hides our packages.
+    """
+    if in_the_way := shadows(Path.cwd()):  # -m would import it: modules are those of this folder
+        raise CommandError(
+            f"{in_the_way[0]} is imported instead of Cadence's package by scripts in this folder; "
+            "start the test in another one."
+        )
     given = ["--cpu"] if arguments.cpu else []
     for name in ("config_file", "num_processes"):
         value = getattr(arguments, name)

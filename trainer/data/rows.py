@@ -50,9 +50,15 @@ class TensorRows:
         if self._looked_at is not data.tensors:
             self._looked_at, self._can_be_taken = data.tensors, _can_be_taken(data.tensors)
         if not (self._can_be_taken and {*map(type, rows)} == {int} and min(rows) >= 0):
-            return default_collate([self.dataset[index] for index in indices])
-        taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
-        return [tensor.index_select(0, taken) for tensor in data.tensors]
+            return self._one_by_one(indices)
+        try:
+            taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
+            return [tensor.index_select(0, taken) for tensor in data.tensors]
+        except (IndexError, OverflowError):  # which says no number, as the dataset's own does
+            return self._one_by_one(indices)
+
+    def _one_by_one(self, indices: list[int]) -> Any:
+        return default_collate([self.dataset[index] for index in indices])
 
 
 def _can_be_taken(tensors: tuple[Tensor, ...]) -> bool:

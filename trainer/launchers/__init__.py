@@ -62,6 +62,7 @@ def notebook_launcher(
         machines.
 
     Raises:
+        TypeError: `function` cannot be called, or `args` is no sequence.
         ValueError: An argument makes no sense, the port is taken, or the function uses something
             that cannot be sent to another process, such as an `Accelerator` that was made outside.
         RankFailed: A process failed; the message ends with the traceback of the first one.
@@ -69,7 +70,7 @@ def notebook_launcher(
     """
     if num_processes is None:
         num_processes = max(torch.accelerator.device_count(), 1)
-    _check(function, num_processes, num_nodes, node_rank)
+    _check(function, args, num_processes, num_nodes, node_rank)
     precision = PrecisionType.parse(mixed_precision, "mixed_precision")
     if num_processes == num_nodes == 1:
         return _run_here(function, args, precision)
@@ -109,12 +110,13 @@ def debug_launcher(
         What rank 0 returned, or None if it cannot be pickled (with a warning).
 
     Raises:
+        TypeError: `function` cannot be called, or `args` is no sequence.
         ValueError: An argument makes no sense, or the function uses something that cannot be sent
             to another process.
         RankFailed: A process failed; the message ends with the traceback of the first one.
         ImportError: cloudpickle is not installed.
     """
-    _check(function, num_processes, 1, 0)
+    _check(function, args, num_processes, 1, 0)
     from trainer.launchers.group import one_machine, start
 
     config = one_machine()
@@ -122,11 +124,15 @@ def debug_launcher(
     return start(function, args, config, ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU=True)
 
 
-def _check(function: object, num_processes: object, num_nodes: int, node_rank: int) -> None:
+def _check(
+    function: object, args: object, num_processes: object, num_nodes: int, node_rank: int
+) -> None:
     if not callable(function):
         raise TypeError(
             f"function is {function!r}; give the function itself, and its arguments in args."
         )
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise TypeError(f"args is {args!r}; give a tuple of arguments, for one of them (value,).")
     if not isinstance(num_processes, int) or num_processes < 1:
         raise ValueError(f"num_processes is {num_processes!r}; it must be 1 or more.")
     if not 0 <= node_rank < num_nodes:

@@ -5,13 +5,11 @@ It is loaded with the first launch, since torch's launcher is many modules.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer import environment
 from trainer.cli.launch.failure import failures_of, report
+from trainer.cli.launch.quiet import quiet_agent
 from trainer.launchers import rank
 
 _ROLE = "notebook"
-_LOGGERS = ("torch.distributed.elastic", "torchelastic-events-null")
 _PATIENCE = 300  # seconds that the ranks have to save after an interrupt
 
 
@@ -122,7 +120,7 @@ def start(
         if launch_config.max_nodes > 1:
             # The store of the first machine still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        with environment.patch_environment(**variables), _quiet_agent():
+        with environment.patch_environment(**variables), quiet_agent():
             _flush()
             try:
                 elastic_launch(launch_config, sys.executable)(*rank.command(folder))
@@ -144,20 +142,3 @@ def _flush() -> None:
     """What was printed before the launch comes before what its processes print."""
     sys.stdout.flush()
     sys.stderr.flush()
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Inside, torch's launcher does not log: the failure that it tells of is raised, once."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [each.propagate for each in loggers]
-    nowhere = logging.NullHandler()
-    for each in loggers:
-        each.addHandler(nowhere)
-        each.propagate = False
-    try:
-        yield
-    finally:
-        for each, propagate in zip(loggers, before, strict=True):
-            each.propagate = propagate
-            each.removeHandler(nowhere)

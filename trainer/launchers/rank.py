@@ -136,7 +136,7 @@ def work(folder: str, parent: int) -> None:
             _leave_value(place, value)
     except SystemExit as end:
         if end.code:
-            _note("SystemExit", f"exit code {end.code}")
+            _note("SystemExit", f"SystemExit: exit code {end.code}")
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a function; the launcher says it
         frames = error.__traceback__
@@ -144,7 +144,7 @@ def work(folder: str, parent: int) -> None:
             frames = frames.tb_next
         kind = type(error)
         text = "".join(traceback.format_exception(kind, error, frames))
-        _note(kind.__name__, str(error), text)
+        _note(kind.__name__, text.splitlines()[-1], text)  # str(error) may fail itself
         sys.exit(1)
 
 
@@ -181,7 +181,7 @@ def _note(kind: str, message: str, text: str = "") -> None:
     path = environment.read("TORCHELASTIC_ERROR_FILE")
     assert path is not None  # torch has started this process
     aside = Path(f"{path}.writing")  # the launcher may end this process while it writes
-    aside.write_text(json.dumps({"message": {"message": f"{kind}: {message}", "extraInfo": more}}))
+    aside.write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
     aside.replace(path)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ import torch
 from trackers.base import Status
 from trackers.code import git_commit
 from trackers.media import plain
-from trainer.checkpoint.atomic import write_whole
+from trainer.checkpoint.atomic import sweep_aside, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class AboutRun:
             "warnings": earlier.get("warnings", []),
             "more_warnings": earlier.get("more_warnings", 0),
         }
-        self._write()
+        self._write(sweeps=True)
 
     def warn(self, record: logging.LogRecord) -> None:
         """Note a warning of the log."""
@@ -97,10 +98,12 @@ class AboutRun:
             logger.warning("%s cannot be read and is begun anew: %r.", self._path, error)
             return {}
 
-    def _write(self) -> None:
+    def _write(self, *, sweeps: bool = False) -> None:
         # Non-finite numbers are the texts that metrics.jsonl has for them.
         text = json.dumps(_finite(self._document), indent=1, allow_nan=False)
         try:
+            if sweeps:
+                sweep_aside(self._path)
             write_whole(self._path, lambda file: file.write_text(f"{text}\n", encoding="utf-8"))
         except OSError as error:
             if not self._failed:
@@ -121,11 +124,16 @@ class Listener(logging.Handler):
     def __init__(self, tell: Callable[[logging.LogRecord], object]) -> None:
         super().__init__(logging.WARNING)
         self._tell = tell
+        self._process = os.getpid()
         self.began = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a record on."""
-        self._tell(record)
+        """Hand a record on; not in a fork, such as a worker of a DataLoader.
+
+        There no thread would take it, and a lock that one held at the fork is never released.
+        """
+        if os.getpid() == self._process:
+            self._tell(record)
 
     def listen(self) -> None:
         """Begin."""

@@ -104,6 +104,11 @@ class Project:
         return self.folder / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """The local record of evaluations outside a training."""
+        return self.folder / "evaluations.jsonl"
+
+    @property
     def about(self) -> Path:
         """What the run is, and how it ended."""
         return self.folder / "run.json"
@@ -323,9 +328,10 @@ class Project:
             raise ValueError(
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
-        for file in (self.record, self.about):
-            if file.exists():
-                file.rename(unused_name(file))
+        if self.record.exists() or self.about.exists():  # another run's, and so is the rest
+            for file in (self.record, self.evaluations, self.about):
+                if file.exists():
+                    file.rename(unused_name(file))
 
     def make_recorder(self, *, evaluates: bool = False) -> Recorder:
         """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
@@ -333,7 +339,7 @@ class Project:
         Args:
             evaluates: For an evaluation: a training, which may be under way or go on later, cuts
                 and continues a record of its own. Behind a fit the values go to the same runs of
-                the trackers.
+                the trackers, else to runs of their own.
         """
         made: list[Recorder] = []
         if self._writes:
@@ -341,13 +347,14 @@ class Project:
         return made[0] if made else Recorder(NullTracker(), [])
 
     def _make_recorder(self, evaluates: bool) -> Recorder:
+        alone = evaluates and self._fitted is None
         trackers = resolve_trackers(
             self._log_with,
             project_name=self._name or self.folder.name,
             run_name=self._run_name,
-            logging_dir=self.logs,
+            logging_dir=self.logs / "evaluations" if alone else self.logs,
         )
-        file = self.record.with_name("evaluations.jsonl") if evaluates else self.record
+        file = self.evaluations if evaluates else self.record
         record = BackgroundTracker(JsonlTracker(file), capacity=_CAPACITY)
         services = [BackgroundTracker(tracker) for tracker in trackers]
         recorder = Recorder(record, services, AboutRun(self.about))

@@ -57,9 +57,9 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     found: Tensor | None = None
     for tensors in _alike(present):
-        device = tensors[0].device
-        here = torch.zeros((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, _one(device))
+        one = _one(tensors[0].device)
+        here = torch.zeros_like(one)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, one)
         # At most 1: fused optimizers take nothing else for a yes, and subtract it from their steps.
         found = here if found is None else torch.maximum(found, here.to(found.device))
     return found
@@ -82,7 +82,7 @@ def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
 
 @cache
 def _one(device: torch.device) -> Tensor:
-    return torch.ones((), device=device)
+    return torch.ones((), dtype=torch.float32, device=device)  # of the type that the kernel takes
 
 
 def is_non_finite(loss: Tensor) -> float | Tensor:

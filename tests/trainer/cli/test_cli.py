@@ -61,9 +61,18 @@ def test_without_a_command_the_help_is_shown_and_the_code_is_1(capsys):
 
 def test_an_unknown_command_is_an_error_that_names_the_choices(capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["environment"])
+        main(["lanch"])
     assert caught.value.code == 2
-    assert "'env'" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "'env'" in shown
+    assert shown.endswith("Did you mean 'launch'?\n")
+
+
+def test_exit_codes_are_told_in_their_order(capsys):
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    codes = capsys.readouterr().out.partition("exit codes:\n")[2].splitlines()
+    assert [line.split()[0] for line in codes] == ["0", "1", "2", "124", "130", "138", "143"]
 
 
 def test_env_names_versions_devices_and_files(capsys):

@@ -113,6 +113,14 @@ def test_its_default_file_is_json_under_a_yaml_name():
     )
 
 
+def test_json_may_have_tabs(tmp_path):
+    (tmp_path / "own.json").write_text('{\n\t"num_processes": 2\n}\n')
+    assert read_file(tmp_path / "own.json") == ({"num_processes": 2}, [])
+    (tmp_path / "own.json").write_text("num_processes: 2")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_file(tmp_path / "own.json")
+
+
 def test_old_and_bare_spellings_are_understood():
     found, _ = read("fp16: true\ngpu_ids: 0\nnum_processes: -1\ndynamo_backend: 'NO'\n")
     assert (found.mixed_precision, found.gpu_ids, found.num_processes) == ("fp16", "0", None)
@@ -202,6 +210,8 @@ def test_the_default_is_written_with_keys_that_the_documented_api_knows(monkeypa
     monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
     assert main(["config", "--default"]) == 0
     assert capsys.readouterr().out == f"Saved to {home}.\n"
+    assert main(["config", "--default"]) == 0
+    assert capsys.readouterr().out == f"Saved to {home}, in place of the earlier answers.\n"
     found = yaml.safe_load(home.read_text())
     assert {key: DEFAULT[key] for key in found} == found
     monkeypatch.setattr("trainer.cli.config.device_count", lambda: 4)
@@ -224,7 +234,11 @@ def test_update_writes_todays_keys_and_loses_none_of_ours(capsys):
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["update"], 2, "No such file"),
+        (["update"], 1, "there is no configuration file"),
+        (["update", "--config_file", "folder.yaml"], 1, "folder.yaml cannot be read"),
+        (["--default", "--config_file", "folder.yaml"], 1, "folder.yaml cannot be written"),
+        (["--default", "--config_file", "four.toml"], 2, "must end in .yaml or .yml or .json"),
+        (["--default", "--mixed_precison=bf16"], 2, "Did you mean --mixed_precision?"),
         (["--mixed_precision", "bf16"], 2, "belongs to --default"),
         ([], 2, "no terminal to ask on"),
         (["update", "--default"], 2, "asks nothing"),
@@ -234,6 +248,7 @@ def test_update_writes_todays_keys_and_loses_none_of_ours(capsys):
 def test_what_makes_no_sense_is_told(capsys, monkeypatch, words, code, said):
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115  # closed below
     Path("bad.yaml").write_text("num_processes: 0")
+    Path("folder.yaml").mkdir()
     try:
         found = main(["config", *words])
     except SystemExit as end:

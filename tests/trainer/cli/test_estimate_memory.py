@@ -212,6 +212,21 @@ def test_other_optimizers_have_their_own_state(capsys, words, make: Callable[...
     assert row["optimizer"] == nbytes(each for each in state if isinstance(each, torch.Tensor))
 
 
+def test_what_a_network_with_gates_keeps_is_not_left_out(capsys):
+    words = ["torch.nn:LSTM", "--init", "input_size=4", "hidden_size=6", "batch_first=true"]
+    (row,) = estimate(capsys, *words, "--input", "5x4", "--batch", 3, "--precision", "no")
+    module = nn.LSTM(4, 6, batch_first=True)
+    before, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        with saved_tensors() as saved:
+            module(torch.randn(3, 5, 4))
+    finally:
+        torch.backends.mkldnn.set_flags(before)
+    for own in module.parameters():
+        saved.pop(own.untyped_storage().data_ptr(), None)
+    assert row["activations"] == sum(each.nbytes() for each in saved.values())
+
+
 def test_shards_follow_the_stages_of_zero(capsys):
     rows = estimate(capsys, "weighed:Tied", "--precision", "no", "--shards", 1, 2, 8)
     alone = rows[0]
@@ -268,6 +283,7 @@ def test_configure_model_is_called(capsys):
         (["nowhere:Net"], 1, "There is no module 'nowhere'"),
         (["weighed:Tiedd"], 1, "Did you mean 'Tied'?"),
         (["weighed:Tied", "--init", "widht=3"], 2, "weighed:Tied(width=16, vocabulary=50) cannot"),
+        (["weighed.Tied"], 2, "Did you mean 'weighed:Tied'?"),
         (["weighed:F"], 1, "it must be a class or a function"),
         (["weighed:Tied", "--optimizer", "adanw"], 2, "Did you mean 'adamw'?"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),

@@ -295,10 +295,14 @@ def test_validation_test_and_prediction_work_from_the_same_file(capsys):
     validated = capsys.readouterr().out
     assert main(["test-model", "base.yaml", *loaders, *last]) == 0
     tested = capsys.readouterr().out
-    assert (
-        main(["predict", "base.yaml", "--data=Loaders", "--data.predict=fitted.rows_loader", *last])
-        == 0
-    )
+    words = ["predict", "base.yaml", "--data=Loaders", "--data.predict=fitted.rows_loader", *last]
+    assert main(words) == 0
+    folder = Path("runs/configured/predictions")
+    assert capsys.readouterr().out == f"The predictions are in {folder}.\n"
+    shown = error_of(capsys, *words, code=1)
+    (line,) = (each for each in shown.splitlines() if each.startswith("(On the command line: "))
+    again = line.partition(": ")[2].partition(", or ")[0].split()
+    assert main([*words, *again]) == 0  # what it says can be done
 
     fitted = import_module("fitted")
     trainer = Trainer(project_dir="runs/configured", progress_bar=False)
@@ -356,6 +360,7 @@ def test_the_help_teaches(capsys):
         (["--trainer.default_root_dir=x"], ["'default_root_dir'; use project_dir"]),
         (["--trainer.accelerator=gpu"], ["The device is found by itself"]),
         (["--trainer.seed=3"], ["stands at the top"]),
+        (["--config=off.yaml"], ["trainer.mixed_precision", "in quotes, 'no'"]),
         (
             ["--seeds=3"],
             ["sections are: seed, ckpt_path, trainer, model, data. Did you mean 'seed'"],
@@ -373,6 +378,7 @@ def test_the_help_teaches(capsys):
         (["--trainer.log_with=tensorbord"], ["log_with='tensorbord' is not a known tracker"]),
         (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
         (["nowhere.yaml"], ["File does not exist"]),
+        (["--seed", "1", "torn.yaml"], ["stand before all options, or each behind --config"]),
         (["torn.yaml"], ["torn.yaml"]),
         (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
         (["dataset.yaml"], ["write class_path: Loader in its place"]),
@@ -380,6 +386,7 @@ def test_the_help_teaches(capsys):
 )
 def test_an_error_names_the_key_and_the_nearest(capsys, words, texts):
     Path("torn.yaml").write_text("model: [\n")
+    Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("modle.yaml").write_text("modle: {class_path: fitted.Line}\n")
     Path("dataset.yaml").write_text("""
 data:
@@ -411,11 +418,14 @@ def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):
 
 
 def test_an_error_in_the_users_code_is_told_with_its_traceback(capsys):
-    shown = error_of(capsys, "fit", "base.yaml", "--model.fails=absent.txt", code=1)
+    with pytest.raises(SystemExit) as end:
+        main(["fit", "base.yaml", "--model.fails=absent.txt"])
+    shown = end.value.code  # of an exit with a text Python prints it, and the code is 1
     assert 'fitted.py", line ' in shown
     assert shown.splitlines()[-1].startswith("FileNotFoundError: ")
     assert "trainer/cli" not in shown  # nor a word of usage
     assert "usage" not in shown
+    assert capsys.readouterr().err.count("FileNotFoundError") == 0
 
 
 def test_without_jsonargparse_the_extra_is_named(capsys, monkeypatch):

@@ -9,13 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from trainer.cli import main
-from trainer.cli.launch import configure, make_plan, parser
+from trainer.cli.launch import configure, entry, make_plan, parser
 from trainer.cli.launch.failure import Failure, first_of
+from trainer.cli.launch.group import Group, run_group
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -209,6 +211,11 @@ def test_the_exception_that_came_first_is_last_and_once(capfd, tmp_path):
             "it was ended by SIGKILL, as where the machine has no memory left.\n",
         ),
         ("exec('def')", 1, "SyntaxError: invalid syntax\n"),
+        (
+            "E = type('E', (Exception,), {'__str__': lambda self: 1 / 0})\nraise E",
+            1,
+            "E: <exception str() failed>\n",
+        ),
     ],
 )
 def test_the_code_is_that_of_the_failing_process(capfd, line, code, said):
@@ -243,8 +250,71 @@ def test_a_failure_before_the_last_attempt_is_shown_when_it_happens(capfd):
     assert launch("--max_restarts", "2", "train.py") == 0
     text = capfd.readouterr().err
     assert text.count("AssertionError: attempt 0") == text.count("AssertionError: attempt 1") == 1
-    assert "failed first" not in text
+    told = [line for line in text.splitlines() if "failed first" in line]
+    assert [line.partition(" on ")[0] for line in told] == ["rank 0 of 1"] * 2
+    for number, line in enumerate(told, 1):
+        end = f"failed first, with AssertionError. All processes are started again ({number} of 2)."
+        assert line.endswith(end)
     assert "launch/entry.py" not in text
+
+
+def test_a_killed_process_is_told_before_all_are_started_again(capfd):
+    write(
+        "train.py",
+        "import os, signal\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n",
+    )
+    assert launch("--max_restarts", "1", "train.py") == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "it was ended by SIGKILL" in line
+    assert line.endswith("All processes are started again (1 of 1).")
+
+
+def test_the_text_of_an_exit_before_the_last_attempt_is_shown_too(capfd):
+    write(
+        "train.py",
+        "import os, sys\n"
+        "sys.exit('no data' if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)",
+    )
+    assert launch("--max_restarts", "1", "train.py") == 0
+    assert capfd.readouterr().err.count("no data\n") == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+def test_what_an_earlier_launch_has_left_is_not_taken_for_ours():
+    left = Path("logs/again_of_yesterday/attempt_0/0")
+    left.mkdir(parents=True)
+    (left / "ended.json").write_text('{"code": 143}')
+    command = [sys.executable, "-c", ""]
+    assert run_group(Group(command=command, processes=1, job="again", log_dir="logs")) == 0
+
+
+def test_a_note_is_whole_or_not_there(monkeypatch, tmp_path):
+    def half(content, file):
+        file.write('{"message')
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with monkeypatch.context() as patched:
+        patched.setattr("json.dump", half)
+        with pytest.raises(KeyboardInterrupt):
+            entry._note("ValueError", "ValueError: none")
+    assert not Path("error.json").exists()
+    assert entry._note("ValueError", "ValueError: one")
+    assert json.loads(Path("error.json").read_text())["message"]["message"] == "ValueError: one"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)  # as --log_dir /dev/null has it
+    monkeypatch.setattr("os.replace", pytest.fail)
+    assert not entry._note("ValueError", "ValueError: none")
+
+
+def test_safe_paths_stay(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'own'}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # of Python 3.11; earlier ones do not look at it
+    Path("own").mkdir()
+    write("own/owned.py", "")
+    write("train.py", "import owned")
+    assert launch("--max_restarts", "1", "train.py") == 0
 
 
 def test_hooks_of_services_hear_of_the_exception(capfd):
@@ -280,6 +350,20 @@ def failure(rank: int, code: int = 1, seen: float = 100, raised: float | None = 
 def test_the_first_failure_is_told_from_those_that_follow(failures, rank):
     assert first_of(failures, 0.1).rank == rank
     assert first_of(failures[::-1], 0.1).rank == rank
+
+
+def test_a_collective_that_failed_follows_from_the_exception_of_another_rank():
+    # Rank 1 had left its group, as a `finally` may, before its exception reached the top.
+    gone = "RuntimeError: [/b/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1."
+    kinds = {"rank": 0, "code": 1, "seen": 100, "kind": "RuntimeError", "who": "rank 0"}
+    victim = Failure(raised=100.1, text=f"Traceback\n{gone}", **kinds)
+    assert first_of([victim, failure(1, raised=100.2)], 0.1).rank == 1
+    assert first_of([victim, failure(1, raised=100.2, seen=100)][:1], 0.1).rank == 0
+
+
+def test_a_signal_after_the_exception_is_not_the_code():
+    assert failure(0, -15, raised=100.1).exit_code == 1
+    assert failure(0, -15).exit_code == 143
 
 
 # -- signals ---------------------------------------------------------------------------------------
@@ -322,6 +406,53 @@ def test_a_signal_to_the_launcher_reaches_the_processes_which_may_save(name):
     assert Path("saved-0").exists()
     assert Path("saved-1").exists()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+def test_an_exception_while_they_save_is_told_and_is_no_saved_run(capfd):
+    write(
+        "train.py",
+        "import os, signal\n"
+        "def save(*_):\n    raise OSError('the disk is full')\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "while True:\n    signal.pause()\n",
+    )
+    assert launch("--max_restarts", "1", "train.py") == 1
+    text = capfd.readouterr().err
+    assert text.endswith("OSError: the disk is full\n")
+    assert "rank 0 of 1" in text
+
+
+def test_the_end_of_the_terminal_is_not_that_of_a_run_under_nohup():
+    write("train.py", "import os, signal\nos.kill(os.getppid(), signal.SIGHUP)")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert launch("--max_restarts", "1", "train.py") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody of it")
+def test_processes_end_when_the_launcher_is_killed(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # where it leaves its folder
+    write(
+        "train.py",
+        "import os, signal\n"
+        "def end(*_):\n    os.rename(mine, 'told-' + os.environ['RANK'])\n    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "mine = 'ready-' + os.environ['RANK']\n"
+        "open(mine, 'w').close()\n"
+        "while mine == 'ready-0' and not os.path.exists('ready-1'):\n    pass\n"
+        "if mine == 'ready-0':\n    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "while True:\n    signal.pause()\n",
+    )
+    words = ["--cpu", "--num_processes", "2", "train.py"]
+    done = subprocess.run([sys.executable, "-m", "trainer", "launch", *words], check=False)
+    assert done.returncode == -signal.SIGKILL
+    end = time.monotonic() + 60
+    while not (Path("told-0").exists() and Path("told-1").exists()):
+        assert time.monotonic() < end, "they go on, with nobody who watches them"
+        time.sleep(0.05)
 
 
 def test_a_second_signal_reaches_them_too():
@@ -436,7 +567,9 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
     ("words", "code", "said"),
     [
         ("nothing.py", 2, "there is no script 'nothing.py'"),
-        ("--num_procs 2 train.py", 2, "unrecognized|required|ambiguous|invalid"),
+        ("--num_proceses 2 train.py", 2, "--num_proceses. Did you mean --num_processes?\n"),
+        ("--cpu", 2, "error: the following arguments are required: script.py\n"),
+        ("", 2, "usage: trainer launch [OPTION ...] script.py [ARGUMENT ...]\n"),
         ("--num_processes 3 --num_machines 2 train.py", 2, "must be a multiple of num_machines"),
         ("--num_machines 2 --num_processes 2 train.py", 2, "give --main_process_ip HOST"),
         ("--num_machines 2 --machine_rank 2 train.py", 2, "from 0 to 1"),
@@ -479,6 +612,20 @@ def test_options_after_the_script_are_its_own():
     found = plan("--cpu", "--num_processes", "2", "train.py", "--num_processes", "5", "--help")
     assert found.processes == 2
     assert found.command[-4:] == ["train.py", "--num_processes", "5", "--help"]
+    found = plan("--cpu", "-q", "--", "train.py", "--", "-m", "--", "--cpu")
+    assert found.command[-5:] == ["train.py", "--", "-m", "--", "--cpu"]
+
+
+def test_machines_by_the_names_of_torchrun():
+    write("train.py", "")
+    words = ["--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "4", "--master_addr", "node0"]
+    arguments = parser("trainer launch").parse_args([*words, "train.py"])
+    configuration = configure(arguments)
+    assert configuration.num_machines == 2
+    assert configuration.machine_rank == 1
+    assert configuration.num_processes == 8
+    assert make_plan(arguments, configuration).machines == (2, 2)
+    assert plan(*words, "train.py").processes == 4
 
 
 # -- SLURM -----------------------------------------------------------------------------------------

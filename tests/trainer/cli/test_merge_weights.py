@@ -110,6 +110,10 @@ def test_the_weights_of_a_step_folder(capsys):
     assert report["sha256"] == hashlib.sha256(data).hexdigest()
     assert (report["tensors"], report["tied"], report["size"]) == (2, 0, len(data))
 
+    for folder in ("run", "run/checkpoints"):
+        assert merge(folder, "other.safetensors") == 1
+        assert capsys.readouterr().err.endswith(f" Did you mean {step}?\n")
+
     weights = step / "model.safetensors"
     torn = bytearray(weights.read_bytes())
     torn[-1] ^= 1
@@ -202,6 +206,24 @@ def test_shards_that_contradict_each_other_are_refused(shards, capsys):
     (shards / files[2]).unlink()
     assert merge(shards, "merged.safetensors") == 1
     assert f"names files that are missing: {files[2]}" in capsys.readouterr().err
+
+
+def test_an_index_of_one_file_is_compared_with_it(capsys):
+    folder = Path("one")
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "all.safetensors", {"a": "author", "b": "a", "c": "x"})
+    index = folder / "all.safetensors.index.json"
+    for places, text in (
+        ({"a": "all.safetensors", "gone": "all.safetensors"}, "has 'gone' in all.safetensors"),
+        ({}, "names no file"),
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        assert merge(index, "merged.safetensors") == 1
+        assert text in capsys.readouterr().err
+        assert not Path("merged.safetensors").exists()
+    index.write_text(json.dumps({"weight_map": {"a": "all.safetensors"}}))
+    assert merge(index, "merged.safetensors") == 0
+    assert "1 tensors (and 1 more names for them) of 1 file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

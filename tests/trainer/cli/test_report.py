@@ -643,6 +643,64 @@ def test_lines_that_are_no_records_are_told_and_the_others_shown():
     assert data_of(section(html, "Values").rows()[0][1]) == "7.5"
 
 
+def append(folder, *records):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(f"{json.dumps(each)}\n" for each in records)
+
+
+def test_numbers_beyond_floats_and_nests_without_end_are_left_out():
+    folder = write_run("run", noisy(3))
+    append(folder, {"step": 4, "huge": 10**400}, {"step": 10**400, "time": 10**400, "other": 1})
+    append(folder, {"step": 5, "epoch": "Infinity", "time": BEGAN, "other": 2})
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+    html = report("run")
+    events = section(html, "Warnings and events").text
+    assert "no numbers, which are left out: huge" in events
+    assert "1 lines of metrics.jsonl are no records: 7." in events
+    assert len(section(html, "Values").rows()) == 2
+
+
+@pytest.mark.parametrize("factor", [1000, 1e300, -1000])
+def test_times_that_are_no_dates_are_shown_as_numbers(factor):
+    write_run("run", [])
+    append(Path("run"), *({"step": i, "time": (BEGAN + i) * factor, "x": i} for i in (1, 2)))
+    assert data_of(section(report("run"), "Runs")) is not None
+
+
+def test_a_run_without_times_beside_one_that_has_them():
+    write_run("a", noisy(3))
+    write_run("b", [])
+    append(Path("b"), *({"step": i, "train/loss": i} for i in range(1, 4)))
+    html = report("a", "b")
+    assert len(lines_of(html, "loss", "plain")) == 2
+    assert len(lines_of(html, "loss", "plain", "time")) == 1
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308, 1.7e308), (5e-324, 1e-308, 1.7e308)])
+def test_values_near_the_limits_of_floats_are_drawn(values):
+    write_run("run", [(i, 0, i, {"x": values[i % 3]}) for i in range(30)])
+    assert lines_of(report("run"), "x", "plain") or lines_of(report("run"), "x", "raw")
+
+
+def test_a_count_of_skipped_updates_that_is_not_finite():
+    write_run("run", [(i, 0, i, {"skipped_updates": v}) for i, v in enumerate(["NaN", 2, "NaN"])])
+    write_run("none", [(1, 0, 1, {"skipped_updates": "Infinity"})])
+    assert (
+        "2 updates left out, noticed at update 1"
+        in section(report("run"), "Warnings and events").text
+    )
+    assert "left out" not in section(report("none"), "Warnings and events").text
+
+
+def test_steps_out_of_order_and_half_a_character():
+    write_run(
+        "run", [(5, 0, 0, {"x": 1.0}), (9, 0, 1, {"x": 2.0, "\ud800": 1}), (3, 0, 2, {"x": 0.0})]
+    )
+    row = section(report("run"), "Runs").rows()[0]
+    assert "9" in [data_of(cell) for cell in row]
+
+
 def test_a_run_without_a_record_yet_has_a_page():
     write_run("run", [], about={"starts": [start(0)]})
     html = report("run")
@@ -652,7 +710,15 @@ def test_a_run_without_a_record_yet_has_a_page():
 
 def test_a_run_json_that_cannot_be_read_is_told():
     folder = write_run("run", noisy(3))
-    for broken in ("{", "[]", '{"starts": [{}]}'):
+    for broken in (
+        "{",
+        "[]",
+        '{"starts": [{}]}',
+        '{"starts": [{"begin": NaN}]}',
+        '{"starts": [{"begin": 1, "end": "x"}]}',
+        '{"starts": [], "warnings": null}',
+        '{"starts": [], "warnings": ["x"]}',
+    ):
         (folder / "run.json").write_text(broken)
         html = report("run")
         assert "run.json cannot be read" in section(html, "Warnings and events").text
@@ -717,7 +783,7 @@ def test_the_output_is_replaced_and_its_folder_made(capsys):
     for _ in range(2):
         report("run", output="deep/er/page.html")
     assert [path.name for path in Path("deep/er").iterdir()] == ["page.html"]
-    assert "deep/er/page.html (0." in capsys.readouterr().out
+    assert re.search(r"deep/er/page\.html \(\d+(\.\d+)? kB\)\n", capsys.readouterr().out)
 
 
 def test_an_output_that_is_a_folder_is_refused(capsys):

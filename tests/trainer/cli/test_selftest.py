@@ -48,6 +48,12 @@ def test_a_file_that_is_not_there(capsys):
     assert "there is no configuration file four.yaml" in capsys.readouterr().err
 
 
+def test_a_file_in_the_way_of_our_packages_is_named(capsys, tmp_path):
+    (tmp_path / "trainer.py").write_text("")
+    assert main(["test", "--cpu", "--num_processes", "2"]) == 1
+    assert f"{tmp_path / 'trainer.py'} is imported instead of" in capsys.readouterr().err
+
+
 def test_a_number_of_processes_that_makes_no_sense(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["test", "--num-processes", "0"])

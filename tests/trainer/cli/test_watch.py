@@ -377,12 +377,14 @@ class Screen:
         self.resize(30, 100)
         self.written = ""
         root = Path(trainer.__file__).parents[1]
+        # Those two, which a runner of tests may have set, are over the terminal's own size.
+        variables = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainer", "watch", *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
-            env={**os.environ, "PYTHONPATH": str(root), "TERM": "xterm", "NO_COLOR": "1"},
+            env={**variables, "PYTHONPATH": str(root), "TERM": "xterm", "NO_COLOR": "1"},
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
@@ -442,3 +444,13 @@ def test_thinning_keeps_the_extremes_of_each_part_in_order():
         part = values[first : first + 20]
         assert {min(part), max(part)} <= set(kept)
     assert len(kept) <= 100
+
+
+@pytest.mark.parametrize("time", [1.7e12, 1e300, -1e15, 10**400])  # the first is in milliseconds
+def test_times_that_are_no_dates_are_unknown(time):
+    write(*(json.dumps({"step": i, "time": time, "loss": i}) + "\n" for i in (1, 2)))
+    run = Run(Path("run"), "run")
+    run.read()
+    assert (run.time, run.rate, run.seconds) == (None, None, None)
+    assert of(run)["loss"] == {1: 1, 2: 2}
+    shown("run")

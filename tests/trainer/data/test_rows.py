@@ -112,8 +112,10 @@ def test_other_indices_are_taken_one_by_one(sampler):
 
 
 def test_an_index_outside_is_an_error():
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index 12 is out of bounds"):
         batches(DataLoader(DATA, batch_sampler=[[0, 12]]))
+    with pytest.raises(ValueError, match="Overflow"):
+        batches(DataLoader(DATA, batch_sampler=[[0, 2**63]]))
     with pytest.raises(IndexError):
         batches(DataLoader(DATA, batch_sampler=[[0, -13]]))
 

@@ -14,6 +14,7 @@ from trainer.cli.parsing import CommandError, command_parser
 from trainer.configuration import DynamoBackend, PrecisionType
 from trainer.environment import FALSE, TRUE
 
+_SUFFIXES = (".yaml", ".yml", ".json")
 _PRECISIONS = [name for name in PrecisionType.list() if name != PrecisionType.FP8]
 
 
@@ -68,10 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         argparse.ArgumentTypeError: The arguments make no sense, or there is nobody to ask.
-        CommandError: The file that is to be updated is wrong.
-        OSError: The disk refuses.
+        CommandError: The file that is to be updated is wrong, or the disk refuses.
     """
     place = (arguments.config_file or default_place()).expanduser()
+    if place.suffix not in _SUFFIXES:
+        raise argparse.ArgumentTypeError(
+            f"--config_file is {str(place)!r}; it must end in {' or '.join(_SUFFIXES)}."
+        )
     quick = arguments.default or arguments.action == "default"
     if arguments.action == "update":
         if quick or arguments.mixed_precision:
@@ -87,8 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     else:
         chosen = _ask(_read(place) if place.exists() else of_machine())
-    write_file(place, chosen)
-    print(f"Saved to {place}.")
+    replaced = ", in place of the earlier answers" if place.exists() else ""
+    try:
+        write_file(place, chosen)
+    except OSError as error:
+        raise CommandError(f"{place} cannot be written: {error}") from error
+    print(f"Saved to {place}{replaced}.")
     return 0
 
 
@@ -113,6 +121,10 @@ def _read(place: Path) -> LaunchConfiguration:
     try:
         given, notes = read_file(place)
         configuration = LaunchConfiguration(**given)
+    except FileNotFoundError as error:
+        raise CommandError(f"there is no configuration file {place}.") from error
+    except OSError as error:
+        raise CommandError(f"{place} cannot be read: {error}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
         raise CommandError(f"{error} (read from {place})") from error
     for note in notes:

@@ -225,9 +225,12 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
             supported.
     """
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+        # JSON is YAML too, unless there are tabs in it.
+        load = json.loads if path.suffix == ".json" else yaml.safe_load
+        loaded = load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        kind = "JSON" if path.suffix == ".json" else "YAML"
+        raise ValueError(f"{path} is not {kind}: {error}") from error
     if loaded is None:
         return {}, []
     if not isinstance(loaded, Mapping):

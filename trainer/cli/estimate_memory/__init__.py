@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -225,6 +227,7 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
 def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
     """A function that makes the module."""
     if ":" not in model:
+        _refuse_dotted(model)
         return partial(_of_library, model, init)
     made = import_named(model)
     if not callable(made):
@@ -238,6 +241,17 @@ def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
             code=2,
         ) from None
     return partial(_complete, made, init)
+
+
+def _refuse_dotted(model: str) -> None:
+    """Notice a class of the user's as Python writes it, before its name is asked of a server."""
+    module, _, name = model.rpartition(".")
+    if all(part.isidentifier() for part in model.split(".")) and not Path(model).exists():
+        top = module.partition(".")[0]
+        if top and find_spec(top) is not None:
+            raise CommandError(
+                f"{model!r} is not MODULE:CLASS. Did you mean {f'{module}:{name}'!r}?", code=2
+            )
 
 
 def _complete(made: Callable[..., Any], init: dict[str, Any]) -> nn.Module:

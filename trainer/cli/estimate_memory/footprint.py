@@ -9,8 +9,8 @@ too (stage 3); the first of these is what a process would keep alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -139,7 +139,8 @@ def _kept_for_backward(
     """The bytes that a forward pass keeps and that are no parameter's or buffer's.
 
     It runs on fake tensors of the CPU, since those of the meta device take other kernels: there
-    attention would keep its whole matrix.
+    attention would keep its whole matrix. oneDNN's stay out of it: what its LSTM keeps is not known
+    to fake tensors, and they would count nothing.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -162,10 +163,24 @@ def _kept_for_backward(
         }
         positional, named = _batch_of(inputs, batch, weights)
         casting = torch.autocast("cpu", computed) if computed else nullcontext()
-        with casting, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with (
+            casting,
+            _without_onednn(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
             torch.func.functional_call(module, state, tuple(positional), named)
         own = {tensor.untyped_storage()._cdata for tensor in state.values()}
         return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    # Not `flags`: that sets all of them, and warns of one.
+    before, *_ = torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(before)
 
 
 def _batch_of(

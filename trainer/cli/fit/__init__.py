@@ -51,12 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry out the command.
 
     Returns:
-        0, or 1 if the user's code failed, whose traceback is printed.
+        0.
 
     Raises:
         CommandError: The configuration cannot be meant, or a run cannot be made of it.
-        SystemExit: Help or the configuration was printed; or the run was saved and ended
-            (`Preempted`).
+        SystemExit: Help or the configuration was printed; the run was saved and ended
+            (`Preempted`); or the user's code failed, whose traceback is the message.
     """
     import_from_here()
     try:
@@ -78,17 +78,25 @@ def run(arguments: argparse.Namespace) -> int:
         if _is_ours(error):
             code = 2 if made is None else 1
             raise CommandError(_on_the_command_line(str(error)), code) from None
-        # Here, since what the command line makes of an OSError is an error of usage.
-        traceback.print_exception(type(error), error, _without_our_way(error.__traceback__))
-        return 1
+        # Here, since what the command line makes of an OSError is an error of usage. As the text
+        # of an exit Python prints it, but `trainer launch` once for all processes.
+        own = _without_our_way(error.__traceback__)
+        raise SystemExit("".join(traceback.format_exception(type(error), error, own))) from None
     return 0
 
 
 def _work(stage: str, made: Made) -> None:
+    from callbacks import PredictionWriter  # torch, which a wrong usage needs not
+
     method = getattr(made.trainer, _METHODS[stage])
     result = method(made.module, datamodule=made.data, ckpt_path=made.ckpt_path)
-    if stage in ("validate", "test-model") and made.trainer.is_global_zero:
+    if not made.trainer.is_global_zero:
+        return
+    if stage in ("validate", "test-model"):
         _print_metrics(result)
+    for each in made.trainer.callbacks if stage == "predict" else ():
+        if isinstance(each, PredictionWriter):
+            print(f"The predictions are in {', '.join(map(str, each.directories))}.", flush=True)
 
 
 def _print_metrics(loaders: list[dict[str, float]]) -> None:
@@ -105,6 +113,11 @@ def _on_the_command_line(text: str) -> str:
     """What an error tells users of Python, and where it is on the command line."""
     if "ckpt_path" in text or "Trainer(" in text:
         text += "\n(On the command line: --ckpt_path auto, --trainer.project_dir runs/other, ...)"
+    if "overwrite=True" in text:
+        text += (
+            "\n(On the command line: --trainer.callbacks+=PredictionWriter "
+            "--trainer.callbacks.overwrite true, or --trainer.callbacks.dirpath FOLDER)"
+        )
     return text
 
 

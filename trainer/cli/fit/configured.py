@@ -52,7 +52,8 @@ module and its arguments, and likewise for the data:
   data:
     class_path: digits.DigitsData # a DataModule; or Loaders, with a DataLoader for each stage
 
-Later files go over earlier ones, and options over all files, wherever they stand."""
+Files stand first, or each behind --config. Later files go over earlier ones, and options over all
+files."""
 _EXAMPLES = """\
 examples:
   # what a file says, with another width and no checkpoints

@@ -31,8 +31,10 @@ _WORDS = [  # what it says, and how it is said here
 _PROBLEM = re.compile(r"given class_path '([\w.]+)'|Option '([\w.]+)' is not accepted")
 _ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
+_BARE_WORD = re.compile(r"<class 'str'>(?s:.*)Given value: (True|False)$")
 _MODULE = re.compile(r"No module named '([\w.]+)'")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
+_FILE = re.compile(r"unrecognized arguments: (?:[^-]\S*\.ya?ml)\b")
 _REQUIRED = re.compile(r"required: (.*)")
 _SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data")
 
@@ -59,6 +61,8 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
     yield from _of_options(message, parser)
     for key in _UNKNOWN.findall(message):
         yield _of_parser(key, parser)
+    if _FILE.search(message):
+        yield "Configuration files stand before all options, or each behind --config."
     for module, name in _ATTRIBUTE.findall(message):
         there = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
         yield _nearest(name, there) or f"{module} has: {', '.join(there)}."
@@ -67,6 +71,8 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
         near = get_close_matches(name, known, n=1)
         hint = f" Did you mean {known[near[0]]!r}?" if near else ""
         yield f"A class path is module.Class.{hint}"
+    if _BARE_WORD.search(message):
+        yield "YAML reads a bare no, off, yes or on as false or true: write it in quotes, 'no'."
     if _MODULE.search(message):
         yield (
             "Modules are looked for among the installed ones and in the current folder, "

@@ -143,6 +143,8 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
             print(f"{place}: {note}", file=sys.stderr)
     given = {name: getattr(arguments, name) for name in _NAMES}
     given |= {name: getattr(arguments, name) or None for name in _FLAGS}
+    if arguments.nnodes and arguments.nnodes.isdecimal():  # torchrun's --nnodes 2 --node_rank 1
+        given["num_machines"] = int(arguments.nnodes)
     given = {name: value for name, value in given.items() if value is not None}
     if arguments.cpu:
         given |= {"use_cpu": True, "gpu_ids": None}

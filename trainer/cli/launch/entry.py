@@ -11,10 +11,12 @@ such as a `trainer.py` of its own, is what it may import under plain ``python``.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import io
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
 import time
@@ -24,20 +26,22 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
 ENDED = "ended.json"  # the note of a run that was told to end, beside torch's file for errors
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
+    _end_with_the_launcher()
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]
-            sys.path[0] = os.getcwd()
+            _import_from(os.getcwd())
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
-            sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
+            _import_from(os.path.dirname(os.path.realpath(arguments[0])))
             _run_file(os.path.abspath(arguments[0]))
     except SystemExit as end:
         if _preempted(end):
@@ -49,12 +53,24 @@ def main() -> None:
             text = str(end.code)
             if not isinstance(end.code, str):
                 text = f"it exited with code {text}."
-            if _note("SystemExit", text, text) and text == end.code:
+            if _note("SystemExit", text) and text == end.code and not _is_started_again():
                 sys.exit(1)  # the launcher says it
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a script
         _fail(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _end_with_the_launcher() -> None:
+    """Have SIGTERM sent when the launcher is gone: nobody else would end this process."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def _import_from(folder: str) -> None:
+    """Put the folder in the place of this file's, which is missing under ``-P``."""
+    if not getattr(sys.flags, "safe_path", False):  # new in 3.11
+        sys.path[0] = folder
 
 
 def _run_file(path: str) -> None:
@@ -75,8 +91,7 @@ def _fail(error: BaseException) -> None:
     kind, own = type(error), _own(error.__traceback__)
     error.__traceback__ = own
     text = "".join(traceback.format_exception(error))
-    again = _number("TORCHELASTIC_RESTART_COUNT") < _number("TORCHELASTIC_MAX_RESTARTS")
-    if not _note(kind.__name__, str(error), text) or again:
+    if not _note(kind.__name__, text) or _is_started_again():
         sys.excepthook(kind, error, own)
         return
     # A service may have a hook that sends the exception home. What hooks print, the launcher says.
@@ -108,22 +123,28 @@ def _who() -> dict[str, str]:
     }
 
 
-def _note(kind: str, message: str, text: str) -> bool:
+def _note(kind: str, text: str) -> bool:
     """Write torch's file for errors, with what it has no place for; whether there is one."""
     now = time.time()
     more = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "kind": kind, **_who()}
-    error = {"message": {"message": f"{kind}: {message}", "extraInfo": more}}
+    error = {"message": {"message": text, "extraInfo": more}}
     return _write(None, error)
 
 
 def _write(name: str | None, content: object) -> bool:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not file:
+    if not file or file == os.devnull:
         return False
     path = file if name is None else os.path.join(os.path.dirname(file), name)
-    with open(path, "w", encoding="utf-8") as opened:
+    aside = f"{path}.writing"  # the launcher may end this process meanwhile, and read half of it
+    with open(aside, "w", encoding="utf-8") as opened:
         json.dump(content, opened)
+    os.replace(aside, path)
     return True
+
+
+def _is_started_again() -> bool:
+    return _number("TORCHELASTIC_RESTART_COUNT") < _number("TORCHELASTIC_MAX_RESTARTS")
 
 
 def _number(name: str) -> int:

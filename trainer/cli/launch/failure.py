@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+# How the libraries of collectives say that a peer has gone, in the last line of an exception.
+_PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,19 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """What the launcher exits with for it, as a shell."""
+        if self.raised is not None and self.code < 0:
+            return 1  # its exception came before the signal
         return self.code if self.code > 0 else 128 - self.code
+
+    @property
+    def chosen(self) -> bool:
+        """The process, or who interrupted it, meant it to end."""
+        return self.kind == "KeyboardInterrupt" or self.text.startswith("it exited with code")
+
+    @property
+    def follows(self) -> bool:
+        """A collective has failed: that happens to those whose peer has ended."""
+        return bool(self.text) and _PEER_GONE.search(self.text.splitlines()[-1]) is not None
 
     @property
     def told_to_end(self) -> bool:
@@ -46,24 +62,26 @@ def failures_of(found: Mapping[int, Any]) -> list[Failure]:
     """The failures that torch reports, by rank, with what our processes noted.
 
     Args:
-        found: Of ``RunResult.failures``: each rank's ``ProcessFailure``.
+        found: Each rank's ``ProcessFailure``, such as ``RunResult.failures``.
     """
     made = []
     for rank, each in found.items():
         noted = each.message if isinstance(each.message, dict) else {}
         more: Mapping[str, Any] = noted.get("extraInfo", {})
         size = f" of {more['world_size']}" if more.get("world_size") else ""
+        number = str(more.get("rank", ""))
+        own = int(number) if number.isdecimal() else rank
         host = more.get("host") or socket.gethostname()
         text = str(more.get("py_callstack") or noted.get("message") or "").rstrip()
         made.append(
             Failure(
-                rank=rank,
+                rank=own,
                 code=each.exitcode,
                 seen=each.timestamp,
                 raised=float(more["time"]) if "time" in more else None,
                 kind=str(more.get("kind", "")),
                 text=text,
-                who=f"rank {rank}{size} on {host}",
+                who=f"rank {own}{size} on {host}",
             )
         )
     return made
@@ -74,7 +92,9 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
 
     The earliest note of an exception tells, unless a process was ended by a signal that the
     launcher did not send: such a process writes no note, and its peers fail because it is gone. The
-    launcher sees it at its next look after that.
+    launcher sees it at its next look after that. A process that leaves its group before its own
+    exception is noted lets the others fail a moment earlier: collectives that failed do not count
+    where there is something else.
 
     Args:
         failures: At least one.
@@ -87,23 +107,27 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
         for each in own
         if each.raised is None and each.code < 0 and each.seen <= earliest + interval + 1
     ]
-    return min(gone or own, key=lambda each: each.seen if each.raised is None else each.raised)
+    return min(
+        gone or [each for each in own if not each.follows] or own,
+        key=lambda each: each.seen if each.raised is None else each.raised,
+    )
 
 
 def report(failures: list[Failure], interval: float) -> tuple[str, int]:
     """What to say last, and the code to exit with."""
     first = first_of(failures, interval)
     lines = [
-        f"{each.who} failed after that: {_summary(each)}"
+        f"{each.who} failed after that: {summary(each)}"
         for each in sorted(failures, key=lambda each: each.rank)
         if each is not first and not each.told_to_end
     ]
     lines.append(f"{first.who} failed first:")
-    lines.append(first.text if first.text else _summary(first))
+    lines.append(first.text if first.text else summary(first))
     return "\n".join(lines), first.exit_code
 
 
-def _summary(failure: Failure) -> str:
+def summary(failure: Failure) -> str:
+    """How a process ended, in one line."""
     if failure.text:
         return failure.text.splitlines()[-1]
     if failure.code < 0:

@@ -11,20 +11,27 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from trainer.cli.launch.entry import ENDED
-from trainer.cli.launch.failure import failures_of, report
+from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
+from trainer.cli.launch.quiet import quiet_agent
 from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
 
@@ -68,7 +75,28 @@ class Group:
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent, which hands on a second signal as well."""
+    """Torch's agent, which hands on a second signal as well and says why it starts all again."""
+
+    _seen: RunResult
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        seen: RunResult = super()._monitor_workers(worker_group)
+        self._seen = seen
+        return seen
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._seen.is_failed():  # else another machine has come or gone
+            spec = worker_group.spec
+            first = first_of(failures_of(self._seen.failures), spec.monitor_interval)
+            number = spec.max_restarts - self._remaining_restarts
+            how = f"with {first.kind}" if first.text and first.kind else summary(first)
+            print(
+                f"{first.who} failed first, {how.rstrip('.')}. All processes are started again "
+                f"({number} of {spec.max_restarts}).",
+                file=sys.stderr,
+                flush=True,
+            )
+        super()._restart_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         while True:
@@ -82,29 +110,61 @@ class _Agent(LocalElasticAgent):
                 timeout = _PATIENCE
 
 
+class _Logs(DefaultLogsSpecs):
+    """Torch's, which know where the processes of the last attempt leave their notes."""
+
+    _files: Mapping[int, str] = {}
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        made = super().reify(envs)
+        self._files = made.error_files
+        return made
+
+    def ends(self) -> list[int]:
+        """The codes of those that were told to end and saved."""
+        notes = [Path(file).with_name(ENDED) for file in self._files.values()]
+        return [json.loads(note.read_text())["code"] for note in notes if note.exists()]
+
+    def failures(self) -> list[Failure]:
+        """The exceptions of those that did not."""
+        found = {
+            rank: ProcessFailure(local_rank=rank, pid=0, exitcode=1, error_file=file)
+            for rank, file in self._files.items()
+            if Path(file).is_file()
+        }
+        return [each for each in failures_of(found) if not (each.chosen or each.follows)]
+
+
 def run_group(group: Group) -> int:
     """Start the processes of this machine and wait until they have ended.
 
     Returns:
         0; the code of a run that was told to end and saved; or the code of the process that failed
-        first on this machine, 128 and the signal's number where a signal ended it.
+        first on this machine, 128 and the signal's number where a signal ended it. 1 is also that
+        of a run that was told to end and failed in doing so.
 
     Raises:
         CommandError: The machines did not meet.
         OSError: The program cannot be started.
     """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as folder:
-        names = [name for name in _SIGNALS if hasattr(signal, name)]
+        names = [name for name in _SIGNALS if hasattr(signal, name) and not _is_deaf_to(name)]
         variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(names)}
         if group.machines[1] > 1:
             # The store of machine 0's agent still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         before = {number: signal.getsignal(number) for number in map(_number, names)}
-        with patch_environment(**variables):
+        with patch_environment(**variables), quiet_agent():
+            logs = _Logs(
+                log_dir=group.log_dir or folder,
+                redirects=Std.ALL if group.log_dir and group.tee == "0" else Std.NONE,
+                tee=Std.from_str(group.tee),
+            )
             try:
-                result = _run(group, folder)
+                result = _run(group, logs)
             except SignalException as end:
-                return 128 + end.sigval
+                failed = logs.failures()
+                return _told(failed, group) if failed else 128 + end.sigval
             except (RendezvousError, DistError, ValueError) as error:
                 raise CommandError(
                     f"the launchers did not meet at {group.endpoint}: {error}"
@@ -113,22 +173,26 @@ def run_group(group: Group) -> int:
                 for number, handler in before.items():
                     signal.signal(number, handler)
         if result.is_failed():
-            text, code = report(failures_of(result.failures), group.monitor_interval)
-            print(text, file=sys.stderr, flush=True)
-            return code
-        codes = [
-            json.loads(note.read_text())["code"]
-            for root in {folder, group.log_dir or folder}
-            for note in Path(root).glob(f"{group.job}_*/attempt_*/*/{ENDED}")
-        ]
-        return max(codes, default=0)
+            return _told(failures_of(result.failures), group)
+        return max(logs.ends(), default=0)
+
+
+def _told(failures: list[Failure], group: Group) -> int:
+    text, code = report(failures, group.monitor_interval)
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _is_deaf_to(name: str) -> bool:
+    """``nohup`` has it that the end of the terminal is not the end of the run."""
+    return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def _number(name: str) -> signal.Signals:
     return signal.Signals[name]
 
 
-def _run(group: Group, folder: str) -> RunResult:
+def _run(group: Group, logs: _Logs) -> RunResult:
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=group.backend,
@@ -142,7 +206,6 @@ def _run(group: Group, folder: str) -> RunResult:
     )
     host, _, port = group.endpoint.rpartition(":")
     static = group.backend == "static"
-    kept = group.log_dir is not None
     agent = _Agent(
         WorkerSpec(
             role="default",
@@ -156,11 +219,7 @@ def _run(group: Group, folder: str) -> RunResult:
             master_port=int(port) if static else None,
             local_addr=group.local_address,
         ),
-        logs_specs=DefaultLogsSpecs(
-            log_dir=group.log_dir or folder,
-            redirects=Std.ALL if kept and group.tee == "0" else Std.NONE,
-            tee=Std.from_str(group.tee),
-        ),
+        logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if group.tee != "0" else None,
         shutdown_timeout=group.shutdown_timeout,
     )

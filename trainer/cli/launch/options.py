@@ -47,6 +47,22 @@ class _Refuse(argparse.Action):
         )
 
 
+class _Script(argparse.Action):
+    """Tells the script from its arguments."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        words = values[values[0] == "--" :]
+        if not words:
+            parser.error("the script is missing")
+        namespace.script, namespace.script_arguments = words[0], words[1:]
+
+
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """The parser; what is not given is None or False, but for the script and its arguments."""
     made = command_parser(
@@ -75,6 +91,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         },
     )
     made.formatter_class = _OneSpelling
+    made.usage = "%(prog)s [OPTION ...] script.py [ARGUMENT ...]"  # there are more than thirty
     _processes(made)
     _training(made)
     _meeting(made)
@@ -83,9 +100,12 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
     for name, engine in _REFUSED.items():
         _add(refused, name, action=_Refuse, nargs=0, const=engine, help=argparse.SUPPRESS)
     refused.description = ", ".join(_REFUSED)
-    made.add_argument("script", metavar="script.py", help="what to run; with -m a module")
     made.add_argument(
-        "script_arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments"
+        "script",
+        nargs=argparse.PARSER,  # one word and all that follow, a -- among them too
+        action=_Script,
+        metavar="script.py",
+        help="what to run, with -m a module; and its own arguments",
     )
     return made
 
@@ -198,7 +218,9 @@ def _output(made: argparse.ArgumentParser) -> None:
         choices="0123",
         help="to files and to the terminal: 1 is stdout, 2 stderr, 3 both",
     )
-    _add(group, "--quiet", action="store_true", help="no notes about the configuration file")
+    group.add_argument(
+        "-q", "--quiet", action="store_true", help="no notes about the configuration file"
+    )
     _add(group, "--dry_run", action="store_true", help="show what would be started, and stop")
     _add(group, "--slurm", action="store_true", help="print a batch script for SLURM, and stop")
     _add(

@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             "the charts need matplotlib: pip install 'cadence-trainer[plot]'"
         ) from error
     from trainer.checkpoint.atomic import write_whole
+    from trainer.cli.listing import size_text
     from trainer.cli.report.page import page
     from trainer.cli.report.reading import read_runs
 
@@ -73,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     if output.is_dir():
         raise CommandError(f"--output {output} is a folder; give the name of a file in it.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, lambda file: file.write_text(text, encoding="utf-8"))
-    print(f"{output} ({len(text.encode()) / 1e6:.1f} MB)")
+    # A name may have half a character, of a path that is not UTF-8 for example.
+    content = text.encode(errors="replace")
+    write_whole(output, lambda file: file.write_bytes(content))
+    print(f"{output} ({size_text(len(content))})")
     return 0

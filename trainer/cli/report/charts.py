@@ -28,6 +28,7 @@ _STAGE = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|test|eval)[/_](.+)")
 _LAST = ("", "throughput", "device")  # sections behind the others
 _MARKS = 100  # of values that are not finite, side by side
 _FEW = 40  # points that are marked each
+_DRAWN = 1e150  # matplotlib fails where an axis, with its margins, goes to the limits of floats
 _DECADES = 1e3  # between the smallest and the largest value from which on the scale is logarithmic
 
 _INK, _GRID, _BAD = "#200000", "#200001", "#200002"
@@ -130,7 +131,8 @@ def axes_of(runs: Sequence[Run]) -> list[Axis]:
             Axis(
                 "time",
                 f"time in {unit}",
-                lambda run, series: (series.times - begins[id(run)]) / seconds,
+                # A record of one's own need not have times: nothing of it is drawn then.
+                lambda run, series: (series.times - begins.get(id(run), np.nan)) / seconds,
             )
         )
     drawn = [run for run in runs if run.metrics]
@@ -199,7 +201,7 @@ def _set_up(axes: Axes, drawn: Sequence[Series]) -> None:
 def is_logarithmic(drawn: Sequence[Series]) -> bool:
     """Whether values are so far apart that only a logarithmic scale shows them."""
     values = np.concatenate([series.values[series.finite] for series in drawn] or [np.empty(0)])
-    return len(values) > 2 and values.min() > 0 and values.max() / values.min() >= _DECADES
+    return len(values) > 2 and values.min() > 0 and values.max() / _DECADES >= values.min()
 
 
 def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
@@ -207,6 +209,8 @@ def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
     known = np.isfinite(x)
     x, values = x[known], series.values[known]
     finite = np.isfinite(values)
+    least = 1 / _DRAWN if axes.get_yscale() == "log" else -_DRAWN
+    values = np.where(finite, values.clip(least, _DRAWN), values)
     kind = "raw" if series.curves else "plain"
     style: dict[str, Any] = {"color": color, "linestyle": dash, "solid_joinstyle": "round"}
     if finite.any():
@@ -216,7 +220,7 @@ def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
         if alone.any():
             axes.plot(x[alone], values[alone], ".", gid=kind, color=color, markersize=2)
     for strength, curve in series.curves.items():  # an average goes on over a gap
-        line = thinned(x[finite], curve[known][finite])
+        line = thinned(x[finite], curve[known][finite].clip(least, _DRAWN))
         axes.plot(*line, gid=class_of(strength), linewidth=1.5, **style)
     for mark, height, which in (
         ("x", 0.04, np.isnan(values)),

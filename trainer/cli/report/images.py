@@ -9,6 +9,7 @@ from typing import TypeAlias
 Images: TypeAlias = "dict[str, dict[int, bytes]]"  # by tag and step: a PNG each
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_HEAD = 24  # bytes until behind its size
 _TAGS = 24
 _STEPS = 4  # of each tag: the first and the latest
 _LARGEST = 1_000_000  # bytes of one
@@ -21,7 +22,8 @@ def read_images(folder: Path, problems: list[str]) -> Images:
         folder: Of a run.
         problems: What is left out is added.
     """
-    files = sorted((folder / "logs").rglob("events.out.tfevents.*"))
+    every = sorted((folder / "logs").rglob("events.out.tfevents.*"))
+    files = [file for file in every if file.is_file()]
     if not files:
         return {}
     try:
@@ -56,8 +58,9 @@ def read_images(folder: Path, problems: list[str]) -> Images:
 
 def _images_in(event: object) -> Iterator[tuple[str, int, bytes]]:
     for value in event.summary.value:  # type: ignore[attr-defined]
-        if value.HasField("image") and value.image.encoded_image_string.startswith(_PNG):
-            yield value.tag, event.step, value.image.encoded_image_string  # type: ignore[attr-defined]
+        image = value.image.encoded_image_string  # empty where it is something else
+        if image.startswith(_PNG) and len(image) >= _HEAD:
+            yield value.tag, event.step, image  # type: ignore[attr-defined]
 
 
 def _keep(steps: dict[int, bytes], step: int, image: bytes) -> None:

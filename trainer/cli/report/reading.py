@@ -101,7 +101,7 @@ class Run:
     @property
     def updates(self) -> int | None:
         """The last update that anything is known of."""
-        steps = [int(series.steps[-1]) for series in self.metrics.values()]
+        steps = [int(series.steps.max()) for series in self.metrics.values()]
         steps += [int(e.manifest["step"]) for e in self.checkpoints if "step" in e.manifest]
         return max(steps, default=None)
 
@@ -215,8 +215,14 @@ def _is_run(folder: Path) -> bool:
 def _read_about(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         about = json.loads(path.read_bytes())
-        if not all(isinstance(start["begin"], (int, float)) for start in about["starts"]):
+        if any(np.isnan(_number(start["begin"])) for start in about["starts"]):
             raise TypeError("a start has no time")
+        if any(
+            _number(start.get("end") or 0) != (start.get("end") or 0) for start in about["starts"]
+        ):
+            raise TypeError("the end of a start is no time")
+        if not all(isinstance(each, dict) for each in about.get("warnings", [])):
+            raise TypeError("a warning has no text")
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError) as error:
@@ -246,7 +252,8 @@ def _read_record(path: Path, problems: list[str]) -> dict[str, Series]:
             for name, value in record.items():
                 if name in FIELDS:
                     continue
-                if not isinstance(value, (int, float)):
+                # An integer beyond all floats is no number here either.
+                if not isinstance(value, float) and np.isnan(_number(value)):
                     others[name] = None
                     continue
                 held = columns.get(name)
@@ -264,7 +271,12 @@ def _read_record(path: Path, problems: list[str]) -> dict[str, Series]:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else np.nan
+    """A finite number, or NaN for anything else."""
+    try:
+        number = float(value) if isinstance(value, (int, float)) else np.nan
+    except OverflowError:  # an integer beyond all floats
+        return np.nan
+    return number if np.isfinite(number) else np.nan
 
 
 def _series(steps: Any, times: Any, epochs: Any, values: Any) -> Series:

@@ -88,7 +88,7 @@ def smoothed(values: Floats, strength: float) -> Floats:
 def is_noisy(values: Floats) -> bool:
     """Whether smoothing helps: there are enough values, and they turn often."""
     kept = values[np.isfinite(values)]
-    ways = np.sign(np.diff(kept))
+    ways = np.sign(np.diff(kept / 2))  # in halves: a difference may be more than a float holds
     ways = ways[ways != 0]
     turns = int((ways[1:] != ways[:-1]).sum())
     return len(kept) >= ENOUGH and turns * ENOUGH >= len(kept)

@@ -283,11 +283,14 @@ def _skipped(run: Run) -> Iterator[Markup]:
     series = run.metrics.get("skipped_updates")
     if series is None:
         return
-    grown = np.diff(series.values, prepend=0.0) > 0
-    steps = [str(int(step)) for step in series.steps[grown]]
+    values, steps_of = series.values[series.finite], series.steps[series.finite]
+    if not len(values):
+        return
+    grown = np.diff(values, prepend=0.0) > 0
+    steps = [str(int(step)) for step in steps_of[grown]]
     more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
     known = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
-    total = int(np.nanmax(series.values))
+    total = int(values.max())
     yield _event("skipped", f"{total} update{'s' * (total != 1)} left out, {known}", None)
 
 
@@ -354,7 +357,10 @@ def moment(seconds: float | None) -> Markup | str:
     """A time of day, in UTC."""
     if seconds is None:
         return _NONE
-    when = datetime.fromtimestamp(seconds, timezone.utc)
+    try:
+        when = datetime.fromtimestamp(seconds, timezone.utc)
+    except (OverflowError, ValueError, OSError):  # a record of one's own in milliseconds, perhaps
+        return number(seconds)
     text = when.strftime("%Y-%m-%d %H:%M:%S")
     return element("time", text, datetime=when.isoformat(), title="UTC")
 

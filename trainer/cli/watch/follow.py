@@ -19,6 +19,7 @@ from trainer.checkpoint import layout
 from trainer.checkpoint.lock import holder_of
 
 RECORD = "metrics.jsonl"
+_DATES_END = 253_402_214_400  # seconds since 1970: the last day of the year 9999
 _RATE_OVER = 20  # intervals between records
 
 
@@ -197,7 +198,7 @@ class Run:
         step = _number(record.get("step"))
         position = float(self._lines) if step is None else step
         when = _number(record.get("time"))
-        if when is not None:
+        if when is not None and 0 <= when < _DATES_END:  # else it counts something else
             self._began = when if self._began is None else self._began
             self.time = when
             if step is not None and (not self._marks or step > self._marks[-1][0]):

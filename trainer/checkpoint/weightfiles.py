@@ -140,6 +140,8 @@ def _indexed(index: Path) -> list[Path]:
         raise CheckpointError(f"{index} is no index of weights: {error!r}.") from error
     if not names:
         raise CheckpointError(f"{index} names no file of weights.")
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{index} names files outside its folder: {', '.join(outside)}.")
     if missing:
         raise CheckpointError(f"{index} names files that are missing: {', '.join(missing)}.")
     return [index.parent / name for name in names]

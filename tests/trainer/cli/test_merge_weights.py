@@ -212,10 +212,13 @@ def test_an_index_of_one_file_is_compared_with_it(capsys):
     folder = Path("one")
     folder.mkdir()
     save_file({"a": torch.ones(2)}, folder / "all.safetensors", {"a": "author", "b": "a", "c": "x"})
+    save_file({"a": torch.ones(2)}, "other.safetensors")
     index = folder / "all.safetensors.index.json"
     for places, text in (
         ({"a": "all.safetensors", "gone": "all.safetensors"}, "has 'gone' in all.safetensors"),
         ({}, "names no file"),
+        ({"a": "../other.safetensors"}, "files outside its folder: ../other.safetensors"),
+        ({"a": str(Path("other.safetensors").absolute())}, "files outside its folder"),
     ):
         index.write_text(json.dumps({"weight_map": places}))
         assert merge(index, "merged.safetensors") == 1

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.report import Column, Result, Row
 from benchmarks.timing import quartiles, timed, unseen
+from callbacks import Callback
 from trainer import Trainer, TrainModule
 
 STEPS, REPEATS = 1, 5
@@ -149,39 +150,59 @@ def memory_of(way: Way, path: Path) -> float:
     return (highest - before) / 1e6
 
 
-def trained(parameters: int, folder: Path) -> Trainer:
-    """A Trainer that has made an update, so that the optimizer has its state."""
+class AtTheBoundary(Callback):
+    """Calls a function behind the first update, where runs are saved: the optimizer has its state.
+
+    After a fit nothing goes on that a save in the background could be beside, and none is.
+    """
+
+    def __init__(self, call: Callable[[Trainer], object]) -> None:
+        self.call = call
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        """Call it."""
+        self.call(trainer)
+
+
+def train(parameters: int, folder: Path, call: Callable[[Trainer], object]) -> None:
+    """Make an update, and call a function behind it."""
     trainer = Trainer(
         max_steps=1,
         cpu=True,
         checkpointing=False,
         progress_bar=False,
         project_dir=folder,
+        callbacks=[AtTheBoundary(call)],
     )
-    trainer.fit(Stack(parameters), DataLoader(TensorDataset(torch.zeros(1, 1))))
-    return trainer
+    with unseen():
+        trainer.fit(Stack(parameters), DataLoader(TensorDataset(torch.zeros(1, 1))))
 
 
 def run(options: Namespace) -> Result:
     """Measure it."""
+    memory: dict[str, float] = {}
+    times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        with unseen():
-            trainer = trained(options.parameters, folder / "run")
-        ways = rows(trainer)
-        reference, *others = ways
-        wanted = [row.casefold() for row in options.rows]
-        ways = {reference: ways[reference]} | {
-            each: ways[each]
-            for each in others
-            if not wanted or any(row in each.casefold() for row in wanted)
-        }
-        size = size_of(trainer.module.state_dict()) * 3
-        memory = {each: memory_of(way, folder / "memory") for each, way in ways.items()}
-        times: dict[str, list[dict[str, float]]] = {each: [] for each in ways}
-        for number in range(options.repeats):
-            for each, way in ways.items():
-                times[each].append(turn(way, folder / f"save-{number}"))
+
+        def measure(trainer: Trainer) -> None:
+            ways = rows(trainer)
+            reference = next(iter(ways))
+            wanted = [row.casefold() for row in options.rows]
+            ways = {
+                each: way
+                for each, way in ways.items()
+                if each == reference or not wanted or any(row in each.casefold() for row in wanted)
+            }
+            memory.update({each: memory_of(way, folder / "memory") for each, way in ways.items()})
+            times.update({each: [] for each in ways})
+            for number in range(options.repeats):
+                for each, way in ways.items():
+                    times[each].append(turn(way, folder / f"save-{number}"))
+
+        train(options.parameters, folder / "run", measure)
+    layers = Stack(options.parameters).parameters()
+    size = 3 * sum(parameter.nbytes for parameter in layers)
     return Result(
         benchmark="checkpoint",
         title=f"A save of {size / 1e6:,.0f} MB: weights and the state of AdamW",

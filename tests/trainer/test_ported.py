@@ -670,8 +670,8 @@ def test_attributes_that_a_trainer_does_not_have_are_hinted_at():
 @pytest.mark.parametrize(
     ("argument", "value", "instead"),
     [
-        ("gpus", 1, "torchrun"),
-        ("devices", 2, "torchrun"),
+        ("gpus", 1, "trainer launch"),
+        ("devices", 2, "trainer launch"),
         ("precision", 16, "mixed_precision"),
         ("accumulate_grad_batches", 2, "gradient_accumulation_steps"),
         ("gradient_clip_val", 1.0, "max_grad_norm"),

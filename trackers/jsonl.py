@@ -56,19 +56,20 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
     return record
 
 
-def _to_json(value: Any) -> Any:
+def to_json(value: Any) -> Any:
+    """The value as JSON has it: numbers that are not finite as texts, arrays as lists."""
     value = python_number(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
-        return {str(key): _to_json(item) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_to_json(item) for item in value]
+        return [to_json(item) for item in value]
     # Arrays and tensors become lists. What JSON has no form for is recorded as its text: a record
     # of the other metrics is worth more than none.
-    return _to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _from_json(value: Any) -> Any:
@@ -152,7 +153,7 @@ class JsonlTracker(GeneralTracker):
                 f"The metrics {sorted(clash)} have the names of fields of the record "
                 f"({sorted(FIELDS | fields.keys())}). Log them under other names."
             )
-        line = json.dumps(_to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
+        line = json.dumps(to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
         file = self._opened()
         self._lacks = True
         written = file.write(line)

@@ -29,6 +29,7 @@ import torch
 
 from trackers.base import Status
 from trackers.code import git_commit
+from trackers.jsonl import to_json
 from trackers.media import plain
 from trainer.checkpoint.atomic import sweep_aside, write_whole
 
@@ -100,7 +101,7 @@ class AboutRun:
 
     def _write(self, *, sweeps: bool = False) -> None:
         # Non-finite numbers are the texts that metrics.jsonl has for them.
-        text = json.dumps(_finite(self._document), indent=1, allow_nan=False)
+        text = json.dumps(to_json(self._document), indent=1, allow_nan=False)
         try:
             if sweeps:
                 sweep_aside(self._path)
@@ -169,13 +170,3 @@ def _code() -> str | None:
     except OSError as error:
         logger.warning("The commit of the code cannot be read: %s.", error)
         return None
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value

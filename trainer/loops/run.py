@@ -409,7 +409,7 @@ class FitRun(Run):
     def progress_at(self, step: int) -> Progress:
         """As `progress`, when this update is or will be the latest that is counted."""
         counters, batches = self.counters, self.epoch_length
-        if batches == _UNKNOWN:  # between epochs
+        if batches == _UNKNOWN:  # before the first epoch; later kept, for it is asked every update
             batches = self.feed.num_batches
         epochs = float(counters.epoch)
         if counters.epoch_complete:

@@ -51,6 +51,9 @@ class Precision:
         autocast: Arguments of ``torch.autocast``.
         scaler: Arguments of ``torch.amp.GradScaler``.
 
+    Attributes:
+        scales: Losses are scaled, and updates whose gradients overflowed are left out.
+
     Raises:
         ValueError: The device cannot compute in that mode.
     """
@@ -72,6 +75,7 @@ class Precision:
         self._stepped: set[int] = set()  # optimizers that stepped under the scale at hand
         self._known: WeakSet[Optimizer] = WeakSet()  # those whose gradients may hang on the scale
         self.scaler: torch.amp.GradScaler | None = None
+        self.scales = False
         if mode == "fp16":
             self.scaler = torch.amp.GradScaler(
                 device.type, **(scaler or GradScalerKwargs()).to_kwargs()
@@ -81,6 +85,7 @@ class Precision:
                     "mixed_precision='fp16' on the CPU: autocast to float16 with a gradient "
                     "scaler, as on an accelerator but slow; 'bf16' needs no scaler and is faster."
                 )
+            self.scales = self.scaler.is_enabled()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has optimizers of its own, which it hears of from their copies.
@@ -104,11 +109,6 @@ class Precision:
             return torch.autocast(self._device_type, **handler.to_kwargs())
         kwargs = (handler or self._autocast).to_kwargs()
         return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
-
-    @property
-    def scales(self) -> bool:
-        """Losses are scaled, and updates whose gradients overflowed are left out."""
-        return self.scaler is not None and self.scaler.is_enabled()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the current scale."""
@@ -196,18 +196,16 @@ class Precision:
         return flags
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
-        """Make the optimizer's update unless its gradients overflowed.
+        """Make an update with gradients that were scaled, unless they overflowed.
 
         Returns:
             Whether the update was made; for a fused optimizer, which finds out on its device, a
             tensor of shape () that says so once it is read.
 
         Raises:
-            ValueError: A closure is given where gradients are scaled.
+            ValueError: A closure is given, which would compute others.
         """
-        if self.scaler is None or not self.scaler.is_enabled():
-            optimizer.step(closure)
-            return True
+        assert self.scaler is not None
         if closure is not None:
             raise ValueError("A closure cannot be used with mixed_precision='fp16'; use 'bf16'.")
         if id(optimizer) in self._stepped:

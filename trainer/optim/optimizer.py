@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.optim.bare_step import step
 from trainer.optim.lomo import is_lomo
 from trainer.optim.state import place_state
 from trainer.precision import Precision
@@ -209,8 +210,12 @@ class AcceleratedOptimizer(Optimizer):
             elif self.before_step is not None:
                 self._precision.unscale(self.optimizer)
                 self.before_step(self)
-            made = self._precision.step(self.optimizer, closure)
-            self._skipped = ~made if isinstance(made, Tensor) else not made
+            if self._precision.scales:
+                made = self._precision.step(self.optimizer, closure)
+                self._skipped = ~made if isinstance(made, Tensor) else not made
+            else:
+                step(self.optimizer, closure)
+                self._skipped = False
         self._note_call()
         self._reduced = False
         self.steps += 1

@@ -1,0 +1,169 @@
+"""The step of an optimizer without what torch puts around it: the same, and all that is asked."""
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as module
+
+from trainer import Accelerator
+from trainer.optim import bare_step
+from trainer.optim.bare_step import step
+
+MAKERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.1),
+    "adamw, fused": lambda parameters: torch.optim.AdamW(parameters, 0.1, fused=True),
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
+def backward(net):
+    net.zero_grad()
+    net(torch.ones(4, 3)).square().mean().backward()
+
+
+@pytest.fixture
+def sections(monkeypatch):
+    """How often torch's own wrapper was gone through."""
+    entered = []
+    original = torch.autograd.profiler.record_function
+
+    def record_function(name, *args):
+        entered.append(name)
+        return original(name, *args)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", record_function)
+    return entered
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_update_is_the_same(kind, sections):
+    ours, torchs = network(), network()
+    mine, other = MAKERS[kind](ours.parameters()), MAKERS[kind](torchs.parameters())
+    for _ in range(3):
+        backward(ours)
+        step(mine)
+    assert sections == []
+    for _ in range(3):
+        backward(torchs)
+        other.step()
+    assert len(sections) == 3
+    for one, two in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(one, two)
+    assert mine.state_dict().keys() == other.state_dict().keys()
+
+
+def test_a_closure_is_called_with_gradients(sections):
+    def stepped(take):
+        net = network()
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+
+        def closure():
+            backward(net)
+            return net(torch.ones(4, 3)).square().mean()
+
+        return take(optimizer, closure).item(), net
+
+    ours, mine = stepped(step)
+    assert sections == []
+    torchs, other = stepped(lambda optimizer, closure: optimizer.step(closure))
+    assert ours == torchs
+    assert torch.equal(mine.weight, other.weight)
+    assert not torch.equal(mine.weight, network().weight)
+
+
+def test_hooks_are_called(sections):
+    net, called = network(), []
+    optimizer = MAKERS["sgd"](net.parameters())
+    backward(net)
+    for register, name in (
+        (optimizer.register_step_pre_hook, "pre"),
+        (optimizer.register_step_post_hook, "post"),
+        (module.register_optimizer_step_pre_hook, "global pre"),
+        (module.register_optimizer_step_post_hook, "global post"),
+    ):
+        handle = register(lambda *_, name=name: called.append(name))
+        step(optimizer)
+        handle.remove()
+        step(optimizer)
+    assert called == ["pre", "post", "global pre", "global post"]
+    assert len(sections) == 4
+
+
+def test_a_profile_has_its_section():
+    net = network()
+    optimizer = MAKERS["sgd"](net.parameters())
+    backward(net)
+    step(optimizer)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.events()}
+
+
+def test_steps_of_ones_own_are_called(monkeypatch):
+    called = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            called.append("subclass")
+            return super().step(closure)
+
+    net = network()
+    backward(net)
+    step(Own(net.parameters(), 0.1))
+    assert called == ["subclass"]
+
+    optimizer = MAKERS["sgd"](net.parameters())
+    optimizer.step = lambda closure=None: called.append("object")
+    step(optimizer)
+    assert called[1:] == ["object"]
+
+    other = MAKERS["sgd"](net.parameters())
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: called.append("class"))
+    step(other)
+    assert called[2:] == ["class"]
+
+
+def test_a_schedule_does_not_stand_in_the_way(sections):
+    net = network()
+    optimizer = MAKERS["sgd"](net.parameters())
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    assert "step" in vars(optimizer)
+    sections.clear()
+    backward(net)
+    step(optimizer)
+    assert sections == []
+    accelerated = Accelerator(cpu=True).prepare_optimizer(optimizer)
+    accelerated.step()
+    scheduler.step()  # which would warn of a step that it has not seen
+    assert sections == []
+
+
+def test_a_step_that_was_replaced_before_the_schedule_came_is_called():
+    net, called = network(), []
+    optimizer = MAKERS["sgd"](net.parameters())
+
+    def replaced(self, closure=None):
+        called.append(self)
+
+    optimizer.step = replaced.__get__(optimizer)
+    lr_scheduler.StepLR(optimizer, 1)
+    step(optimizer)
+    assert called == [optimizer]
+
+
+def test_another_torch_is_asked_as_usual(sections, monkeypatch):
+    """One that names its hooks otherwise, so that nobody can see that there are none."""
+    net = network()
+    optimizer = MAKERS["sgd"](net.parameters())
+    backward(net)
+    monkeypatch.setattr(bare_step, "_KNOWN", False)
+    step(optimizer)
+    monkeypatch.undo()
+    del optimizer._optimizer_step_pre_hooks
+    assert bare_step._bare_step(optimizer) is None
+    assert len(sections) == 1

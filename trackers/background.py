@@ -83,13 +83,16 @@ class BackgroundTracker(GeneralTracker):
         finish_timeout: how long `finish` waits, in seconds.
         first_pause: about how long to wait before a second attempt, in seconds.
         longest_pause: the limit of the pauses, each of which is about twice the one before.
+        gathering: a record waits at most so many seconds for others, so that the thread takes the
+            training's time for many at once.
 
     Attributes:
         wrapped: the tracker.
         missed: where to find records that a full queue dropped; may be set before `start`.
 
     Raises:
-        ValueError: an argument is not positive, or `longest_pause` is below `first_pause`.
+        ValueError: an argument is not positive (`gathering` may be 0), or `longest_pause` is below
+            `first_pause`.
     """
 
     name = "background"  # each instance takes the wrapped tracker's
@@ -103,6 +106,7 @@ class BackgroundTracker(GeneralTracker):
         finish_timeout: float = 30.0,
         first_pause: float = 0.5,
         longest_pause: float = 60.0,
+        gathering: float = 0.1,
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} records: a queue holds at least 1.")
@@ -113,6 +117,8 @@ class BackgroundTracker(GeneralTracker):
                 f"first_pause={first_pause} and longest_pause={longest_pause} seconds: give "
                 "positive times, the first not above the longest."
             )
+        if not gathering >= 0:
+            raise ValueError(f"gathering={gathering} seconds: give 0 or more.")
         self.wrapped = tracker
         self.name = tracker.name
         self.requires_logging_directory = tracker.requires_logging_directory
@@ -124,6 +130,7 @@ class BackgroundTracker(GeneralTracker):
             capacity=capacity,
             limit=finish_timeout,
             pauses=(first_pause, longest_pause),
+            gathering=gathering,
         )
         self._finished = False
         self._waited = False

@@ -44,19 +44,23 @@ class Pending:
 
     Args:
         capacity: how many calls wait until a further record drops one.
+        gathering: for so many seconds the first record waits for others. To wake a thread for each
+            takes several times what a record does, of the training's time too.
 
     Attributes:
         fills: whether what is dropped can be had from the local record.
         lost: how many dropped records cannot, or came after the end.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, gathering: float = 0.0) -> None:
         self.capacity = capacity
+        self._gathering = gathering
         self.fills = False
         self.lost = 0
         self._calls: deque[Call] = deque()
         self._gap: Gap | None = None
         self._ended = False
+        self._urgent = False  # a call has come that is no record
         self._changed = threading.Condition()
 
     def put(self, call: Call, *, last: bool = False) -> bool:
@@ -69,14 +73,18 @@ class Pending:
             if call.record and len(self._calls) >= self.capacity:
                 self._drop_oldest()
             self._calls.append(call)
-            self._changed.notify()
+            self._urgent = self._urgent or not call.record
+            if self._urgent or len(self._calls) == 1:  # else a thread gathers, or has not come yet
+                self._changed.notify()
             return True
 
     def take(self) -> Call | Gap:
         """Wait for the next call, or the gap before it, and remove it."""
         with self._changed:
-            while not self._calls and self._gap is None:
-                self._changed.wait()
+            if not self._calls and self._gap is None:
+                self._urgent = False
+                self._changed.wait_for(lambda: self._calls or self._gap)
+                self._changed.wait_for(lambda: self._urgent, self._gathering)
             gap, self._gap = self._gap, None
             return gap or self._calls.popleft()
 

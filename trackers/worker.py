@@ -36,6 +36,7 @@ class Worker:
         capacity: how many calls may wait until a further record drops one.
         limit: how long the end may take, in seconds.
         pauses: the first and the longest one, in seconds.
+        gathering: see `Pending`.
 
     Attributes:
         pending: what waits.
@@ -53,8 +54,9 @@ class Worker:
         capacity: int,
         limit: float,
         pauses: tuple[float, float],
+        gathering: float = 0.0,
     ) -> None:
-        self.pending = Pending(capacity)
+        self.pending = Pending(capacity, gathering)
         self.missed: Missed | None = None
         self.running = ""
         self.thread: threading.Thread | None = None

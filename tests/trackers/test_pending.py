@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 
 from trackers.pending import Call, Gap, Pending
@@ -84,3 +86,64 @@ def test_at_the_end_gap_and_records_are_lost_and_finish_stays():
     assert [call.what for call in pending.clear()] == ["log", "log", "log_model"]
     assert pending.lost == 5
     assert pending.take().what == "finish"
+
+
+class Clockless(threading.Condition):
+    """Does not wait where that has an end: it notes for how long it was to be."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def wait_for(self, predicate, timeout=None):
+        if timeout is None:
+            return super().wait_for(predicate)
+        if not predicate():
+            self.waits.append(timeout)
+        return predicate()
+
+
+def gathering(seconds):
+    pending = Pending(10, seconds)
+    pending._changed = Clockless()
+    return pending, pending._changed.waits
+
+
+def test_the_first_record_waits_for_others():
+    pending, waits = gathering(7.0)
+    taker = threading.Thread(target=pending.take)  # which finds nothing, or the first record
+    taker.start()
+    for time in (1.0, 2.0, 3.0):
+        pending.put(record(time))
+    taker.join()
+    assert [pending.take().time for _ in range(2)] == [2.0, 3.0]
+    assert waits in ([7.0], [])  # once for all, or not at all where they were there before
+
+
+def test_what_is_no_record_ends_the_waiting():
+    pending = Pending(10, gathering=3600.0)
+    found = []
+
+    def take():
+        found.extend(pending.take() for _ in range(3))
+
+    taker = threading.Thread(target=take)
+    taker.start()
+    pending.put(record(1.0))
+    pending.put(record(2.0))
+    pending.put(Call("submit", print, record=False))
+    taker.join(30)
+    assert [call.what for call in found] == ["log", "log", "submit"]
+
+
+def test_each_batch_is_waited_for_anew():
+    pending, waits = gathering(7.0)
+    for time in (1.0, 2.0):
+        taker = threading.Thread(target=pending.take)
+        taker.start()
+        while not pending._changed._waiters:
+            pass
+        pending.put(record(time))
+        taker.join(30)
+        assert not taker.is_alive()
+    assert waits == [7.0, 7.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 Unit = Literal["steps", "epochs", "items", "seconds"]
 
@@ -43,8 +43,7 @@ def _parse_text(text: str) -> tuple[float, Unit]:
     return every * size, unit
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a run has come, in every unit that an interval may count.
 
     Attributes:
@@ -120,8 +119,10 @@ class Interval:
         A multiple that a check came too late for is due at the next check, once. By the clock,
         ``before`` is the moment of the last action, so that none is lost between two checks.
         """
-        if self.unit == "steps":  # which is asked at every update
+        if self.unit == "steps":  # which is asked at every update, as whole epochs are
             return before.steps // self.every < now.steps // self.every
+        if self.unit == "epochs" and self.every == 1:
+            return before.epochs // 1 < now.epochs // 1
         return self._multiples(before) < self._multiples(now)
 
     def _multiples(self, progress: Progress) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from callbacks import Callback
@@ -171,7 +172,7 @@ class HookTable:
 
         def of_callbacks(name: str) -> list[Hook]:
             found = [hook for callback in callbacks for hook in of(callback, name, Callback)]
-            return [_bound(hook, trainer, module) for hook in found]
+            return [partial(hook, trainer, module) for hook in found]
 
         table: dict[str, Hook] = {}
         for name in _CALLBACKS_FIRST:
@@ -185,7 +186,7 @@ class HookTable:
             table[name] = _one_after_another(of_callbacks(name))
         self.boundary = Boundary(
             [
-                (callback.state_key, _bound(hook, trainer, module))
+                (callback.state_key, partial(hook, trainer, module))
                 for callback in callbacks
                 for hook in of(callback, "on_boundary", Callback)
             ]
@@ -215,12 +216,5 @@ def _ends_no_epoch(hook: Callable[..., Any], owner: object) -> Hook:
                 "epoch here: processes that disagree would wait for each other. Shorten epochs "
                 "with Trainer(limit_train_batches=...); end the run with trainer.should_stop."
             )
-
-    return call
-
-
-def _bound(method: Hook, trainer: object, module: object) -> Hook:
-    def call(*args: Any) -> None:
-        method(trainer, module, *args)
 
     return call

@@ -123,7 +123,8 @@ def restore_rng(run: FitRun) -> None:
 def windows(rounds: Iterator[Round], size: Callable[[], int]) -> Iterator[Iterator[Round]]:
     """The rounds in groups of as many as `size` then says, fewer at the end of the data."""
     for first in rounds:
-        yield chain([first], islice(rounds, size() - 1))
+        more = size() - 1
+        yield chain([first], islice(rounds, more)) if more else iter([first])
 
 
 def finish_update(run: FitRun) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import broadcast_object
@@ -72,7 +73,7 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
     found = find_non_finite(parameter.grad for parameter in parameters_of([optimizer]))
     if found is None:
         return
-    if found.device.type == "cpu":
+    if not isinstance(found, Tensor):
         run.guard.admits(found, run.counters.global_step + 1, None)
     else:  # those of all optimizers are read together
         run.found = found if run.found is None else torch.maximum(run.found, found.to(run.found))

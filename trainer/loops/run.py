@@ -416,5 +416,6 @@ class FitRun(Run):
             epochs += 1.0
         elif batches:  # of all processes: the same point on any number of them
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # whole only when it is over
-        seconds = self.clock if self.world_size == 1 else self.agreement.latest.seconds
-        return Progress(step, epochs, self.agreement.items_seen, seconds)
+        agreement = self.agreement
+        seconds = self.clock if self.world_size == 1 else agreement.latest.seconds
+        return Progress(step, epochs, agreement.items_seen, seconds)

@@ -291,7 +291,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "latest": run.recorder.latest,
         "updates": run.recorder.updates,
         "schedules": {
-            name: [str(schedule.interval), asdict(schedule.before)]
+            name: [str(schedule.interval), schedule.before._asdict()]
             for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule))
         },
         "optimizers": run.optimizer_names,

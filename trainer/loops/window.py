@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from trainer.optim.clipping import clip_, clip_apart_
 from trainer.optim.finite import find_non_finite, is_non_finite
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import detach
+
+_GRADIENT = attrgetter("grad")
 
 
 def train_window(run: FitRun, window: Iterator[Round]) -> bool:
@@ -149,8 +152,9 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
         FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
     """
     drop_unused(run)
-    run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
-    run.weighting.rescale_((parameter.grad for parameter in run.parameters), total)
+    if run.precision.scales:
+        run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
+    run.weighting.rescale_(map(_GRADIENT, run.parameters), total)
     see_if_log_is_due(run)
     for optimizer in run.optimizers:
         run.hooks.on_before_optimizer_step(optimizer)
@@ -203,7 +207,7 @@ def admitted(run: FitRun, seen: Tensor | None) -> bool:
     """
     if run.guard is None or run.precision.scales:
         return True
-    found = find_non_finite([parameter.grad for parameter in run.parameters])
+    found = find_non_finite(map(_GRADIENT, run.parameters))
     if found is not None:
         found = joined(found, run.agreement.bad_losses)
     if run.guard.admits(found, run.counters.global_step + 1, seen):
@@ -213,8 +217,10 @@ def admitted(run: FitRun, seen: Tensor | None) -> bool:
     return False
 
 
-def joined(found: Tensor, bad_losses: float | Tensor) -> Tensor:
-    """Whether there is a gradient or a loss that is not finite, 1 or 0, on the device."""
+def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
+    """Whether there is a gradient or a loss that is not finite; as a tensor 1 or 0."""
+    if not isinstance(found, Tensor):
+        return found or bad_losses > 0
     if isinstance(bad_losses, Tensor):
         bad = bad_losses.to(found, non_blocking=True).clamp(max=1.0)
         return torch.maximum(found, bad)

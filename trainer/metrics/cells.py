@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 _LOADER = re.compile(r"/dataloader_idx_\d+$")  # ends the names of each of several loaders
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(NamedTuple):
     """Where in the run `log` is called, and what it does there unless told otherwise.
 
     Attributes:
@@ -132,9 +131,9 @@ def scalar(name: str, value: Any) -> Value:
                 f"The metric {name!r} is a tensor of shape {tuple(value.shape)}; log a single "
                 "number, for example its .mean()."
             )
-        if value.device.type != "cpu":
+        if not value.is_cpu:
             return value.detach().reshape(())
-        value = value.detach().item()  # nothing waits for the host
+        value = value.item()  # nothing waits for the host
     if isinstance(value, (int, float)):
         return float(value)
     try:  # numpy's scalars

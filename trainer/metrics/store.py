@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,13 @@ from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
 _UNTOLD = "\0"  # what follows in a name is known here alone: whose loader's value it is
+
+
+class _Place(NamedTuple):
+    """Where values go: these cells, under this name there."""
+
+    cells: Cells
+    key: str
 
 
 class MetricStore:
@@ -48,6 +55,7 @@ class MetricStore:
         self.private: set[str] = set()
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
+        self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
         self._shown: dict[str, Tensor] = {}
 
@@ -109,24 +117,43 @@ class MetricStore:
             raise ValueError(choose(f"reduce of the metric {name!r}", reduce, KINDS))
         if not isinstance(name, str):
             raise TypeError(f"A metric's name is {name!r}; it must be a string.")
+        is_number = isinstance(value, (Tensor, float, int))
+        is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
+        call = (scope, name, on_step, on_epoch, is_object, self.loader_suffix)
+        places = self._places.get(call)
+        if places is None:  # all further calls like this one lead there
+            places = self._places[call] = self._find_places(*call)
+        weight = self.items if batch_size is None else weight_of(name, batch_size)
+        if not is_object:
+            value = scalar(name, value)
+        for place in places:
+            if is_object:
+                self._keep_object(place, value)
+            else:
+                self._keep(place, value, weight, reduce, prog_bar)
+
+    def _find_places(
+        self,
+        scope: Scope,
+        name: str,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        is_object: bool,
+        suffix: str,
+    ) -> list[_Place]:
+        """Where the values of a call go."""
         if name in RESERVED:
             raise ValueError(
                 f"A metric cannot be called {name!r}: each record has a field of that name."
             )
-        is_number = isinstance(value, (Tensor, float, int))
-        is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
         on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
-        if not is_object:
-            value = scalar(name, value)
-        weight = self.items if batch_size is None else weight_of(name, batch_size)
-        suffix = self.loader_suffix
-        both = on_step and on_epoch
+        kinds = ("_step", "_epoch") if on_step and on_epoch else ("", "")
+        places = []
         if on_step and scope.phase == "train":  # an evaluation's steps have no place in the record
-            key = f"{name}_step{suffix}" if both else name + suffix
-            self._keep(self.step, key, value, weight, reduce, prog_bar, is_object)
+            places.append(_Place(self.step, name + kinds[0] + suffix))
         if on_epoch:
-            key = f"{name}_epoch{suffix}" if both else name + suffix
-            self._keep(self.epoch(scope.phase), key, value, weight, reduce, prog_bar, is_object)
+            places.append(_Place(self.epoch(scope.phase), name + kinds[1] + suffix))
+        return places
 
     @contextmanager
     def renamed(self, name: str, *, logger: bool, add_dataloader_idx: bool) -> Iterator[None]:
@@ -142,26 +169,8 @@ class MetricStore:
         finally:
             self.loader_suffix = suffix
 
-    def _keep(
-        self,
-        cells: Cells,
-        key: str,
-        value: Any,
-        weight: float,
-        kind: str,
-        prog_bar: bool,
-        is_object: bool,
-    ) -> None:
-        if is_object:
-            self.names.add(_told(key))
-            if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
-                raise TypeError(
-                    f"The metric {key!r} is a {type(value).__name__}, which cannot combine the "
-                    f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
-                    "values."
-                )
-            cells.objects[key] = cells.known[key] = value
-            return
+    def _keep(self, place: _Place, value: Value, weight: float, kind: Kind, prog_bar: bool) -> None:
+        cells, key = place
         cell = cells.cells.get(key)
         if cell is None:
             self.names.add(_told(key))
@@ -175,6 +184,17 @@ class MetricStore:
         if isinstance(value, Tensor) and value.dtype != self._dtype:
             value = value.to(self._dtype)
         cell.add(value, weight)
+
+    def _keep_object(self, place: _Place, value: Any) -> None:
+        cells, key = place
+        self.names.add(_told(key))
+        if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
+            raise TypeError(
+                f"The metric {key!r} is a {type(value).__name__}, which cannot combine the "
+                f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
+                "values."
+            )
+        cells.objects[key] = cells.known[key] = value
 
     # -- reducing ------------------------------------------------------------------------------
 
@@ -218,6 +238,7 @@ class MetricStore:
     def forget(self, phase: str) -> None:
         """Drop what an epoch has taken in: it was abandoned."""
         cells = self.epochs.pop(phase, Cells())
+        self._places.clear()
         for metric in cells.objects.values():
             metric.reset()
 

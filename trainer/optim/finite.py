@@ -27,7 +27,6 @@ from trainer.errors import choose
 
 Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
-_REAL = {torch.float32, torch.float64, torch.bfloat16}
 _SHOWN = 8  # names in an error
 
 
@@ -46,32 +45,44 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
         raise ValueError(f"max_skipped_in_row is {max_skipped_in_row}; it must be at least 1.")
 
 
-def find_non_finite(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """Whether any gradient holds NaN or infinity, as a float32 tensor of shape () on the device.
+def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
+    """Whether any gradient holds NaN or infinity.
 
     The kernel that gradient scalers use, at a scale of 1; it reads each gradient once.
 
     Returns:
-        1 or 0; None without gradients.
+        On an accelerator a float32 tensor there of shape (), 1 or 0; None without gradients.
     """
     present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    if present[0].is_cpu:
+        try:
+            return bool(_look_through(present))  # at once, of whatever types
+        except RuntimeError:  # but not sparse or complex ones, nor on several devices
+            return _look_through_groups(present)
+    return _look_through_groups(present)
+
+
+def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
     found: Tensor | None = None
-    for tensors in _alike(present):
-        one = _one(tensors[0].device)
-        here = torch.zeros_like(one)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, here, one)
+    for tensors in _alike(gradients):
+        here = _look_through(tensors)
         # At most 1: fused optimizers take nothing else for a yes, and subtract it from their steps.
         found = here if found is None else torch.maximum(found, here.to(found.device))
+    assert found is not None
+    return bool(found) if found.is_cpu else found
+
+
+def _look_through(gradients: list[Tensor]) -> Tensor:
+    one = _one(gradients[0].device)
+    found = torch.zeros_like(one)
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, one)
     return found
 
 
 def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
     """What the gradients hold, as real numbers, in groups that the kernel takes together."""
-    for gradient in gradients:
-        if not (gradient.is_cpu and gradient.layout is torch.strided and gradient.dtype in _REAL):
-            break
-    else:
-        return [gradients] if gradients else []  # on the CPU it takes any mixture of types
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         dense = gradient._values() if gradient.is_sparse else gradient
@@ -148,12 +159,12 @@ class FiniteGuard:
         """Go on counting."""
         self.skipped, self.in_row = state["skipped"], state["in_row"]
 
-    def admits(self, found: Tensor | None, step: int, loss: Tensor | None) -> bool:
+    def admits(self, found: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
         """Whether to make the update.
 
         Args:
-            found: Above 0 if not, see `find_non_finite` and `is_non_finite`; a fused optimizer is
-                given it too.
+            found: True or above 0 if not, see `find_non_finite` and `is_non_finite`; a fused
+                optimizer is given it too.
             step: The update's number.
             loss: The latest of this process, for the error.
 
@@ -163,9 +174,7 @@ class FiniteGuard:
         """
         if self._pending is not None:
             self.settle()
-        if found is None:
-            return True
-        if found.is_cpu or (self.policy == "skip" and not self._fused):
+        if not isinstance(found, Tensor) or (self.policy == "skip" and not self._fused):
             return self._judge(bool(found), step, loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:

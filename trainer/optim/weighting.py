@@ -34,11 +34,6 @@ class LossWeighting:
         self.world_size = world_size
         self.reference = reference
 
-    @property
-    def _single(self) -> bool:
-        """A window is one micro-batch: its mean is that of the whole."""
-        return self.micro_batches * self.world_size == 1
-
     def weigh(self, loss: Tensor, items: float) -> Tensor:
         """``loss × items ÷ reference``, as a division that is exact for equal micro-batches.
 
@@ -46,7 +41,7 @@ class LossWeighting:
             loss: The mean over the micro-batch.
             items: How many that was; above 0.
         """
-        if self._single:
+        if self.micro_batches * self.world_size == 1:  # its mean is that of the whole window
             return loss
         assert self.reference is not None
         divisor = self.reference * self.micro_batches / items
@@ -60,7 +55,7 @@ class LossWeighting:
             total: The window's items over all processes; as a device tensor it is not read. A
                 window without items has gradients of zero, and keeps them.
         """
-        if self._single:
+        if self.micro_batches * self.world_size == 1:
             return
         assert self.reference is not None
         nominal = self.world_size * self.reference * self.micro_batches

@@ -43,6 +43,17 @@ class Silent(Callback):
         """Nothing."""
 
 
+class Counting(Callback):
+    """Does about the least that a callback does, once a step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        """Count."""
+        self.steps += 1
+
+
 def turn(steps: int, *, metrics: int = 0, callbacks: Callable[[], list[Callback]] = list) -> Lap:
     """One fit without a bar, trackers and checkpoints."""
     task = Task(steps)
@@ -56,6 +67,7 @@ def callback_rows(steps: int) -> list[Contender]:
         "no callback": list,
         "100 callbacks that override no hook": lambda: [Callback() for _ in range(100)],
         "100 callbacks with 4 empty hooks a step": lambda: [Silent() for _ in range(100)],
+        "100 callbacks that count the steps": lambda: [Counting() for _ in range(100)],
     }
     return [
         Contender(name=name, run=partial(turn, steps, callbacks=make))

@@ -14,6 +14,7 @@ import sys
 import tracemalloc
 from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -147,14 +148,34 @@ def test_calls_a_step_in_a_loop_of_ones_own():
     assert count.per_step <= 33, most_common(count)
 
 
-def test_callbacks_without_hooks_cost_nothing(monkeypatch):
-    class Idle(Callback):
-        @property
-        def state_key(self):
-            return f"Idle {id(self)}"
+class Idle(Callback):
+    """Overrides no hook."""
 
+    @property
+    def state_key(self):
+        return f"{type(self).__name__} {id(self)}"
+
+
+class Silent(Idle):
+    """Overrides hooks, and does nothing in them."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        pass
+
+    def on_before_backward(self, trainer, module, loss):
+        pass
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        pass
+
+    def on_boundary(self, trainer, module):
+        """Nothing."""
+
+
+@pytest.mark.parametrize("kind", [Idle, Silent])
+def test_callbacks_without_hooks_cost_nothing(monkeypatch, kind):
     without, many = (
-        fitted(monkeypatch, Module(), callbacks=[Idle() for _ in range(number)])
+        fitted(monkeypatch, Module(), callbacks=[kind() for _ in range(number)])
         for number in (0, 100)
     )
     assert many.calls == without.calls
@@ -191,3 +212,26 @@ def test_a_long_run_takes_no_more_memory(monkeypatch):
     before, after = taken
     grown = after.compare_to(before, "lineno")
     assert sum(each.size_diff for each in grown) < 1000, "\n".join(map(str, grown[:10]))
+
+
+def test_what_a_step_allocates_for_a_while(monkeypatch):
+    """The most that Python's memory grows by inside a step, torch's own Python included."""
+    taken = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            tracemalloc.reset_peak()
+            self.before = tracemalloc.get_traced_memory()[0]
+
+        def on_boundary(self, trainer, module):
+            taken.append(tracemalloc.get_traced_memory()[1] - self.before)
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(bars, "monotonic", lambda: 0.0)
+    trainer = Trainer(cpu=True, max_epochs=1, project_dir="run", callbacks=[Look()])
+    tracemalloc.start()
+    try:
+        trainer.fit(Module(), data(2 * PERIOD))
+    finally:
+        tracemalloc.stop()
+    assert median(taken) <= 2200  # threads of trackers take some now and then

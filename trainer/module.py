@@ -350,7 +350,11 @@ class TrainModule(nn.Module):
         device: torch.device,
         dataloader_idx: int,  # noqa: ARG002 - an interface
     ) -> Any:
-        """Copy a batch to the device; override it for types that have no ``.to``."""
+        """Copy a batch to the device; override it for types that have no ``.to``.
+
+        Where this and the other two batch hooks are left alone, the copy runs beside the kernels of
+        the step before; an override is called in the stream of those.
+        """
         return to_device(batch, device, non_blocking=True)
 
     def on_before_batch_transfer(

@@ -280,7 +280,7 @@ def on_a_rank():
     clock = SlowBack.clock = Clock()  # by the host's clock here: the ranks are other processes
     trainer = trainer_for(max_epochs=1)
     trainer.fit(Quiet(clock), loader(clock))
-    return "rounds" in vars(trainer._fit), trainer.is_global_zero and written()["updates"]
+    return "rounds" in vars(trainer._fit.mover), trainer.is_global_zero and written()["updates"]
 
 
 def test_on_two_processes_the_first_is_timed_and_tells(ranks2):
@@ -446,10 +446,10 @@ def test_without_it_nothing_is_wrapped_or_written(clock, tmp_path, capsys):
     class Look(Callback):
         def on_boundary(self, trainer, module):
             run = trainer._run
-            owners = (run, run.engine, run.metrics, run.recorder, run.writer)
+            owners = (run, run.mover, run.engine, run.metrics, run.recorder, run.writer)
             seen.extend(name for each in owners for name in vars(each) if name in timed)
 
-    timed = ("rounds", "mover", "bare_step", "backward", "log", "flush", "wait")
+    timed = ("rounds", "transfer", "bare_step", "backward", "log", "flush", "wait")
     trainer = trainer_for(max_steps=1, profile=None, callbacks=[Look()])
     trainer.fit(Module(clock), loader(clock))
     assert seen == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
 from trainer.data.feed import Feed, ahead
 from trainer.data.loader import PreparedLoader
+from trainer.data.prefetch import InFlight
 from trainer.data.sampling import own_batches
 from trainer.distributed import collectives
 from trainer.tree import find_batch_size, to_device
@@ -25,7 +26,7 @@ class Plan:
     """A round as rank 0 shares it out.
 
     Attributes:
-        batch: The round's samples, repeated ones included.
+        batch: The round's samples, repeated ones included; on the host, or on their way from it.
         size: Samples that each process gets, as far as they reach.
         real: Samples that are not repeated; None if unknown.
         present: Processes that get any: the first so many.
@@ -94,7 +95,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return Feed(source, seed=self.settings["seed"])
 
     def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
-        plans = ahead(self._plans()) if self.rank == 0 else iter(())
+        plans = ahead(self._sent()) if self.rank == 0 else iter(())
         following = self.world_size
         while following:
             message, batch = self._exchange(plans)
@@ -145,7 +146,9 @@ class DataLoaderDispatcher(PreparedLoader):
         if plan is None:
             return Message(), None, [], pickle.dumps(Message())
         batch = plan.batch
-        if self.device is not None:
+        if isinstance(batch, InFlight):
+            batch = batch.arrive()
+        elif self.device is not None:
             batch = to_device(batch, self.device, non_blocking=self.non_blocking)
         skeleton, tensors = packed(batch) if self.world_size > 1 else (None, [])
         message = Message(
@@ -158,6 +161,14 @@ class DataLoaderDispatcher(PreparedLoader):
         return message, batch, tensors, pickle.dumps(message)  # here, where an error is told
 
     # -- on rank 0 -----------------------------------------------------------------------------
+
+    def _sent(self) -> Iterator[Plan]:
+        """The rounds of a pass, on their way to the device as soon as they are read if they may."""
+        streams = self._streams
+        transfer = self._transfer(streams)
+        if streams is None or transfer is None:
+            return self._plans()
+        return (replace(plan, batch=transfer(plan.batch)) for plan in self._plans())
 
     def _plans(self) -> Iterator[Plan]:
         """The rounds of a pass, those left out that are to be skipped."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.data.feed import Feed, Round, ahead, sampler_generator
+from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.rebuild import loader_kwargs, users_kwargs
 from trainer.rng import synchronize_rng_states
 from trainer.state import GradientState
@@ -33,7 +35,8 @@ class PreparedLoader(DataLoader[Any]):
         even_batches: Every process gets as many batches, the same size each, where samples of the
             beginning are repeated at the end for that.
         device: Where batches are put; None leaves them where they are.
-        non_blocking: Copy asynchronously.
+        non_blocking: Copy asynchronously, by a stream beside the one that computes; see
+            `trainer.data.prefetch`.
         split_batches: A batch of the user's loader is shared out; else each process gets whole
             ones.
         rng_types: Generators that take rank 0's state when a pass begins; see `synchronized`.
@@ -154,6 +157,20 @@ class PreparedLoader(DataLoader[Any]):
         if isinstance(self.source.dataset, IterableDataset):
             return getattr(self.source.dataset, "generator", None)
         return sampler_generator(self.source)
+
+    @property
+    def _streams(self) -> Streams | None:
+        """What batches go to the device by, where that is not the stream that computes."""
+        if self.device is None or not self.non_blocking:
+            return None
+        return streams_for(torch.device(self.device))
+
+    def _transfer(self, streams: Streams | None) -> Callable[[Any], Any] | None:
+        """What puts a batch on the device, or sends it there if there are streams."""
+        if self.device is None:
+            return None
+        move = partial(to_device, device=self.device, non_blocking=self.non_blocking)
+        return move if streams is None else partial(send, move=move, streams=streams)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -297,12 +314,9 @@ class DataLoaderShard(PreparedLoader):
         return feed
 
     def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
-        device = self.device
-
-        def transfer(batch: Any) -> Any:
-            return to_device(batch, device, non_blocking=self.non_blocking)  # type: ignore[arg-type]
-
-        for current, following in ahead(self.feed.read(transfer if device is not None else None)):
+        streams = self._streams
+        for current, following in ahead(self.feed.read(self._transfer(streams))):
             if current.present:
                 last = following is None or not following.present
-                yield current.batch, last, current.real_samples
+                batch = current.batch if streams is None else current.batch.arrive()
+                yield batch, last, current.real_samples

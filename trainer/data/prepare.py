@@ -62,7 +62,8 @@ def prepare_data_loader(
         use_seedable_sampler: The seed of the order always follows the one that ``set_seed`` set.
             Else the generator that was given to the loader or its sampler decides, where there is
             one.
-        non_blocking: Copy to the device asynchronously; useful from pinned memory.
+        non_blocking: Copy to the device asynchronously, a batch ahead and beside what it computes;
+            useful from pinned memory.
 
     Raises:
         TypeError: `dataloader` is no ``DataLoader``, or the slicing function cannot be called.

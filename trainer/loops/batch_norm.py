@@ -17,7 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.collectives import reduce
 from trainer.loops.accumulators import metric_objects
-from trainer.loops.run import FitRun, items_of
+from trainer.loops.moving import items_of
+from trainer.loops.run import FitRun
 from trainer.rng import isolated_rng
 
 
@@ -61,7 +62,7 @@ def update_batch_norm(run: FitRun) -> None:
         torch.no_grad(),
         isolated_rng(),
         run.metrics.muted(),
-        closing(feed.rounds(run.transfer(feed))) as rounds,
+        closing(run.mover.rounds(feed)) as rounds,
     ):
         for batch_idx, current in enumerate(rounds):
             if current.present and (current.complete or not together):

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from trainer.data.loader import Feed
-from trainer.loops.run import Run, items_of
+from trainer.loops.moving import items_of
+from trainer.loops.run import Run
 from trainer.metrics import Scope
 
 
@@ -93,7 +94,7 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     suffix = f"/dataloader_idx_{index}" if several else ""
     feed.set_epoch(run.counters.epoch)
     batch_idx = -1
-    with closing(run.rounds(feed, run.transfer(feed, index))) as rounds:
+    with closing(run.mover.rounds(feed, index)) as rounds:
         for batch_idx, current in enumerate(rounds):
             if run.told_to_end(batch_idx):
                 raise EvaluationAbandoned

@@ -90,7 +90,7 @@ def train_epoch(run: FitRun) -> None:
             return
     step = train_window if run.module.automatic_optimization else manual_window
     begun_at = counters.rounds
-    with closing(run.rounds(feed, run.transfer(feed))) as rounds:  # workers end with the epoch
+    with closing(run.mover.rounds(feed)) as rounds:  # workers end with the epoch
         for window in windows(rounds, lambda: run.accumulation):
             if step(run, window):
                 finish_update(run)

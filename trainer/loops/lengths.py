@@ -88,8 +88,13 @@ class Schedule:
     interval: Interval
     before: Progress = field(default_factory=Progress)
 
+    def may_be_due(self, step: int) -> bool:
+        """False where `due` need not be asked at this update, nor looked how far the run is."""
+        every = self.interval.every
+        return self.interval.unit != "steps" or self.before.steps // every < step // every
+
     def due(self, now: Progress) -> bool:
-        """Whether it is due now; asked once an update."""
+        """Whether it is due now; asked once an update, unless `may_be_due` says no."""
         due = self.interval.due(self.before, now)
         if due or self.interval.unit != "seconds":
             self.before = now

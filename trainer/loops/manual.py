@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import broadcast_object
-from trainer.loops.run import FitRun, items_of
+from trainer.loops.moving import items_of
+from trainer.loops.run import FitRun
 from trainer.loops.window import count_round, see_if_log_is_due
 from trainer.metrics import TRAIN_STEP
 from trainer.optim.finite import find_non_finite
@@ -36,7 +37,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     hooks.on_train_step_start()
     if not micro.complete and run.last_batch is None:
         # Fewer batches in the epoch than processes. It travels by the host.
-        run.last_batch = run.move(broadcast_object(to_host(batch)))
+        run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
     if micro.present:
         metrics.begin_batch(items)
         hooks.on_train_batch_start(batch, batch_idx)

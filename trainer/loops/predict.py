@@ -50,7 +50,7 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool, keep: bool)
     step = run.bare_step("predict_step")
     feed.set_epoch(0)
     batch_idx = -1
-    with closing(run.rounds(feed, run.mover(feed, index))) as rounds:
+    with closing(run.mover.rounds(feed, index, counted=False)) as rounds:
         for batch_idx, current in enumerate(rounds):
             if not current.present:
                 continue

@@ -163,6 +163,11 @@ class Stopwatch:
         finally:
             self.leave(outer)
 
+    def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
+        """Call a function, whose time is this part's."""
+        with self.part(part):
+            function(*args)
+
     def timed(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
         """The function, whose calls are this part's."""
 
@@ -203,9 +208,10 @@ class Stopwatch:
 def watch(run: Run, stopwatch: Stopwatch) -> None:
     """Time what a run works with, by wrapping it; all of it lives as long as the run."""
     timed = stopwatch.timed
-    _replace(run, rounds=stopwatch.timed_items(DATA, run.rounds))
-    for name in ("mover", "transfer"):  # each makes the function that is called
-        _replace(run, **{name: _making(timed, TRANSFER, getattr(run, name))})
+    mover = run.mover
+    _replace(mover, rounds=stopwatch.timed_items(DATA, mover.rounds))
+    _replace(mover, transfer=_making(timed, TRANSFER, mover.transfer))
+    _time_methods(timed, TRANSFER, mover, "hand_over")  # where a copy that is late is waited for
     _replace(run, bare_step=_making(timed, FORWARD, run.bare_step))
     for name, hook in run.hooks.overridden():
         _replace(run.hooks, **{name: timed(f"{CALLBACKS}/{name}", hook)})

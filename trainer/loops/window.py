@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import broadcast_object
-from trainer.loops.run import FitRun, items_of
+from trainer.loops.moving import items_of
+from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
 from trainer.metrics import TRAIN_STEP
 from trainer.optim.clipping import clip_, clip_apart_
@@ -70,15 +71,12 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if loss is not None:
             hooks.on_after_backward()
         if sync:
-            with run.timing.part(OPTIMIZER):
-                update(run, total if items_everywhere is None else items_everywhere, seen)
+            total = total if items_everywhere is None else items_everywhere
+            run.timing.call(OPTIMIZER, update, run, total, seen)
         if micro.present:
             hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
-    with run.timing.part(OPTIMIZER):
-        for optimizer in run.optimizers:
-            hooks.on_before_zero_grad(optimizer)
-            optimizer.zero_grad()
+    run.timing.call(OPTIMIZER, drop_gradients, run)
     return True
 
 
@@ -137,7 +135,7 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
         known = None if run.world_size > 1 else known
     counters.samples_seen += samples
     counters.batches_seen += run.world_size if micro.complete else 1
-    return None if run.counts_items or known is None else known + samples
+    return None if run.mover.counts_items or known is None else known + samples
 
 
 def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
@@ -167,6 +165,13 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
         run.guard.count_scaled(skipped, run.counters.global_step + 1)
     tick(run, "step", run.counters.global_step + 1)
     run.counters.global_step += 1
+
+
+def drop_gradients(run: FitRun) -> None:
+    """The window is over, and so are its gradients."""
+    for optimizer in run.optimizers:
+        run.hooks.on_before_zero_grad(optimizer)
+        optimizer.zero_grad()
 
 
 def drop_unused(run: FitRun) -> None:
@@ -229,7 +234,8 @@ def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
 
 def see_if_log_is_due(run: FitRun) -> None:
     """Before an update is counted: is it one whose values are recorded?"""
-    run.log_due = run.log_schedule.due(run.progress_at(run.counters.global_step + 1))
+    step, schedule = run.counters.global_step + 1, run.log_schedule
+    run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
 def tick(run: FitRun, interval: str, number: int) -> None:

@@ -11,7 +11,9 @@ from torch.optim import optimizer as module
 
 _GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _OWN_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_KNOWN = all(hasattr(module, name) for name in _GLOBAL_HOOKS)
+_KNOWN = all(hasattr(module, name) for name in _GLOBAL_HOOKS) and hasattr(
+    torch.autograd.profiler, "_is_profiler_enabled"
+)
 
 
 def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -1,0 +1,382 @@
+"""Batches that go to the device by a stream of their own, and when they may be used."""
+
+from collections import UserDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from tests.helpers.device import DEVICE, counted_waits
+from tests.helpers.requires import requires_cuda
+from tests.helpers.streams import LateStreams
+from trainer import TrainModule
+from trainer.data import loader as loaders
+from trainer.data.dispatch import DataLoaderDispatcher
+from trainer.data.loader import DataLoaderShard, Feed
+from trainer.data.prefetch import DeviceStreams, Lead, send, streams_for
+from trainer.loops import moving
+from trainer.tree import to_device
+
+META = torch.device("meta")
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass
+class Fields:
+    x: Any
+    name: str
+
+
+class Encoding(UserDict):
+    """Moves itself, as the batches of tokenizers do."""
+
+    def to(self, device, non_blocking=False):
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class Graph:
+    """Moves itself, and says how its memory is kept."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Graph(self.x.to(device))
+
+    def record_stream(self, stream):
+        raise NotImplementedError  # the streams decide
+
+
+class Opaque:
+    """Moves itself, and shows nothing."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def to(self, device):
+        return Opaque(self.x.to(device))
+
+
+@dataclass
+class Mover:
+    """Its fields are not all that it may make on its way."""
+
+    x: Any
+
+    def to(self, device):
+        moved = Mover(self.x.to(device))
+        moved.mask = moved.x > 0
+        return moved
+
+
+class Wrapper(torch.Tensor):
+    """On the host as far as it says, and something else inside."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (3,))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+class OpaqueDict(dict):
+    """Moves itself; what it does not show may be on the device too."""
+
+    def to(self, device):
+        return OpaqueDict({key: value.to(device) for key, value in self.items()})
+
+
+def x(*size):
+    return torch.ones(*(size or (3,)))
+
+
+def packed():
+    return pack_sequence([x(3), x(2)])
+
+
+def shuffled():
+    return pack_sequence([x(2), x(3)], enforce_sorted=False)
+
+
+def moved(streams, batch):
+    flight = send(batch, lambda each: to_device(each, META, non_blocking=True), streams)
+    return flight, flight.arrive()
+
+
+ASIDE = {
+    "a tensor": (x, 1),
+    "a list": (lambda: [x(), x()], 2),
+    "nested": (lambda: {"a": [x(), (x(), 3)], "b": "text", "c": None, "d": torch.Tensor}, 2),
+    "a named tuple": (lambda: Pair(x(), x()), 2),
+    "a dataclass": (lambda: Fields(x(), "name"), 1),
+    "packed": (packed, 1),
+    "packed in another order": (shuffled, 3),
+    "an encoding": (lambda: Encoding(ids=x(), mask=x()), 2),
+    "what keeps itself": (lambda: [Graph(x()), x()], 2),
+    "a list in an encoding": (lambda: [Encoding(ids=x()), {"labels": x()}], 2),
+}
+STAY = {
+    "what moves itself": lambda: Opaque(x()),
+    "what moves itself in a list": lambda: [x(), {"a": Opaque(x())}],
+    "a dataclass that moves itself": lambda: Mover(x()),
+    "a dict that moves itself": lambda: OpaqueDict(a=x()),
+    "an encoding of what moves itself": lambda: Encoding(ids=Opaque(x())),
+    "a tensor of a device": lambda: [x(), x().to(META)],
+    "packed on a device": lambda: packed().to(META),
+    "a leaf of a graph": lambda: x().requires_grad_(),
+    "a sparse tensor": lambda: torch.eye(3).to_sparse(),
+    "nested tensors": lambda: torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged),
+    "a tensor that dispatches": Wrapper,
+}
+
+
+def types_of(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.device.type, tuple(tree.shape)
+    if isinstance(tree, (dict, UserDict)):
+        return type(tree), {key: types_of(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree), [types_of(value) for value in tree]
+    if isinstance(tree, (Fields, Graph, Opaque, Mover)):
+        return type(tree), types_of(tree.x)
+    return tree
+
+
+@pytest.mark.parametrize("kind", ASIDE)
+def test_a_copy_is_made_aside_and_waited_for_by_the_device(kind):
+    make, held = ASIDE[kind]
+    streams = LateStreams()
+    flight = send(make(), lambda batch: to_device(batch, META, non_blocking=True), streams)
+    assert streams.log == [("event", 0, "side")]
+    batch = flight.arrive()
+    kept = [("keep", "computing")] * held
+    assert streams.log == [("event", 0, "side"), ("wait", 0, "computing"), *kept]
+    assert types_of(batch) == types_of(to_device(make(), META))
+    tensors = [each for each in streams.kept if isinstance(each, torch.Tensor)]
+    assert len({id(each) for each in streams.kept}) == held
+    assert all(tensor.device == META for tensor in tensors)
+    assert len(tensors) == held - (kind == "what keeps itself")
+
+
+@pytest.mark.parametrize("kind", STAY)
+def test_what_cannot_be_kept_is_copied_by_the_computing_stream(kind):
+    streams = LateStreams()
+    batch = STAY[kind]()
+    flight = send(batch, lambda each: (each, streams.current().name), streams)
+    assert flight.arrive()[0] is batch
+    assert flight.arrive()[1] == "computing"
+    assert streams.log == []
+
+
+def test_a_batch_waits_for_its_own_copy_alone():
+    streams = LateStreams()
+    first, second = (send(x(), lambda each: each.to(META), streams) for _ in range(2))
+    streams.log.clear()
+    first.arrive()
+    assert streams.log == [("wait", 0, "computing"), ("keep", "computing")]
+    second.arrive()
+    assert streams.log[2:] == [("wait", 1, "computing"), ("keep", "computing")]
+
+
+def test_what_computes_on_its_way_follows_what_was_computed():
+    streams = LateStreams()
+    found = []
+    send(
+        x(), lambda each: found.append((streams.current().name, *streams.log)), streams, follow=True
+    )
+    assert found == [("side", ("follow", "computing", "side"))]
+    assert streams.log == [("follow", "computing", "side"), ("event", 0, "side")]
+
+
+def test_a_copy_that_fails_leaves_the_computing_stream_current():
+    streams = LateStreams()
+    with pytest.raises(ZeroDivisionError):
+        send(x(), lambda _: 1 / 0, streams)
+    assert streams.current().name == "computing"
+
+
+def test_only_accelerators_with_streams_have_them():
+    for name in ("cpu", "meta", "mps"):
+        assert streams_for(torch.device(name)) is None
+
+
+# -- prepared loaders --------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+
+class Failing(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise OSError("no such sample")
+        return torch.tensor([float(index)])
+
+
+def prepared(kind, source, *, non_blocking=True, skip=0, rank=0, world_size=1):
+    return kind(
+        source,
+        rank=rank,
+        world_size=world_size,
+        seed=0,
+        even_batches=False,
+        device=DEVICE,
+        non_blocking=non_blocking,
+        skip_batches=skip,
+    )
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    streams = LateStreams()
+    monkeypatch.setattr(loaders, "streams_for", streams.copying)
+    with counted_waits(monkeypatch):
+        yield streams
+
+
+def values(loader, streams):
+    found = []
+    for batch in loader:
+        streams.note("use")
+        found.append(batch[0].host.tolist() if isinstance(batch, list) else batch.host.tolist())
+    return found
+
+
+VALUES = torch.arange(7.0)
+SOURCES = [
+    (DataLoaderShard, DataLoader(TensorDataset(VALUES), 2)),
+    (DataLoaderShard, DataLoader(Stream(VALUES), 2)),
+    (DataLoaderDispatcher, DataLoader(TensorDataset(VALUES), 2)),
+    (DataLoaderDispatcher, DataLoader(Stream(VALUES), 2)),
+]
+
+
+@pytest.mark.parametrize(("kind", "source"), SOURCES)
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_prepared_loader_copies_a_batch_ahead(streams, kind, source, skip):
+    found = values(prepared(kind, source, skip=skip), streams)
+    assert found == [[0, 1], [2, 3], [4, 5], [6]][skip:]
+    last = len(found) - 1
+    expected = [("event", 0, "side")]
+    for number in range(len(found)):
+        expected += [] if number == last else [("event", number + 1, "side")]
+        expected += [("wait", number, "computing"), ("keep", "computing"), ("use",)]
+    assert streams.log == expected
+
+
+@pytest.mark.parametrize(("kind", "source"), SOURCES)
+def test_without_non_blocking_the_computing_stream_copies(streams, kind, source):
+    found = values(prepared(kind, source, non_blocking=False), streams)
+    assert found == [[0, 1], [2, 3], [4, 5], [6]]
+    assert streams.log == [("use",)] * 4
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_an_error_comes_behind_the_batches_before_it(streams, kind):
+    found = []
+    batches = iter(prepared(kind, DataLoader(Failing(), 2)))
+    with pytest.raises(OSError, match="no such sample"):
+        found.extend(batch.host.flatten().tolist() for batch in batches)
+    assert found == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_a_pass_that_was_left_changes_nothing_in_the_next(streams, kind):
+    loader = prepared(kind, DataLoader(TensorDataset(VALUES), 2))
+    for _ in loader:
+        break
+    assert values(loader, streams) == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_a_round_without_a_batch_here_has_nothing_to_wait_for(streams):
+    feed = Feed(DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
+    mover = moving.Mover(TrainModule(), None, device=DEVICE, rank=1, world_size=2)
+    mover._streams = streams
+    rounds = list(mover.rounds(feed, counted=False))
+    assert [each.present for each in rounds] == [True, False]
+    assert rounds[0].batch[0].host.tolist() == [3, 4, 5]
+    assert rounds[1].batch is None
+    shard = prepared(DataLoaderShard, DataLoader(TensorDataset(VALUES), 3), rank=1, world_size=2)
+    assert values(shard, streams) == [[3, 4, 5]]
+
+
+@pytest.mark.parametrize("data", [TensorDataset(VALUES), Failing(), Stream(VALUES)])
+def test_the_depth_on_the_host_is_that_of_the_users_loader(data):
+    for depth, shown in ((5, 5), (None, 2)):
+        source = DataLoader(data, 2, num_workers=1, prefetch_factor=depth, pin_memory=True)
+        for world_size in (1, 2):
+            loader = Feed(source, world_size=world_size, remember=True).loader
+            assert (loader.prefetch_factor, loader.pin_memory) == (shown, True)
+
+
+def test_a_device_may_be_given_by_its_name(streams):
+    loader = prepared(DataLoaderShard, DataLoader(TensorDataset(VALUES), 7))
+    loader.device = "meta"
+    assert values(loader, streams) == [VALUES.tolist()]
+    assert ("wait", 0, "computing") in streams.log
+
+
+def test_the_streams_of_torch_take_what_is_asked_of_them():
+    """The CPU's have the same methods; there is nothing to wait for or to keep."""
+    streams = DeviceStreams(torch.device("cpu"))
+    found = []
+    flight = send(
+        ["a"], lambda batch: found.append(streams.current()) or batch, streams, follow=True
+    )
+    assert flight.arrive() == ["a"]
+    assert found == [streams.side]
+    assert streams.current() is not streams.side
+
+
+# -- on a device -------------------------------------------------------------------------------
+
+
+@requires_cuda
+def test_a_device_has_one_side_stream_and_keeps_what_is_copied_by_it():
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = streams_for(device)
+    assert streams is streams_for(torch.device(device))
+    assert streams.side != streams.current() == torch.cuda.current_stream()
+    host = torch.arange(1 << 22, dtype=torch.float32).pin_memory()
+    host.to(device).double().sum()  # loads the kernels, which may take longer than the pause below
+    flight = send([host], lambda batch: to_device(batch, device, non_blocking=True), streams)
+    torch.cuda._sleep(10**9)  # the stream that computes is busy, and the other one is not
+    flight.event.synchronize()
+    assert not torch.cuda.current_stream().query()
+    (batch,) = flight.arrive()
+    total = batch.double().sum()
+    place = batch.data_ptr()
+    del batch, flight
+    again = send([host * 0], lambda batch: to_device(batch, device, non_blocking=True), streams)
+    assert again.value[0].data_ptr() != place  # its memory is still to be read
+    assert float(total) == float(host.double().sum())
+
+
+def test_the_host_does_not_run_far_ahead():
+    waited = []
+
+    class Event:
+        def __init__(self, number):
+            self.number = number
+
+        def synchronize(self):
+            waited.append(self.number)
+
+    lead = Lead(2)
+    for number in range(5):
+        lead.add(Event(number))
+    assert waited == [0, 1, 2]

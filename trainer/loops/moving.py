@@ -1,0 +1,204 @@
+"""The way of a batch from its feed to a step: through the user's hooks, to the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from contextlib import closing
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data.loader import Feed, Round
+from trainer.data.prefetch import InFlight, send, streams_for
+from trainer.datamodule import DataModule
+from trainer.hooks import is_overridden
+from trainer.module import TrainModule
+from trainer.rng import isolated_rng, mix
+
+logger = logging.getLogger(__name__)
+
+_DRAWS_BY_HOOKS = 4  # tells their seeds from those of an epoch's order
+
+
+class Mover:
+    """Puts the batches of a run on its device.
+
+    Args:
+        module: The user's.
+        datamodule: The user's, or None.
+        device: Where batches go.
+        rank: This process.
+        world_size: How many there are.
+
+    Attributes:
+        counts_items: The user's `count_items` decides, not the number of samples.
+    """
+
+    def __init__(
+        self,
+        module: TrainModule,
+        datamodule: Any,
+        *,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        self._module, self._device = module, device
+        self._rank, self._world_size = rank, world_size
+        self.counts_items = is_overridden(module, "count_items", TrainModule)
+
+        def own(name: str) -> Callable[..., Any] | None:
+            return _batch_hook(name, module, datamodule)
+
+        moves = own("transfer_batch_to_device")
+        self._before, self._after = own("on_before_batch_transfer"), own("on_after_batch_transfer")
+        ours = moves is None and self._before is None and self._after is None
+        if moves is None and device.type != "cpu":
+            moves = module.transfer_batch_to_device
+        self._moves = moves
+        # The user's code goes where it expects to be: in the stream that computes.
+        self._streams = streams_for(device) if ours else None
+
+    def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Put a batch on the device."""
+        if self._moves is None:
+            return batch
+        return self._moves(batch, self._device, dataloader_idx)
+
+    def rounds(
+        self, feed: Feed, dataloader_idx: int = 0, *, counted: bool = True
+    ) -> Generator[Round, None, None]:
+        """The rounds of a feed's epoch, with batches on the device; see `Feed.rounds`.
+
+        Args:
+            feed: The data.
+            dataloader_idx: Its number among several, for the hooks.
+            counted: A batch comes with what tells its items; see `items_of`.
+        """
+        rounds = feed.rounds(self.transfer(feed, dataloader_idx, counted=counted))
+        return rounds if self._streams is None else self._handed_over(rounds)
+
+    def _handed_over(self, rounds: Generator[Round, None, None]) -> Generator[Round, None, None]:
+        with closing(rounds):
+            for current in rounds:
+                if current.present:
+                    current.batch = self.hand_over(current.batch)
+                yield current
+
+    def hand_over(self, batch: InFlight) -> Any:
+        """See `InFlight.arrive`."""
+        return batch.arrive()
+
+    def transfer(self, feed: Feed, dataloader_idx: int, *, counted: bool) -> Callable[[Any], Any]:
+        """What is called with each batch of a pass, one ahead of its use; as for `rounds`."""
+        change = self._changing(feed, dataloader_idx)
+        if not counted:
+            return self._aside(change)
+        if not self.counts_items:
+            if change is _as_it_is:
+                return _uncounted
+            return self._aside(lambda batch: (change(batch), None))
+
+        def transfer(batch: Any) -> Any:
+            batch = change(batch)
+            return batch, _start_reading(self._module.count_items(batch))
+
+        # Counting goes where the copy goes: at the hand-over the number would have to be waited
+        # for. It may read what the step before writes, a buffer for example, so it follows that.
+        return self._aside(transfer, follow=True)
+
+    def _aside(self, move: Callable[[Any], Any], *, follow: bool = False) -> Callable[[Any], Any]:
+        """The same by the side stream, where there is one; `rounds` then hands over what came."""
+        if self._streams is None:
+            return move
+        return partial(send, move=move, streams=self._streams, follow=follow)
+
+    def _changing(self, feed: Feed, dataloader_idx: int) -> Callable[[Any], Any]:
+        """What puts a batch on the device, changed as the user's hooks do.
+
+        What these draw is a function of the batch's number, as what the dataset draws is: the
+        generators are the training's, and a run that is resumed would draw for the batch ahead a
+        second time.
+        """
+        if self._before is None and self._after is None:
+            if self._moves is None:
+                return _as_it_is
+            return lambda batch: self.move(batch, dataloader_idx)
+        numbers = count(feed.start_batch + self._rank, self._world_size)
+
+        def change(batch: Any) -> Any:
+            with isolated_rng(mix(feed.seed, feed.epoch, _DRAWS_BY_HOOKS, next(numbers))):
+                batch = _changed(self._before, batch, dataloader_idx)
+                return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
+
+        return change
+
+
+def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[..., Any] | None:
+    """The datamodule's own method, else the module's own; None where neither has one."""
+    bases = ((datamodule, DataModule), (module, TrainModule))
+    owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
+    if len(owners) > 1:
+        logger.warning("%s of the datamodule is used, not that of the module.", name)
+    return getattr(owners[0], name) if owners else None
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _uncounted(batch: Any) -> Any:
+    return batch, None
+
+
+def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
+    """What a batch hook returned."""
+    if hook is None:
+        return batch
+    changed = hook(batch, dataloader_idx)
+    if changed is None:
+        name = getattr(hook, "__name__", "A batch hook")
+        raise TypeError(f"{name} returned None; it must return the batch.")
+    return changed
+
+
+def items_of(current: Round) -> tuple[Any, float]:
+    """The batch of a round and its items; nothing for a round without a batch here."""
+    if not current.present:
+        return None, 0.0
+    batch, read = current.batch
+    return batch, float(current.samples) if read is None else read()
+
+
+def _start_reading(count: float | Tensor) -> Callable[[], float]:
+    """Ask for a number that may still be on the device.
+
+    It is asked for a batch ahead, so that reading it later need not wait for the device.
+    """
+    if not isinstance(count, Tensor):
+        return lambda: _checked(count)
+    if count.device.type == "cpu":
+        return lambda: _checked(float(count))
+    host = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
+    host.copy_(count.reshape(()), non_blocking=True)
+    event = torch.Event(count.device)
+    event.record()
+
+    def read() -> float:
+        event.synchronize()
+        return _checked(float(host))
+
+    return read
+
+
+def _checked(items: float) -> float:
+    if not 0 <= items < float("inf"):
+        raise ValueError(
+            f"count_items returned {items}; it must be the number of items that the loss is a "
+            "mean over: 0 or more, and finite."
+        )
+    return float(items)

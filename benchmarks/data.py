@@ -34,9 +34,18 @@ class Samples(Dataset[Any]):
         return (x - x.mean()) / x.std(), y
 
 
+class Drawing(Samples):
+    """Each draws a number, to no effect: the plain loader's would be another in every pass."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return x + 0 * torch.rand(()), y
+
+
 KINDS: dict[str, tuple[Callable[..., Dataset[Any]], dict[str, Any]]] = {
     "TensorDataset": (TensorDataset, {}),
     "samples": (Samples, {}),
+    "samples that draw": (Drawing, {}),
     "batched": (BatchedTensors, {"collate_fn": as_it_is}),
 }
 

@@ -319,7 +319,7 @@ def test_every_peer_has_a_row_and_a_pin():
 
 def test_data(monkeypatch):
     result = data.run(options("data", "--steps", 6, "--repeats", 1))
-    assert_measured(result, ["DataLoader", "prepared by Cadence"] * 6)
+    assert_measured(result, ["DataLoader", "prepared by Cadence"] * 8)
     monkeypatch.setattr(data, "prepared", lambda loader: list(loader)[::-1])
     contenders = data.rows("samples", 0, 6)
     assert contenders[0].run().outcome != contenders[1].run().outcome

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import random
+import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -102,10 +103,10 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def _local_state(*, with_numpy: bool = True) -> dict[str, Any]:
+def _local_state() -> dict[str, Any]:
     """As `rng_state`, but of the current device alone, which code draws from by default."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if with_numpy and "numpy" in sys.modules:
+    if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
     for name, device in _started().items():
         state[name] = device.get_rng_state()
@@ -146,6 +147,8 @@ def _devices() -> dict[str, Any]:
 
 
 def _started() -> dict[str, Any]:
+    if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
+        return {}  # at once: it is asked for every batch
     return {name: device for name, device in _devices().items() if device.is_initialized()}
 
 
@@ -203,23 +206,33 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
         seed: Inside, they begin with it; None leaves them where they are. `seed_generators` would
             seed devices that are not put back.
     """
-    state = _local_state(with_numpy=seed is None)
-    numpy_again = None
+    put_back = set_rng_aside(seed)
     try:
-        if seed is not None:
-            seed_local(seed, numpy=False)
-            numpy_again = _set_numpy_aside(seed)
         yield
     finally:
-        if numpy_again is not None:
-            numpy_again()
-        load_rng_state(state)
-        for name, device in _started().items():
-            if name not in state:
-                device.manual_seed_all(torch.initial_seed())
+        put_back()
 
 
-def seed_local(seed: int, *, numpy: bool = True) -> None:
+def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
+    """As entering `isolated_rng`; leaving it is to call what this returns."""
+    again: list[Callable[[], object]] = []
+
+    def put_back() -> None:
+        for each in reversed(again):
+            each()
+
+    try:
+        again.append(_set_devices_aside(seed))  # put back last: new ones ask for torch's seed
+        again.append(_set_torch_aside(seed))
+        again.append(_set_python_aside(seed))
+        again.append(_set_numpy_aside(seed))
+    except BaseException:
+        put_back()
+        raise
+    return put_back
+
+
+def seed_local(seed: int) -> None:
     """As `seed_generators`, of torch's only the CPU's and those of devices that have been started.
 
     It takes a few microseconds. To tell devices that have not been started of a seed that they may
@@ -227,7 +240,7 @@ def seed_local(seed: int, *, numpy: bool = True) -> None:
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    if numpy and "numpy" in sys.modules:
+    if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     for device in _started().values():
         device.manual_seed(seed)
@@ -235,54 +248,132 @@ def seed_local(seed: int, *, numpy: bool = True) -> None:
         torch.mps.manual_seed(seed)
 
 
-# -- numpy's global generator ----------------------------------------------------------------------
+# -- one generator set aside -----------------------------------------------------------------------
 #
-# To read its state through numpy takes 130 µs, at every batch that is fetched. To put another bit
-# generator in its place takes 3, but forgets the normal number that `randn` may have left over from
-# a pair. Whether there is one is found by drawing one: a number that was left over comes without
-# the bit generator moving.
-
-_SIZE_OF_MT19937 = 625 * 4
-_spare: list[Any] = []
+# Each function seeds its generator, unless `seed` is None, and returns what brings it back to where
+# it was. It is done for every batch that is fetched without workers, so microseconds count.
 
 
-def _set_numpy_aside(seed: int) -> Callable[[], None] | None:
-    """Seed numpy, if it is loaded; what is returned brings it back to where it is now."""
-    if "numpy" not in sys.modules:
-        return None
-    module = sys.modules["numpy"].random
-    outside = module.get_bit_generator()
-    is_usual = type(outside) is module.MT19937
-    left_over = _taken_left_over(module, outside) if is_usual else None
-    if left_over is not None or not is_usual:
-        state = module.get_state(legacy=False)
-        if left_over is not None:
-            state |= {"has_gauss": 1, "gauss": left_over}
-        module.seed(seed % 2**32)
-        return partial(module.set_state, state)
-    inside = _spare.pop() if _spare else module.MT19937()
-    module.set_bit_generator(inside)
-    module.seed(seed % 2**32)
+def _set_torch_aside(seed: int | None) -> Callable[[], object]:
+    generator = torch.default_generator
+    state = generator.get_state()
+    if seed is not None:
+        generator.manual_seed(seed)
+    return partial(generator.set_state, state)
+
+
+def _set_devices_aside(seed: int | None) -> Callable[[], None]:
+    """That of the current device of each kind that has been started."""
+    states: dict[str, tuple[Any, ...]] = {}
+    for name, device in _started().items():
+        number = device.current_device()  # inside, another may become the current one
+        states[name] = device.get_rng_state(number), number
+        if seed is not None:
+            device.manual_seed(seed)
+    if torch.backends.mps.is_available():
+        states["mps"] = (torch.mps.get_rng_state(),)
+        if seed is not None:
+            torch.mps.manual_seed(seed)
 
     def put_back() -> None:
-        module.set_bit_generator(outside)
-        _spare.append(inside)
+        for name, state in states.items():
+            getattr(torch, name).set_rng_state(*state)
+        for name, device in _started().items():
+            if name not in states:
+                device.manual_seed_all(torch.initial_seed())
 
     return put_back
 
 
-def _taken_left_over(module: Any, generator: Any) -> float | None:
-    """The normal number that was left over from a pair, which then is no more; None without one.
+# Python's and numpy's are Mersenne twisters both: 624 words of 32 bits, and which one comes next.
+_SIZE_OF_MT19937 = 625 * 4
 
-    Without one another may be left over now, which the next bit generator makes numpy forget.
+
+def _set_python_aside(seed: int | None) -> Callable[[], object]:
+    """Python's own generator.
+
+    `random.getstate` and ``setstate`` make a tuple of 625 integers and read it again, in 10 µs. To
+    copy the words takes less than one.
     """
-    address = generator.ctypes.state_address
-    place = ctypes.string_at(address, _SIZE_OF_MT19937)
-    number: float = module.standard_normal()
-    if ctypes.string_at(address, _SIZE_OF_MT19937) == place:
-        return number
-    ctypes.memmove(address, place, _SIZE_OF_MT19937)
-    return None
+    generator = getattr(random.getstate, "__self__", None)  # that the functions of `random` are of
+    memory = _memory_of(generator)
+    if memory is None or generator is None:
+        put_back: Callable[[], object] = partial(random.setstate, random.getstate())
+    else:
+        put_back = partial(_write_python, generator, memory, memory.raw, generator.gauss_next)
+    if seed is not None:
+        random.seed(seed)
+    return put_back
+
+
+def _write_python(
+    generator: Any, memory: ctypes.Array[ctypes.c_char], words: bytes, left_over: float | None
+) -> None:
+    memory.raw = words
+    generator.gauss_next = left_over
+
+
+@lru_cache(maxsize=1)  # which keeps the generator alive as long as its address
+def _memory_of(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
+    """Where a generator of Python's keeps its words; None where they do not lie as expected.
+
+    That is behind the head that all objects have. What is found there must be the state.
+    """
+    head = object.__basicsize__
+    if (
+        sys.implementation.name != "cpython"  # elsewhere an id is no address
+        or type(generator) is not random.Random
+        or random.Random.__mro__[1].__basicsize__ < head + _SIZE_OF_MT19937
+    ):
+        return None
+    memory = _memory_at(id(generator) + head)
+    *words, following = generator.getstate()[1]
+    return memory if memory.raw == struct.pack("625I", following, *words) else None
+
+
+@lru_cache(maxsize=8)
+def _memory_at(address: int) -> ctypes.Array[ctypes.c_char]:
+    """The words of a Mersenne twister, to be read and written as bytes while its owner lives."""
+    return (ctypes.c_char * _SIZE_OF_MT19937).from_address(address)
+
+
+# To read numpy's state through numpy and to write it takes 50 µs; to copy the words is as easy as
+# Python's. But besides them there may be a normal number, left over from the last pair that `randn`
+# made. Whether there is one is found by drawing one: a number that was left over comes without the
+# words moving. To be given its own bit generator again makes numpy forget the number.
+
+
+def _set_numpy_aside(seed: int | None) -> Callable[[], object]:
+    """Numpy's global generator, if it is loaded."""
+    if "numpy" not in sys.modules:
+        return _nothing
+    module = sys.modules["numpy"].random
+    if seed is None:
+        return partial(module.set_state, module.get_state())
+    generator = module.get_bit_generator()
+    if type(generator) is module.MT19937:
+        memory = _memory_at(generator.ctypes.state_address)
+        words = memory.raw
+        number = module.standard_normal()
+        if memory.raw != words:
+            module.seed(seed % 2**32)
+            return partial(_write_numpy, module, generator, memory, words)
+        state = module.get_state(legacy=False) | {"has_gauss": 1, "gauss": number}
+    else:
+        state = module.get_state(legacy=False)
+    module.seed(seed % 2**32)
+    return partial(module.set_state, state)
+
+
+def _write_numpy(
+    module: Any, generator: Any, memory: ctypes.Array[ctypes.c_char], words: bytes
+) -> None:
+    memory.raw = words
+    module.set_bit_generator(generator)
+
+
+def _nothing() -> None:
+    """What brings back a generator that is not there."""
 
 
 def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:

@@ -234,6 +234,9 @@ def required_batch_size(data: Any) -> int:
 
 def find_batch_size(tree: Any) -> int | None:
     """As `required_batch_size`, but None where there is none."""
+    first = tree[0] if type(tree) in (list, tuple) and tree else tree
+    if type(first) is Tensor and first.ndim > 0:  # as most batches are: no walk
+        return len(first)
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
             return int(leaf.batch_sizes[0])  # every sequence has a first step

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer import rng
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.configuration import RNGType
 from trainer.rng import (
@@ -425,6 +426,61 @@ def test_numpy_is_put_back_if_a_stretch_draws_raises_or_seeds():
             numpy.random.seed(9 + len(numpy.random.randn(3)) // 0)
     after = numpy.random.get_state()
     assert all(numpy.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def python_after(seed: int | None) -> list:
+    """What Python draws inside and around a stretch of its own, with and without a left over."""
+    random.seed(3)
+    drawn = []
+    for number in range(4):
+        drawn += [random.random() for _ in range(300 * number)]  # all places among the words
+        with isolated_rng(seed):
+            drawn.append([random.getstate(), random.gauss(), random.random()])
+        drawn += [random.getstate(), random.gauss()]
+    return drawn
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_python_is_put_back_alike_by_its_words_and_by_its_state(monkeypatch, seed):
+    by_words = python_after(seed)
+    assert rng._memory_of(random._inst) is not None
+    monkeypatch.setattr(rng, "_memory_of", lambda generator: None)
+    assert python_after(seed) == by_words
+    plain = random.Random(3)
+    assert by_words[1:3] == [plain.getstate(), plain.gauss()]
+    if seed is not None:
+        plain.seed(seed)
+        assert by_words[0] == [plain.getstate(), plain.gauss(), plain.random()]
+
+
+def test_the_words_of_python_are_found_only_where_they_are():
+    generator = random.Random(9)
+    memory = rng._memory_of(generator)
+    before = memory.raw
+    first = generator.random()
+    memory.raw = before
+    assert generator.random() == first
+    assert rng._memory_of(generator) is memory
+
+    class Own(random.Random):
+        pass
+
+    class Elsewhere(random.Random):
+        def getstate(self):
+            version, words, left_over = super().getstate()
+            return version, (*words[1:], words[0]), left_over
+
+    assert [rng._memory_of(each) for each in (None, random.SystemRandom(), Own(9))] == [None] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random, "Random", Elsewhere)
+        assert rng._memory_of(Elsewhere(9)) is None
+
+
+def test_a_device_that_is_chosen_inside_is_not_taken_for_the_one_outside(devices):
+    cuda = devices[0]
+    with isolated_rng(8):
+        cuda.current = 1
+    assert cuda.numbers == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", [numpy.random.MT19937, numpy.random.PCG64])

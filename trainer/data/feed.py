@@ -252,6 +252,17 @@ class Feed:
         if isinstance(self.loader, DataLoader):
             self.loader._iterator = None
 
+    def _end_workers_of(self, batches: Iterator[Any]) -> None:
+        """At once: the error holds on to the iterator, and the collector of garbage comes late.
+
+        It would end the queues first, by which torch tells the workers to end, and these would stay
+        until this process does.
+        """
+        end = getattr(batches, "_shutdown_workers", None)
+        if end is not None:
+            end()
+            self.close()
+
     def another(self) -> Feed:
         """A second reader of the same data within the same limits, with a place of its own.
 
@@ -296,8 +307,13 @@ class Feed:
             return
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
         shares = self.sampler.shares = deque()  # of this pass: another may begin before it ends
-        for batch in _batches_of(self.loader):
-            yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
+        batches = iter(_batches_of(self.loader))
+        try:
+            for batch in batches:
+                yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
+        except Exception:
+            self._end_workers_of(batches)
+            raise
         while shares:  # a last round in which only other processes have a batch
             share = shares.popleft()
             yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)

@@ -15,6 +15,15 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from trainer.data.by_value import sent
+
+
+def attribute_of_dataset(wrapper: Any, name: str) -> Any:
+    """The ``__getattr__`` of a dataset of ours around the user's: the rest is the user's own."""
+    if name == "dataset":  # asked for while unpickling, before there is one
+        raise AttributeError(name)
+    return getattr(wrapper.dataset, name)
+
 
 class TensorRows:
     """A dataset of plain tensors, as `trainer.data.seeding.draws_nothing` knows them, in batches.
@@ -31,10 +40,7 @@ class TensorRows:
         self._looked_at: tuple[Tensor, ...] = ()
         self._can_be_taken = False
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # asked for while unpickling, before there is one
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    __getattr__ = attribute_of_dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -53,12 +59,12 @@ class TensorRows:
             return self._one_by_one(indices)
         try:
             taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
-            return [tensor.index_select(0, taken) for tensor in data.tensors]
+            return sent([tensor.index_select(0, taken) for tensor in data.tensors])
         except (IndexError, OverflowError):  # which says no number, as the dataset's own does
             return self._one_by_one(indices)
 
     def _one_by_one(self, indices: list[int]) -> Any:
-        return default_collate([self.dataset[index] for index in indices])
+        return sent(default_collate([self.dataset[index] for index in indices]))
 
 
 def _can_be_taken(tensors: tuple[Tensor, ...]) -> bool:

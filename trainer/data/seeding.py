@@ -12,8 +12,10 @@ from typing import Any
 
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
+from trainer.data.by_value import sent
+from trainer.data.rows import attribute_of_dataset
 from trainer.data.sampling import BatchIndices, SampleIndex
-from trainer.rng import isolated_rng, seed_local
+from trainer.rng import seed_local, set_rng_aside
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -43,10 +45,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # asked for while unpickling, before there is one
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    __getattr__ = attribute_of_dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -61,12 +60,16 @@ class SeededDataset(Dataset[Any]):
         return self._seeded(indices.seed, lambda: self.collate_fn(self._fetch(list(indices))))
 
     def _fetch(self, indices: list[int]) -> Any:
-        fetch = getattr(self.dataset, "__getitems__", None)
-        return fetch(indices) if fetch else [self.dataset[index] for index in indices]
+        dataset = self.dataset
+        fetch = getattr(dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [dataset[index] for index in indices]
 
     def _seeded(self, seed: int, fetch: Callable[[], Any]) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
             seed_local(seed)
+            return sent(fetch())
+        put_back = set_rng_aside(seed)
+        try:
             return fetch()
-        with isolated_rng(seed):
-            return fetch()
+        finally:
+            put_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
 
 import numpy
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.data import (
 from trainer.data.loader import Feed
 from trainer.data.rows import TensorRows
 from trainer.data.seeding import SeededDataset, draws_nothing
+from trainer.rng import mix, rng_state, seed_generators
 
 
 class Noisy(Dataset):
@@ -162,6 +164,128 @@ def test_an_error_in_the_dataset_leaves_the_generators_alone():
     with pytest.raises(LookupError):
         next(feed.rounds())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def from_python():
+    return random.random(), random.gauss(), random.getrandbits(40)  # gauss leaves a number over
+
+
+def from_numpy():
+    return float(numpy.random.randn()), int(numpy.random.randint(1 << 40))  # and so does randn
+
+
+def from_torch():
+    return torch.rand(()).item(), torch.randn(3).tolist()
+
+
+def after_seeding_itself():
+    random.seed(3)
+    numpy.random.set_state(numpy.random.RandomState(4).get_state())
+    torch.manual_seed(5)
+    return from_all()
+
+
+def in_a_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(from_all()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def from_all():
+    return from_python(), from_numpy(), from_torch()
+
+
+class Drawing(Dataset):
+    """Each item is its index and what `draw` returns, from the item `first` on."""
+
+    def __init__(self, draw, first: int = 0):
+        self.draw, self.first = draw, first
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return index, self.draw() if index >= self.first else None
+
+
+def drawn_by_hand(dataset: Dataset, seed: int, epoch: int) -> list[list]:
+    """Each batch of three under freshly seeded generators, which nobody puts back."""
+    found = []
+    for start in range(0, 30, 3):
+        seed_generators(mix(seed, epoch, start))
+        found.append([dataset[index] for index in range(start, start + 3)])
+    return found
+
+
+def same_states(one, two) -> bool:
+    """Of all generators, to the last bit and the number that is left over from a pair."""
+    return pickle.dumps(one["python"]) == pickle.dumps(two["python"]) and all(
+        numpy.array_equal(a, b)
+        for a, b in zip((*one["numpy"], one["torch"]), (*two["numpy"], two["torch"]), strict=True)
+    )
+
+
+@pytest.mark.parametrize("first", [0, 22])
+@pytest.mark.parametrize(
+    "draw", [from_python, from_numpy, from_torch, from_all, after_seeding_itself, in_a_thread]
+)
+@pytest.mark.parametrize("left_over", [0, 1])
+def test_batches_draw_what_their_seeds_say_beside_a_training_that_draws(draw, first, left_over):
+    dataset = Drawing(draw, first)
+    expected = drawn_by_hand(dataset, 7, 2)
+    seed_generators(1)
+    numbers = [from_all() for _ in range(12)]
+    seed_generators(1)
+    for _ in range(left_over):
+        assert (random.gauss(), numpy.random.randn()) == pytest.approx(
+            (random.Random(1).gauss(), numpy.random.RandomState(1).randn()), abs=0
+        )
+    feed = Feed(loader(dataset, shuffle=False), seed=7)
+    feed.set_epoch(2)
+    before, found = rng_state(), []
+    for current in feed.read():
+        assert same_states(rng_state(), before)
+        found.append(current.batch)
+        if not left_over:
+            assert from_all() == numbers[len(found) - 1]
+            before = rng_state()
+    assert found == expected
+
+
+@pytest.mark.parametrize("start", [6, 7, 8])
+def test_a_pass_that_goes_on_where_a_dataset_begins_to_draw_is_the_same(start):
+    dataset = Drawing(from_all, 22)
+    expected = drawn_by_hand(dataset, 7, 2)[start:]
+    for workers in (0, 2) if start == 7 else (0,):
+        feed = Feed(loader(dataset, shuffle=False, num_workers=workers), seed=7)
+        feed.set_epoch(2)
+        feed.start_batch = start
+        assert [current.batch for current in feed.rounds()] == expected
+
+
+def test_a_fetch_that_fails_leaves_all_generators_alone_and_the_next_is_the_same():
+    class Failing(Drawing):
+        fails = True
+
+        def __getitem__(self, index):
+            item = super().__getitem__(index)
+            if index == 10 and self.fails:
+                raise LookupError(index)
+            return item
+
+    dataset = Failing(from_all)
+    feed = Feed(loader(dataset, shuffle=False), seed=7)
+    feed.set_epoch(2)
+    from_all()
+    before = rng_state()
+    with pytest.raises(LookupError):
+        list(feed.rounds())
+    assert same_states(rng_state(), before)
+    dataset.fails = False
+    expected = drawn_by_hand(dataset, 7, 2)
+    assert [current.batch for current in feed.rounds()] == expected
 
 
 def test_plain_tensors_draw_nothing():

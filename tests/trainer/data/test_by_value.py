@@ -1,0 +1,204 @@
+"""What a worker sends arrives as it is: small tensors by their bytes, others in shared memory."""
+
+import multiprocessing
+import os
+import pickle
+import warnings
+from collections import namedtuple
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from trainer.data import by_value
+from trainer.data.by_value import LIMIT, sent
+from trainer.data.loader import Feed
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+@pytest.fixture
+def there_and_back(monkeypatch):
+    """Through what torch's queues do with what a worker returns."""
+    monkeypatch.setattr(by_value, "get_worker_info", lambda: "some")
+
+    def travel(batch):
+        return pickle.loads(ForkingPickler.dumps(sent(batch)))
+
+    return travel
+
+
+def as_it_is(batch):
+    return batch
+
+
+def batches(dataset, size=4, workers=1, **kwargs) -> list:
+    feed = Feed(DataLoader(dataset, size, num_workers=workers, **kwargs))
+    feed.set_epoch(0)
+    return [current.batch for current in feed.rounds()]
+
+
+TENSORS = [
+    torch.arange(12.0).reshape(3, 4).t(),
+    torch.arange(20)[3:9:2],
+    torch.tensor(3.5, dtype=torch.bfloat16),
+    torch.empty(0),
+    torch.empty(3, 0, dtype=torch.int8),
+    torch.tensor([True, False]),
+    torch.zeros(1).expand(1000, 1000),
+    torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+    torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn),
+    torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    torch.ones(2).share_memory_(),
+    torch.ones(LIMIT // 4),
+]
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=range(len(TENSORS)))
+def test_a_tensor_arrives_as_it_is(there_and_back, tensor):
+    found = there_and_back(tensor)
+    assert (type(found), found.dtype, found.shape) == (type(tensor), tensor.dtype, tensor.shape)
+    assert found.stride() == tensor.stride() or tensor.is_neg()  # a copy then
+    assert found.tolist() == tensor.tolist()
+    assert not found.is_shared()
+    if not found.storage_offset():
+        assert found.data_ptr() % 64 == 0  # some kernels add in another order elsewhere
+
+
+def test_what_is_no_plain_tensor_is_left_to_torch(there_and_back):
+    parameter = there_and_back(torch.nn.Parameter(torch.ones(2)))
+    assert type(parameter) is torch.nn.Parameter
+    assert there_and_back(torch.ones(2, requires_grad=True)).requires_grad
+    assert there_and_back(torch.empty(2, device="meta")).is_meta
+    with torch.sparse.check_sparse_tensor_invariants():
+        sparse = there_and_back(torch.eye(3).to_sparse())
+    assert sparse.layout is torch.sparse_coo
+    assert torch.equal(sparse.to_dense(), torch.eye(3))
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    assert there_and_back(ragged).is_nested
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch is going to drop them
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    assert there_and_back(quantized).is_quantized
+    with torch.device("meta"):  # what new tensors are on by default
+        assert there_and_back([torch.ones(2, device="cpu")])[0].tolist() == [1, 1]
+
+
+def test_what_shares_memory_here_shares_it_there(there_and_back):
+    whole = torch.arange(6.0)
+    batch = there_and_back(Pair(x=[whole, whole[2:]], y={"again": whole, "other": whole.clone()}))
+    assert type(batch) is Pair
+    assert batch.x[0] is batch.y["again"]
+    batch.x[0][3] = 9
+    assert (batch.x[1][1], batch.y["other"][3]) == (9, 3)
+    assert whole[3] == 3
+
+
+def test_without_workers_nothing_is_done():
+    batch = [torch.ones(1)]
+    assert sent(batch) is batch
+
+
+class Samples(Dataset):
+    """Dictionaries with a number, an array and two tensors, a small and a large one."""
+
+    large = LIMIT // 16 + 1
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {
+            "number": index,
+            "array": numpy.arange(index, index + 2),
+            "small": torch.tensor([index]),
+            "large": torch.full((self.large,), float(index)),
+            "name": str(index),
+        }
+
+
+def test_workers_give_what_is_given_without_them():
+    assert all(
+        repr(one) == repr(two)
+        and {key: type(one[key]) for key in one} == {k: type(two[k]) for k in two}
+        for one, two in zip(batches(Samples()), batches(Samples(), workers=0), strict=True)
+    )
+    for batch in batches(Samples()):
+        shared = {key: value.is_shared() for key, value in batch.items() if key != "name"}
+        assert shared == {"number": False, "array": False, "small": False, "large": True}
+
+
+def test_rows_of_tensors_and_samples_without_batches_go_so_too():
+    data = TensorDataset(torch.arange(8), torch.zeros(8, LIMIT // 16 + 1))
+    for x, y in batches(data):
+        assert (x.is_shared(), y.is_shared()) == (False, True)
+    odd = TensorDataset(torch.arange(8), torch.rand(2, 8).t())
+    assert not any(x.is_shared() or y.is_shared() for x, y in batches(odd))  # taken one by one
+    single = batches(Samples(), None)
+    assert [batch["small"].tolist() for batch in single] == [[index] for index in range(8)]
+    assert not any(batch["small"].is_shared() for batch in single)
+
+
+class Buffered(Dataset):
+    """Writes each batch over the last one."""
+
+    def __init__(self):
+        self.buffer = torch.zeros(2)
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return index
+
+    def __getitems__(self, indices):
+        return self.buffer.copy_(torch.tensor(indices))
+
+
+def test_memory_that_a_dataset_uses_again_has_been_read():
+    found = batches(Buffered(), 2, collate_fn=as_it_is, prefetch_factor=10)
+    assert torch.stack(found).flatten().tolist() == list(range(40))
+
+
+class Unfit(Samples):
+    def __getitem__(self, index):
+        return lambda: index
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error():
+    """With a plain loader one waits for it for ever."""
+    with pytest.raises(Exception, match=r"worker process 0[^$]*pickle"):
+        batches(Unfit(), collate_fn=as_it_is)
+
+
+class Broken(Samples):
+    fails = True
+
+    def __getitem__(self, index):
+        if self.fails:
+            raise LookupError(index)
+        return index
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_with_an_error_and_the_next_pass_has_new_ones(persistent):
+    feed = Feed(DataLoader(data := Broken(), 4, num_workers=1, persistent_workers=persistent))
+    feed.set_epoch(0)
+    with pytest.raises(LookupError):
+        list(feed.rounds())
+    assert multiprocessing.active_children() == []
+    data.fails = False
+    assert [current.batch.tolist() for current in feed.rounds()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    feed.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_batches_that_are_kept_hold_no_descriptors():
+    before = len(os.listdir("/proc/self/fd"))
+    kept = batches(Buffered(), 2, collate_fn=as_it_is)
+    assert len(kept) == 20
+    assert len(os.listdir("/proc/self/fd")) - before < 10

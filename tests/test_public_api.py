@@ -66,6 +66,7 @@ PUBLIC: dict[str, list[str]] = {
         "AcceleratorState",
         "AutocastKwargs",
         "CheckpointError",
+        "DDPCommunicationHookType",
         "DataLoaderConfiguration",
         "DataModule",
         "DeepSpeedPlugin",

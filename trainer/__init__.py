@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.configuration import (
         AutocastKwargs,
         DataLoaderConfiguration,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         DistributedType,
         DynamoBackend,
@@ -59,6 +60,7 @@ _HOME = {
     "AcceleratorState": "state",
     "AutocastKwargs": "configuration",
     "CheckpointError": "errors",
+    "DDPCommunicationHookType": "configuration",
     "DataLoaderConfiguration": "configuration",
     "DataModule": "datamodule",
     "DeepSpeedPlugin": "plugins",
@@ -102,6 +104,7 @@ __all__ = [
     "AcceleratorState",
     "AutocastKwargs",
     "CheckpointError",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DataModule",
     "DeepSpeedPlugin",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -143,6 +144,20 @@ class DynamoBackend(Choice):
     TVM = "TVM"
 
 
+class DDPCommunicationHookType(Choice):
+    """What ``DistributedDataParallel`` sends instead of gradients as they are; ``NO`` is these.
+
+    ``FP16`` and ``BF16`` are 16 bits of each, ``POWER_SGD`` products of thin matrices of each
+    layer's, ``BATCHED_POWER_SGD`` of each bucket's.
+    """
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
 class SchedulerTick(Choice):
     """How often a prepared scheduler advances when an update is made."""
 
@@ -192,7 +207,8 @@ class DataLoaderConfiguration:
             are repeated for that. `gather_for_metrics`-like code must then drop them. The `Trainer`
             never repeats samples, whatever is said here.
         use_seedable_sampler: The order of a shuffling loader is a function of a seed and the epoch.
-        non_blocking: Copy batches to the device asynchronously; useful from pinned memory.
+        non_blocking: Copy batches to the device asynchronously, a batch ahead and beside what it
+            computes; useful from pinned memory.
 
     Raises:
         TypeError: A value is none of those.
@@ -266,10 +282,11 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """The arguments that differ from their defaults."""
+        given = self.to_dict()
         return {
-            field.name: value
+            field.name: given[field.name]
             for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            if field.name in given and given[field.name] != field.default
         }
 
 
@@ -327,7 +344,23 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass(kw_only=True)
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments of torch's ``DistributedDataParallel``; its documentation explains them."""
+    """Arguments of torch's ``DistributedDataParallel``; its documentation explains them.
+
+    Attributes:
+        comm_hook: How gradients are sent, a `DDPCommunicationHookType` or its value. Of gradients
+            in float32 ``"fp16"`` and ``"bf16"`` send half the bytes, ``"power_sgd"`` far fewer;
+            what is averaged is not the gradient to the last bit any more. ``"bf16"`` needs NCCL or
+            XCCL. One process sends nothing.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: what PowerSGD sends and keeps is in 16 bits too.
+        comm_state_option: Arguments of torch's ``PowerSGDState``, such as
+            ``matrix_approximation_rank`` (1) and ``start_powerSGD_iter``, the updates before it
+            begins to compress (1000).
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: A value is out of range, a hook or an option has no such name, or there is a
+            wrapper or an option without the hook that it is for.
+    """
 
     dim: int = 0
     broadcast_buffers: bool = True
@@ -336,9 +369,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse buckets without room, and what is neither yes nor no."""
+        """Refuse buckets without room, what is neither yes nor no, and hooks that are none."""
         _at_least(0, "dim", self.dim)
         _at_least(1, "bucket_cap_mb", self.bucket_cap_mb)
         _expect_bools(
@@ -349,6 +385,43 @@ class DistributedDataParallelKwargs(KwargsHandler):
             "gradient_as_bucket_view",
             "static_graph",
         )
+        kind = DDPCommunicationHookType
+        self.comm_hook = kind(kind.parse(self.comm_hook, "comm_hook"))
+        if self.comm_wrapper not in (wrappers := ("no", "fp16", "bf16")):
+            raise ValueError(choose("comm_wrapper", self.comm_wrapper, wrappers))
+        self.comm_wrapper = kind(self.comm_wrapper)
+        if self.comm_wrapper != kind.NO and self.comm_hook == kind.NO:
+            raise ValueError(
+                f"comm_wrapper is {self.comm_wrapper.value!r} with no comm_hook that it could "
+                f"wrap. To send gradients in 16 bits pass comm_hook={self.comm_wrapper.value!r}."
+            )
+        self._check_state_option()
+
+    def _check_state_option(self) -> None:
+        options = self.comm_state_option
+        if not isinstance(options, dict):
+            raise TypeError(f"comm_state_option is {options!r}; it must be a dict.")
+        if not self.comm_hook.endswith("power_sgd"):
+            if options:
+                raise ValueError(
+                    f"comm_state_option is {options}, but comm_hook={self.comm_hook.value!r} has "
+                    "no state; 'power_sgd' has."
+                )
+            return
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        known = [
+            name for name in inspect.signature(PowerSGDState).parameters if "group" not in name
+        ]
+        for name in options:
+            if name not in known:
+                raise ValueError(choose("A key of comm_state_option", name, known))
+        PowerSGDState(None, **options)  # what it refuses is refused here
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every argument of DDP itself, copied: none of its hooks."""
+        hooks = ("comm_hook", "comm_wrapper", "comm_state_option")
+        return {name: value for name, value in super().to_dict().items() if name not in hooks}
 
 
 @dataclass(kw_only=True)

@@ -169,6 +169,27 @@ def test_a_triggered_sync_knows_of_branches_that_one_process_left_out(ranks2):
     assert_each(ranks2(run), [own_gradients(model)] * 2)
 
 
+def test_a_static_graph_averages_too(ranks2):
+    def run() -> list[Any]:
+        kwargs = DistributedDataParallelKwargs(static_graph=True, gradient_as_bucket_view=True)
+        rank, model = dist.get_rank(), prepare(Net(), ddp_kwargs=kwargs)
+        found = [model.static_graph]
+        for update in range(3):  # DDP learns the graph from the first, which it must average
+            model.zero_grad()
+            if update:
+                with no_sync(model):
+                    model(rows(rank, 0)).square().mean().backward()
+            model(rows(rank, 1)).square().mean().backward()
+            found.append(own_gradients(model))
+        return found
+
+    single = reference([(0, 1), (1, 1)], 2)
+    double = reference([(r, n) for r in (0, 1) for n in (0, 1)], 2)
+    for known, *found in ranks2(run):
+        assert known
+        assert_each(found, [single, double, double])
+
+
 def test_a_sync_triggered_in_an_update_that_failed_leaves_the_engine_as_it_was(ranks2):
     def run() -> list[bool]:
         model = prepare(Net())

@@ -163,6 +163,32 @@ def test_parameters_that_are_unfrozen_later_are_averaged_too(ranks2):
     assert first == second
 
 
+class Fractions(Line):
+    def count_items(self, batch):
+        return 0.3 * len(batch[0])
+
+
+def count(kind: type[Line]) -> tuple[float, int]:
+    trainer = Trainer(max_epochs=2, cpu=True, progress_bar=False, checkpointing=False)
+    buckets = []
+
+    class Looking(kind):
+        def on_train_end(self):
+            found = self.trainer._run.engine._ddp._get_ddp_logging_data()["bucket_sizes"]
+            buckets.append(len(found.split(",")))
+
+    trainer.fit(Looking(), loader(11))
+    return trainer.items_seen, *buckets
+
+
+def test_items_are_counted_by_the_reduction_of_the_gradients(ranks2, ranks3):
+    for pool in (ranks2, ranks3):
+        assert set(pool(count, Line, timeout=30)) == {(22.0, 1)}
+        for items, buckets in pool(count, Fractions, timeout=30):
+            assert items == pytest.approx(6.6, rel=1e-12)
+            assert buckets == 2  # float32 holds no fractions exactly
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __init__(self, values: list[float]):
         self.values = values

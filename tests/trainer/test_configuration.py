@@ -11,6 +11,7 @@ import torch
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
@@ -28,7 +29,15 @@ from trainer.configuration import (
 )
 from trainer.errors import choose
 
-CHOICES = [DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType, SchedulerTick]
+CHOICES = [
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SchedulerTick,
+]
 HANDLERS = [
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -193,6 +202,50 @@ def test_a_switch_is_on_or_off(kind, name):
         (ProjectConfiguration, {"logging_dir": 3}, TypeError, "logging_dir is 3; .* a path"),
         (DistributedDataParallelKwargs, {"dim": -1}, ValueError, "dim is -1"),
         (DistributedDataParallelKwargs, {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb is 0"),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "powersgd"},
+            ValueError,
+            "comm_hook is 'powersgd'; .* 'batched_power_sgd', 'bf16', 'fp16', 'no', 'power_sgd'. "
+            "Did you mean 'power_sgd'",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "fp16", "comm_wrapper": "power_sgd"},
+            ValueError,
+            "comm_wrapper is <.*; it must be one of 'bf16', 'fp16', 'no'"
+            "|comm_wrapper is 'power_sgd'; it must be one of 'bf16', 'fp16', 'no'",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_wrapper": "fp16"},
+            ValueError,
+            "no comm_hook .* pass comm_hook='fp16'",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "fp16", "comm_state_option": {"matrix_approximation_rank": 2}},
+            ValueError,
+            "comm_hook='fp16' has no state",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}},
+            ValueError,
+            "A key of comm_state_option is 'rank'; .*'matrix_approximation_rank'",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
+            ValueError,
+            "start_powerSGD_iter",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": 2},
+            TypeError,
+            "comm_state_option is 2; it must be a dict",
+        ),
         (GradScalerKwargs, {"init_scale": 0.0}, ValueError, "init_scale is 0.0; .* above 0"),
         (GradScalerKwargs, {"growth_factor": 1.0}, ValueError, "growth_factor is 1.0; .* above 1"),
         (
@@ -271,7 +324,10 @@ def test_handlers_give_copies_of_all_that_they_hold():
 def test_buckets_are_those_of_torch():
     # What equals its default is not passed on, so the two defaults must agree; None means 25.
     theirs = inspect.signature(torch.nn.parallel.DistributedDataParallel.__init__).parameters
-    for name, parameter in inspect.signature(DistributedDataParallelKwargs).parameters.items():
+    ours = inspect.signature(DistributedDataParallelKwargs).parameters
+    for name, parameter in ours.items():
+        if name.startswith("comm_"):  # hooks are registered, not passed
+            continue
         default = theirs[name].default
         assert default in (None, parameter.default), name
 

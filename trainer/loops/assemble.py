@@ -21,7 +21,7 @@ from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_all, on_main
-from trainer.hooks import HookTable
+from trainer.hooks import HookTable, is_overridden
 from trainer.hparams import logged
 from trainer.loops.about import name_of, versions
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
@@ -373,7 +373,8 @@ def make_fit_run(
 ) -> FitRun:
     """A run that trains: the model prepared first, then the optimizers over its parameters."""
     world_size = accelerator.num_processes
-    agreement = Agreement(accelerator.device)
+    counts = is_overridden(module, "count_items", TrainModule)  # fractions too, it may be
+    agreement = Agreement(accelerator.device, whole_items=not counts)
     engine = choose_engine(
         module,
         agreement,
@@ -407,7 +408,7 @@ def make_fit_run(
         writer=Writer(accelerator.state),
         guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
     )
-    if feed.sampler is not None and feed.sampler.batch_size and not run.counts_items:
+    if feed.sampler is not None and feed.sampler.batch_size and not run.mover.counts_items:
         run.weighting.reference = float(feed.sampler.batch_size)
     return run
 

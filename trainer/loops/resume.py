@@ -33,6 +33,8 @@ from trainer.optim.groups import restore_groups
 from trainer.optim.state import load_state
 from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
+from trainer.strategies.communication import for_processes
+from trainer.strategies.ddp import DataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +139,9 @@ def _restore_ranks(run: FitRun, path: Path) -> None:
     elif run.rank == 0:
         restore_accumulators(run.metrics, run.module, taken_in)
     _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
+    if isinstance(run.engine, DataParallel):
+        kept = [rank.get("communication", {}) for rank in ranks]
+        run.engine.load_state_dict(for_processes(kept, run.rank, run.world_size))
     if run.rank < len(ranks):
         run.saved_rng = ranks[run.rank]["rng"]
     else:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Protocol
 
 import torch
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 
 from callbacks import Progress
 from trainer.checkpoint.writer import Writer
-from trainer.data.loader import Feed, Round
-from trainer.datamodule import DataModule
+from trainer.data.loader import Feed
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import reduce
-from trainer.hooks import HookTable, is_overridden
+from trainer.hooks import HookTable
 from trainer.loops.asked import AskedSaves
 from trainer.loops.lengths import Length, Schedule
+from trainer.loops.moving import Mover
 from trainer.loops.record import Recorder
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
@@ -31,7 +30,6 @@ from trainer.optim.finite import FiniteGuard
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
-from trainer.rng import isolated_rng, mix
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +67,9 @@ class Timing(Protocol):
     def part(self, part: str) -> AbstractContextManager[None]:
         """Inside, the time is this part's."""
 
+    def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
+        """Call a function, whose time is this part's."""
+
 
 class Untimed:
     """Takes no time."""
@@ -76,6 +77,10 @@ class Untimed:
     def part(self, part: str) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
         """Nothing."""
         return _UNTIMED
+
+    def call(self, part: str, function: Callable[..., None], *args: Any) -> None:  # noqa: ARG002
+        """Only that: at each update, where a context would take longer."""
+        function(*args)
 
 
 @dataclass
@@ -146,68 +151,14 @@ class Run:
     timing: Timing = field(default_factory=Untimed)
 
     def __post_init__(self) -> None:
-        """Resolve once whether the user counts items, moves and changes batches on their own."""
-        self._counts = is_overridden(self.module, "count_items", TrainModule)
-        moves = self._batch_hook("transfer_batch_to_device")
-        if moves is None and self.device.type != "cpu":
-            moves = self.module.transfer_batch_to_device
-        self._moves = moves
-        self._before = self._batch_hook("on_before_batch_transfer")
-        self._after = self._batch_hook("on_after_batch_transfer")
-
-    def _batch_hook(self, name: str) -> Callable[..., Any] | None:
-        """The datamodule's own method, else the module's own; None where neither has one."""
-        bases = ((self.datamodule, DataModule), (self.module, TrainModule))
-        owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
-        if len(owners) > 1:
-            logger.warning("%s of the datamodule is used, not that of the module.", name)
-        return getattr(owners[0], name) if owners else None
-
-    def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Put a batch on the device."""
-        if self._moves is None:
-            return batch
-        return self._moves(batch, self.device, dataloader_idx)
-
-    def mover(self, feed: Feed, dataloader_idx: int = 0) -> Callable[[Any], Any]:
-        """What puts the batches of one pass on the device, changed as the user's hooks do.
-
-        It is called one batch ahead of their use, in their order. What the hooks draw is a function
-        of the batch's number, as what the dataset draws is: the generators are the training's, and
-        a run that is resumed would draw for the batch ahead a second time.
-        """
-        if self._before is None and self._after is None:
-            if self._moves is None:
-                return _as_it_is
-            return lambda batch: self.move(batch, dataloader_idx)
-        numbers = count(feed.start_batch + self.rank, self.world_size)
-
-        def change(batch: Any) -> Any:
-            with isolated_rng(mix(feed.seed, feed.epoch, _DRAWS_BY_HOOKS, next(numbers))):
-                batch = _changed(self._before, batch, dataloader_idx)
-                return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
-
-        return change
-
-    def transfer(self, feed: Feed, dataloader_idx: int = 0) -> Callable[[Any], Any]:
-        """As `mover`; it also asks how many items each batch has.
-
-        Returns:
-            What gives the batch and a function that gives the number; None stands for its samples.
-        """
-        move = self.mover(feed, dataloader_idx)
-        if not self._counts:
-            return _uncounted if move is _as_it_is else lambda batch: (move(batch), None)
-
-        def transfer(batch: Any) -> Any:
-            batch = move(batch)
-            return batch, _start_reading(self.module.count_items(batch))
-
-        return transfer
-
-    def rounds(self, feed: Feed, transfer: Callable[[Any], Any]) -> Generator[Round, None, None]:
-        """The rounds of a feed's epoch; see `Feed.rounds`."""
-        return feed.rounds(transfer)
+        """Resolve once what the user does with batches."""
+        self.mover = Mover(
+            self.module,
+            self.datamodule,
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
 
     def bare_step(self, name: str) -> Callable[..., Any]:
         """A step of the user's module in which the engine has no part."""
@@ -219,71 +170,9 @@ class Run:
         del round_idx  # outside a fit nothing would be saved: signals do what they do
         return False
 
-    @property
-    def counts_items(self) -> bool:
-        """The user's `count_items` decides, not the number of samples."""
-        return self._counts
-
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Saves nothing."""
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _uncounted(batch: Any) -> Any:
-    return batch, None
-
-
-def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
-    """What a batch hook returned."""
-    if hook is None:
-        return batch
-    changed = hook(batch, dataloader_idx)
-    if changed is None:
-        name = getattr(hook, "__name__", "A batch hook")
-        raise TypeError(f"{name} returned None; it must return the batch.")
-    return changed
-
-
-def items_of(current: Round) -> tuple[Any, float]:
-    """The batch of a round and its items; nothing for a round without a batch here."""
-    if not current.present:
-        return None, 0.0
-    batch, read = current.batch
-    return batch, float(current.samples) if read is None else read()
-
-
-def _start_reading(count: float | Tensor) -> Callable[[], float]:
-    """Ask for a number that may still be on the device.
-
-    It is asked for a batch ahead, so that reading it later need not wait for the device.
-    """
-    if not isinstance(count, Tensor):
-        return lambda: _checked(count)
-    if count.device.type == "cpu":
-        return lambda: _checked(float(count))
-    host = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
-    host.copy_(count.reshape(()), non_blocking=True)
-    event = torch.Event(count.device)
-    event.record()
-
-    def read() -> float:
-        event.synchronize()
-        return _checked(float(host))
-
-    return read
-
-
-def _checked(items: float) -> float:
-    if not 0 <= items < float("inf"):
-        raise ValueError(
-            f"count_items returned {items}; it must be the number of items that the loss is a "
-            "mean over: 0 or more, and finite."
-        )
-    return float(items)
 
 
 @dataclass(kw_only=True)
@@ -379,14 +268,12 @@ class FitRun(Run):
 
     def own_tally(self, items: float, bad_losses: float | Tensor = 0.0) -> Tally:
         """What this process tells the others about its window."""
-        first = self.rank == 0
         return Tally(
             items,
             stop_votes=1.0 if self.stop_requested() else 0.0,
             signals=0.0 if self.told() is None else 1.0,
-            seconds=self.clock if first else 0.0,
+            seconds=self.clock if self.rank == 0 else 0.0,
             ended=1.0 if self.counters.epoch_complete else 0.0,
-            witness=1.0 if first else 0.0,
             failed_saves=1.0 if self.writer.failed else 0.0,
             asked_saves=float(len(self.asked)),
             bad_losses=bad_losses,

@@ -31,6 +31,7 @@ from trainer.loops.run import FitRun
 from trainer.optim.groups import names_of_groups
 from trainer.rng import rng_state
 from trainer.state import PartialState
+from trainer.strategies.ddp import DataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +175,8 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
         "metrics": accumulators_of(run.metrics, run.module),
         "stream": run.feed.position(),
     }
+    if isinstance(run.engine, DataParallel):
+        state["communication"] = run.engine.state_dict()
     if not run.module.automatic_optimization:
         run.precision.state_dict()  # puts the gradients on the scale that is saved
         state["gradients"] = gradients.take(named_gradients(run))

@@ -26,7 +26,18 @@ def choose_engine(
         world_size: Processes.
         automatic: The loop does backward and steps; otherwise `training_step` does.
         ddp_kwargs: Arguments of DDP.
+
+    Raises:
+        ValueError: The arguments do not go with the engine.
     """
     if world_size == 1:
         return SingleDevice(module, agreement)
-    return DataParallel(module, agreement, ddp_kwargs) if automatic else Replicas(module, agreement)
+    if automatic:
+        return DataParallel(module, agreement, ddp_kwargs)
+    if ddp_kwargs is not None and ddp_kwargs.comm_hook != "no":
+        raise ValueError(
+            f"DistributedDataParallelKwargs(comm_hook={ddp_kwargs.comm_hook.value!r}) cannot be "
+            "used in manual optimisation: there each optimizer averages its own gradients, as they "
+            "are, when it steps. Leave it out."
+        )
+    return Replicas(module, agreement)

@@ -21,9 +21,10 @@ from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed import collectives
-from trainer.distributed.agreement import FIELDS, Agreement, Tally
+from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
+from trainer.strategies import communication
 
 # What DDP can send with every backend.
 _SENDABLE = {
@@ -46,7 +47,8 @@ def wrap(
 ) -> DistributedDataParallel:
     """Wrap a module, already on its device, for this process group.
 
-    Buffers of types that the backend cannot send, such as int16, become rank 0's once, here.
+    Buffers of types that the backend cannot send, such as int16, become rank 0's once, here. A
+    communication hook is the caller's to register, see `trainer.strategies.communication`.
 
     Raises:
         ValueError: The module is not on the kind of device that this process uses.
@@ -103,10 +105,10 @@ class _Stage(nn.Module):
     so that their sum comes with the gradients' own reduction.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, ballot: Tensor) -> None:
         super().__init__()
         self.module = module
-        self.ballot = nn.Parameter(torch.zeros(FIELDS, dtype=torch.float64, device=device))
+        self.ballot = nn.Parameter(torch.zeros_like(ballot))
 
     def forward(self, name: str | None, *args: Any) -> tuple[Any, Tensor]:
         output = None if name is None else getattr(self.module, name)(*args)
@@ -117,13 +119,16 @@ class _Stage(nn.Module):
 class DataParallel:
     """The module in every process, its gradients averaged during the last backward of a window.
 
+    The numbers of an `Agreement` ride along, in a bucket of gradients where these are float32. With
+    a communication hook, which would compress them, they have a reduction of their own.
+
     Args:
         module: The user's module, on its device.
         agreement: Told the sums over the processes.
         kwargs: Arguments of DDP.
 
     Raises:
-        ValueError: A static graph is asked for.
+        ValueError: A static graph is asked for, or a communication hook that torch cannot run here.
     """
 
     def __init__(
@@ -143,16 +148,25 @@ class DataParallel:
         self._agreement = agreement
         self._world_size = PartialState().num_processes
         self._kwargs = kwargs
+        self._saved: dict[str, Any] = {}
         self._wrap()
 
     def _wrap(self) -> None:
-        stage = _Stage(self.module, PartialState().device)
-        self._wrapped = {id(parameter) for parameter in self._trained()}
+        trained = self._trained()
+        hooked = self._kwargs is not None and self._kwargs.comm_hook != "no"
+        dtype = self._agreement.dtype_beside(trained, self._world_size)
+        if hooked:  # what rides is empty, and needs no bucket of its own
+            dtype = trained[0].dtype
+        stage = _Stage(self.module, self._agreement.ballot(NOTHING, dtype))
+        self._wrapped = {id(parameter) for parameter in trained}
         self._ballot: Tensor = stage.ballot
         self._ddp = wrap(stage, self._kwargs)
         self._searches = self._ddp.find_unused_parameters
         if not self._searches:
             self._fix_bucket_layout()
+        # Not before: PowerSGD counts the iterations.
+        self._hook = communication.register(self._ddp, self._kwargs)
+        self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -162,19 +176,22 @@ class DataParallel:
 
         It does so once, in the order in which gradients first arrive. With three processes or
         more a new layout is a new order of summation: done during training, a resumed run would
-        add up differently from the run that it resumes.
+        add up differently from the run that it resumes. A bucket is sent when its last gradient is
+        there: the order must be that of backward, or nothing is sent before backward ends.
         """
+        parameters = [self._ballot, *reversed(self._trained())]
         for _ in range(2):
             self._ddp(None)
-            self._backward_nothing([], [])
-        for parameter in [*self._trained(), self._ballot]:
+            for parameter in parameters:  # one by one: among leaves autograd keeps no order
+                parameter.backward(torch.zeros_like(parameter))
+        for parameter in parameters:
             parameter.grad = None
 
-    def _backward_nothing(self, roots: list[Tensor], gradients: list[Tensor | None]) -> None:
-        """Backward through the roots, and zero for every parameter, so that all buckets fill."""
-        parameters = [*self._trained(), *([] if roots else [self._ballot])]
+    def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
+        """Backward through the ballot, and zero for every parameter, so that all buckets fill."""
+        parameters = self._trained()
         torch.autograd.backward(
-            [*parameters, *roots], [*(torch.zeros_like(p) for p in parameters), *gradients]
+            [*parameters, ride], [*(torch.zeros_like(p) for p in parameters), ballot]
         )
 
     def step(self, name: str, *args: Any) -> Any:
@@ -192,8 +209,11 @@ class DataParallel:
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """See `SingleDevice.finish_window`; without a loss the others still get their sums."""
-        # DDP divides by the number of processes: undone beforehand, the sums of integers are exact.
-        ballot = self._agreement.ballot(own) * self._world_size
+        if self._apart is None:
+            # DDP divides by the number of processes.
+            ballot = self._agreement.ballot(own, self._ballot.dtype, times=self._world_size)
+        else:
+            ballot = self._apart
         if loss is not None:
             torch.autograd.backward([loss, self._ride], [None, ballot])
         else:
@@ -201,31 +221,52 @@ class DataParallel:
             if self._searches:  # DDP itself fills in for parameters that the graph does not reach
                 torch.autograd.backward([ride], [ballot])
             else:
-                self._backward_nothing([ride], [ballot])
-        assert self._ballot.grad is not None
-        total = self._ballot.grad
+                self._backward_nothing(ride, ballot)
+        self._check_reduced()
+        if self._apart is None:
+            assert self._ballot.grad is not None
+            total = self._ballot.grad
+        else:
+            total = self._agreement.ballot(own)
+            dist.all_reduce(total)
         self._ballot.grad = None
-        self._agreement.count(total)
-        if self._agreement.latest.witness != 1:
-            self._refuse_unused()
-        return self._agreement.latest.items if total.device.type == "cpu" else total[0]
+        return self._agreement.count(total)
 
-    def _refuse_unused(self) -> None:
-        """DDP reduced nothing, since it waits for gradients that this loss does not have."""
-        unused = [
-            n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None
-        ]
-        raise RuntimeError(
-            f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so that the "
-            "gradients could not be averaged over the processes. Freeze what is not trained with "
-            "requires_grad_(False), or pass Trainer(kwargs_handlers=["
-            "DistributedDataParallelKwargs(find_unused_parameters=True)])."
-        )
+    def _check_reduced(self) -> None:
+        """See that DDP has not kept waiting for gradients that this loss does not have.
+
+        Raises:
+            RuntimeError: It has: nothing was averaged.
+        """
+        try:
+            self._ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            unused = [
+                n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+            ]
+            raise RuntimeError(
+                f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so that "
+                "the gradients could not be averaged over the processes. Freeze what is not "
+                "trained with requires_grad_(False), or pass Trainer(kwargs_handlers=["
+                "DistributedDataParallelKwargs(find_unused_parameters=True)])."
+            ) from error
 
     def begin_epoch(self) -> None:
         """Wrap the module anew if other parameters are trained than before."""
         if {id(parameter) for parameter in self._trained()} != self._wrapped:
             self._wrap()
+        if self._saved:
+            if self._hook is not None:
+                self._hook.load_state_dict(self._saved)
+            self._saved = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this process's communication hook goes on from; empty for one that keeps nothing."""
+        return {} if self._hook is None else self._hook.state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Put it back as the next epoch begins, when it is known which parameters are trained."""
+        self._saved = saved
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
@@ -264,8 +305,7 @@ class Replicas:
         assert loss is None
         total = self._agreement.ballot(own)
         dist.all_reduce(total)
-        self._agreement.count(total)
-        return self._agreement.latest.items if total.device.type == "cpu" else total[0]
+        return self._agreement.count(total)
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""

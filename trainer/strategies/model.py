@@ -15,7 +15,7 @@ from trainer.configuration import DistributedDataParallelKwargs
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
-from trainer.strategies import ddp
+from trainer.strategies import communication, ddp
 from trainer.strategies.compile import compile_model, uncompiled
 
 
@@ -45,8 +45,9 @@ def prepare_model(
         The model, or the DDP around it.
 
     Raises:
-        ValueError: A device map has spread it and there are several processes, or it is not on the
-            kind of device that they reduce gradients on.
+        ValueError: A device map has spread it and there are several processes, it is not on the
+            kind of device that they reduce gradients on, or torch cannot run the communication hook
+            there.
     """
     state = PartialState()
     spread = verify_device_map(model)
@@ -65,6 +66,7 @@ def prepare_model(
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if state.use_distributed and trains and not evaluation_mode and find_ddp(model) is None:
         model = ddp.wrap(model, ddp_kwargs)
+        communication.register(model, ddp_kwargs)
     compile_model(model, dynamo_plugin)
     return model
 

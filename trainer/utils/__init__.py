@@ -16,6 +16,7 @@ from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
     DynamoBackend,
@@ -90,6 +91,7 @@ __all__ = [
     "WEIGHTS_INDEX_NAME",
     "WEIGHTS_NAME",
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",

@@ -21,9 +21,11 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
-from trainer.rng import mix, seeded_iteration
+from trainer.rng import isolated_rng, mix, seeded_iteration
 
 
 class SeededSampler(Sampler[int]):
@@ -269,7 +271,9 @@ class ShardedSampler(Sampler[Any]):
         if not self._pure:
             # A sampler of the user's own may draw from the global generators: the processes would
             # disagree about the order, and a resumed run with the run that it resumes.
-            stream = seeded_iteration(self._sampler, mix(self.seed, self.epoch))
+            seed = mix(self.seed, self.epoch)
+            at_once = _drawn_at_once(self._sampler, seed)
+            stream = seeded_iteration(self._sampler, seed) if at_once is None else at_once
         return stream if self.limit is None else islice(stream, self.limit)
 
     def _filled(self, batches: list[Any], beginning: list[Any]) -> list[Any]:
@@ -338,6 +342,21 @@ def _tag(batch: Any, seed: int) -> BatchIndices | SampleIndex:
     tagged = BatchIndices(batch) if isinstance(batch, list) else SampleIndex(batch)
     tagged.seed = seed
     return tagged
+
+
+def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
+    """As `seeded_iteration`, of samplers that draw their whole order when they begin; or None.
+
+    Generators are then set aside once, and not for each batch.
+    """
+    inner = batches.sampler if type(batches) is BatchSampler else batches
+    if type(inner) not in (WeightedRandomSampler, SubsetRandomSampler):
+        return None
+    with isolated_rng(seed):
+        order = list(inner)
+    if inner is batches:
+        return order
+    return BatchSampler(order, batches.batch_size, batches.drop_last)
 
 
 def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:

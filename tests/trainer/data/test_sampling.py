@@ -14,6 +14,7 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -140,6 +141,40 @@ def test_a_sampler_that_draws_from_the_global_generator_is_a_function_of_seed_an
     assert deal(coins, epoch=1) == first
     assert deal(coins, epoch=2) != first
     assert deal(coins, epoch=1, seed=1) != first
+
+
+class Weighted(WeightedRandomSampler):
+    """The user's own, which may draw whenever it pleases."""
+
+
+class Chosen(SubsetRandomSampler):
+    """Likewise."""
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+@pytest.mark.parametrize(
+    ("ours", "users", "arguments"),
+    [
+        (WeightedRandomSampler, Weighted, ([0.1, 0.2, 0.3, 0.4] * 3, 11)),
+        (SubsetRandomSampler, Chosen, (range(20, 31),)),
+    ],
+)
+def test_an_order_that_is_drawn_at_once_is_that_of_drawing_on_the_way(
+    monkeypatch, ours, users, arguments, own_generator
+):
+    def dealt(kind, batched):
+        generator = torch.Generator().manual_seed(7) if own_generator else None
+        sampler = kind(*arguments, generator=generator)
+        batches = BatchSampler(sampler, 3, drop_last=True) if batched else sampler
+        return [deal(batches, 2, epoch=epoch, seed=5, limit=3) for epoch in (0, 1)]
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    expected = [dealt(users, batched) for batched in (True, False)]
+    assert expected[0][0] != expected[0][1]
+    monkeypatch.delattr("trainer.data.sampling.seeded_iteration")
+    assert [dealt(ours, batched) for batched in (True, False)] == expected
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_processes_seeded_differently_agree_about_a_random_sampler_of_the_users_own():

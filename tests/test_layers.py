@@ -24,6 +24,7 @@ FLOORS = {
     "trainer._siblings": 1,
     "trainer.environment": 1,
     "trainer.errors": 1,
+    "trainer.generators": 1,
     "trainer.tree": 1,
     "trainer.memory": 1,
     "trainer.distributed.control": 1,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -18,6 +15,14 @@ import torch
 from trainer.configuration import RNGType
 from trainer.distributed.collectives import broadcast
 from trainer.errors import choose
+from trainer.generators import (
+    devices,
+    set_devices_aside,
+    set_numpy_aside,
+    set_python_aside,
+    set_torch_aside,
+    started,
+)
 from trainer.state import PartialState
 
 T = TypeVar("T")
@@ -97,7 +102,7 @@ def rng_state() -> dict[str, Any]:
     Of devices that have not been started there is none to be asked for: that would take memory.
     """
     state = _local_state()
-    for name, device in _started().items():
+    for name, device in started().items():
         states = [device.get_rng_state(number) for number in range(device.device_count())]
         state[name] = {"current": device.current_device(), "states": states}
     return state
@@ -108,7 +113,7 @@ def _local_state() -> dict[str, Any]:
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
-    for name, device in _started().items():
+    for name, device in started().items():
         state[name] = device.get_rng_state()
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
@@ -124,7 +129,7 @@ def load_rng_state(state: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(tuple(state["numpy"]))
-    for name, device in _devices().items():
+    for name, device in devices().items():
         if name in state and device.is_available():
             _load_device_state(device, state[name])
     if "mps" in state and torch.backends.mps.is_available():
@@ -139,17 +144,6 @@ def _load_device_state(device: Any, saved: Any) -> None:
         device.set_rng_state(state, number)
     # Last, since this process may be given a device of another number than then.
     device.set_rng_state(saved["states"][saved["current"]])
-
-
-def _devices() -> dict[str, Any]:
-    """The modules of devices that have a generator each."""
-    return {"cuda": torch.cuda, "xpu": torch.xpu}
-
-
-def _started() -> dict[str, Any]:
-    if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
-        return {}  # at once: it is asked for every batch
-    return {name: device for name, device in _devices().items() if device.is_initialized()}
 
 
 def synchronize_rng_states(
@@ -222,10 +216,10 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
             each()
 
     try:
-        again.append(_set_devices_aside(seed))  # put back last: new ones ask for torch's seed
-        again.append(_set_torch_aside(seed))
-        again.append(_set_python_aside(seed))
-        again.append(_set_numpy_aside(seed))
+        again.append(set_devices_aside(seed))  # put back last: new ones ask for torch's seed
+        again.append(set_torch_aside(seed))
+        again.append(set_python_aside(seed))
+        again.append(set_numpy_aside(seed))
     except BaseException:
         put_back()
         raise
@@ -242,138 +236,10 @@ def seed_local(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    for device in _started().values():
+    for device in started().values():
         device.manual_seed(seed)
     if torch.backends.mps.is_available():
         torch.mps.manual_seed(seed)
-
-
-# -- one generator set aside -----------------------------------------------------------------------
-#
-# Each function seeds its generator, unless `seed` is None, and returns what brings it back to where
-# it was. It is done for every batch that is fetched without workers, so microseconds count.
-
-
-def _set_torch_aside(seed: int | None) -> Callable[[], object]:
-    generator = torch.default_generator
-    state = generator.get_state()
-    if seed is not None:
-        generator.manual_seed(seed)
-    return partial(generator.set_state, state)
-
-
-def _set_devices_aside(seed: int | None) -> Callable[[], None]:
-    """That of the current device of each kind that has been started."""
-    states: dict[str, tuple[Any, ...]] = {}
-    for name, device in _started().items():
-        number = device.current_device()  # inside, another may become the current one
-        states[name] = device.get_rng_state(number), number
-        if seed is not None:
-            device.manual_seed(seed)
-    if torch.backends.mps.is_available():
-        states["mps"] = (torch.mps.get_rng_state(),)
-        if seed is not None:
-            torch.mps.manual_seed(seed)
-
-    def put_back() -> None:
-        for name, state in states.items():
-            getattr(torch, name).set_rng_state(*state)
-        for name, device in _started().items():
-            if name not in states:
-                device.manual_seed_all(torch.initial_seed())
-
-    return put_back
-
-
-# Python's and numpy's are Mersenne twisters both: 624 words of 32 bits, and which one comes next.
-_SIZE_OF_MT19937 = 625 * 4
-
-
-def _set_python_aside(seed: int | None) -> Callable[[], object]:
-    """Python's own generator.
-
-    `random.getstate` and ``setstate`` make a tuple of 625 integers and read it again, in 10 µs. To
-    copy the words takes less than one.
-    """
-    generator = getattr(random.getstate, "__self__", None)  # that the functions of `random` are of
-    memory = _memory_of(generator)
-    if memory is None or generator is None:
-        put_back: Callable[[], object] = partial(random.setstate, random.getstate())
-    else:
-        put_back = partial(_write_python, generator, memory, memory.raw, generator.gauss_next)
-    if seed is not None:
-        random.seed(seed)
-    return put_back
-
-
-def _write_python(
-    generator: Any, memory: ctypes.Array[ctypes.c_char], words: bytes, left_over: float | None
-) -> None:
-    memory.raw = words
-    generator.gauss_next = left_over
-
-
-@lru_cache(maxsize=1)  # which keeps the generator alive as long as its address
-def _memory_of(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
-    """Where a generator of Python's keeps its words; None where they do not lie as expected.
-
-    That is behind the head that all objects have. What is found there must be the state.
-    """
-    head = object.__basicsize__
-    if (
-        sys.implementation.name != "cpython"  # elsewhere an id is no address
-        or type(generator) is not random.Random
-        or random.Random.__mro__[1].__basicsize__ < head + _SIZE_OF_MT19937
-    ):
-        return None
-    memory = _memory_at(id(generator) + head)
-    *words, following = generator.getstate()[1]
-    return memory if memory.raw == struct.pack("625I", following, *words) else None
-
-
-@lru_cache(maxsize=8)
-def _memory_at(address: int) -> ctypes.Array[ctypes.c_char]:
-    """The words of a Mersenne twister, to be read and written as bytes while its owner lives."""
-    return (ctypes.c_char * _SIZE_OF_MT19937).from_address(address)
-
-
-# To read numpy's state through numpy and to write it takes 50 µs; to copy the words is as easy as
-# Python's. But besides them there may be a normal number, left over from the last pair that `randn`
-# made. Whether there is one is found by drawing one: a number that was left over comes without the
-# words moving. To be given its own bit generator again makes numpy forget the number.
-
-
-def _set_numpy_aside(seed: int | None) -> Callable[[], object]:
-    """Numpy's global generator, if it is loaded."""
-    if "numpy" not in sys.modules:
-        return _nothing
-    module = sys.modules["numpy"].random
-    if seed is None:
-        return partial(module.set_state, module.get_state())
-    generator = module.get_bit_generator()
-    if type(generator) is module.MT19937:
-        memory = _memory_at(generator.ctypes.state_address)
-        words = memory.raw
-        number = module.standard_normal()
-        if memory.raw != words:
-            module.seed(seed % 2**32)
-            return partial(_write_numpy, module, generator, memory, words)
-        state = module.get_state(legacy=False) | {"has_gauss": 1, "gauss": number}
-    else:
-        state = module.get_state(legacy=False)
-    module.seed(seed % 2**32)
-    return partial(module.set_state, state)
-
-
-def _write_numpy(
-    module: Any, generator: Any, memory: ctypes.Array[ctypes.c_char], words: bytes
-) -> None:
-    memory.raw = words
-    module.set_bit_generator(generator)
-
-
-def _nothing() -> None:
-    """What brings back a generator that is not there."""
 
 
 def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:

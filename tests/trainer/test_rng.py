@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import rng
+from trainer import generators
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.configuration import RNGType
 from trainer.rng import (
@@ -443,8 +443,8 @@ def python_after(seed: int | None) -> list:
 @pytest.mark.parametrize("seed", [None, 5])
 def test_python_is_put_back_alike_by_its_words_and_by_its_state(monkeypatch, seed):
     by_words = python_after(seed)
-    assert rng._memory_of(random._inst) is not None
-    monkeypatch.setattr(rng, "_memory_of", lambda generator: None)
+    assert generators._memory_of(random._inst) is not None
+    monkeypatch.setattr(generators, "_memory_of", lambda generator: None)
     assert python_after(seed) == by_words
     plain = random.Random(3)
     assert by_words[1:3] == [plain.getstate(), plain.gauss()]
@@ -455,12 +455,12 @@ def test_python_is_put_back_alike_by_its_words_and_by_its_state(monkeypatch, see
 
 def test_the_words_of_python_are_found_only_where_they_are():
     generator = random.Random(9)
-    memory = rng._memory_of(generator)
+    memory = generators._memory_of(generator)
     before = memory.raw
     first = generator.random()
     memory.raw = before
     assert generator.random() == first
-    assert rng._memory_of(generator) is memory
+    assert generators._memory_of(generator) is memory
 
     class Own(random.Random):
         pass
@@ -470,10 +470,12 @@ def test_the_words_of_python_are_found_only_where_they_are():
             version, words, left_over = super().getstate()
             return version, (*words[1:], words[0]), left_over
 
-    assert [rng._memory_of(each) for each in (None, random.SystemRandom(), Own(9))] == [None] * 3
+    assert [generators._memory_of(each) for each in (None, random.SystemRandom(), Own(9))] == [
+        None
+    ] * 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(random, "Random", Elsewhere)
-        assert rng._memory_of(Elsewhere(9)) is None
+        assert generators._memory_of(Elsewhere(9)) is None
 
 
 def test_a_device_that_is_chosen_inside_is_not_taken_for_the_one_outside(devices):

@@ -60,7 +60,7 @@ class Pending:
         self._calls: deque[Call] = deque()
         self._gap: Gap | None = None
         self._ended = False
-        self._urgent = False  # a call has come that is no record
+        self._urgent = False  # a call that is no record has come, or many records
         self._changed = threading.Condition()
 
     def put(self, call: Call, *, last: bool = False) -> bool:
@@ -73,7 +73,8 @@ class Pending:
             if call.record and len(self._calls) >= self.capacity:
                 self._drop_oldest()
             self._calls.append(call)
-            self._urgent = self._urgent or not call.record
+            filling = 2 * len(self._calls) >= self.capacity
+            self._urgent = self._urgent or not call.record or filling
             if self._urgent or len(self._calls) == 1:  # else a thread gathers, or has not come yet
                 self._changed.notify()
             return True

@@ -117,6 +117,11 @@ class Precision:
         self._adapt()
         return self.scaler.scale(loss)
 
+    def scale_nothing(self, device: torch.device) -> None:
+        """Be where `scale` leaves off, without a loss here: others have one, or it has no items."""
+        if self.scales:
+            self.scale(torch.zeros((), device=device))
+
     def _adapt(self) -> None:
         """Adapt the scale to the updates made under it.
 

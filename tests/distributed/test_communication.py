@@ -394,3 +394,18 @@ def test_one_process_sends_nothing():
     model = Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Net())
     model(rows(0, 0)).backward()
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), local(0, [0]), strict=True))
+
+
+def test_a_state_that_is_not_put_back_yet_is_saved_again(ranks2):
+    """At a boundary that a resumed run finishes before its next epoch begins, for example."""
+
+    def saved() -> bool:
+        options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2}
+        own, _ = engine(Net(), comm_hook="power_sgd", comm_state_option=options)
+        begun = own.state_dict()
+        again, _ = engine(Net(), comm_hook="power_sgd", comm_state_option=options)
+        other = begun | {"iter": 7}
+        again.load_state_dict(other)
+        return begun != {} and again.state_dict() == other
+
+    assert ranks2(saved) == [True, True]

@@ -1,4 +1,5 @@
 import threading
+from time import monotonic
 
 import pytest
 
@@ -103,47 +104,71 @@ class Clockless(threading.Condition):
         return predicate()
 
 
-def gathering(seconds):
-    pending = Pending(10, seconds)
+def gathering(seconds, capacity=10):
+    pending = Pending(capacity, seconds)
     pending._changed = Clockless()
     return pending, pending._changed.waits
 
 
-def test_the_first_record_waits_for_others():
-    pending, waits = gathering(7.0)
-    taker = threading.Thread(target=pending.take)  # which finds nothing, or the first record
-    taker.start()
-    for time in (1.0, 2.0, 3.0):
-        pending.put(record(time))
-    taker.join()
-    assert [pending.take().time for _ in range(2)] == [2.0, 3.0]
-    assert waits in ([7.0], [])  # once for all, or not at all where they were there before
+def until_it_waits(pending):
+    """Until a thread waits; whoever is notified has to come back to it."""
+    deadline = monotonic() + 30
+    while not pending._changed._waiters:
+        assert monotonic() < deadline, "nobody waits"
 
 
-def test_what_is_no_record_ends_the_waiting():
-    pending = Pending(10, gathering=3600.0)
+def taking(pending, number):
+    """A thread that takes so many calls, and what it has taken; it waits for the first."""
     found = []
 
     def take():
-        found.extend(pending.take() for _ in range(3))
+        while len(found) < number:
+            found.append(pending.take())
 
-    taker = threading.Thread(target=take)
-    taker.start()
-    pending.put(record(1.0))
-    pending.put(record(2.0))
-    pending.put(Call("submit", print, record=False))
-    taker.join(30)
-    assert [call.what for call in found] == ["log", "log", "submit"]
+    thread = threading.Thread(target=take)
+    thread.start()
+    until_it_waits(pending)
+    return thread, found
 
 
 def test_each_batch_is_waited_for_anew():
     pending, waits = gathering(7.0)
     for time in (1.0, 2.0):
-        taker = threading.Thread(target=pending.take)
-        taker.start()
-        while not pending._changed._waiters:
-            pass
+        taker, _ = taking(pending, 1)
         pending.put(record(time))
         taker.join(30)
         assert not taker.is_alive()
     assert waits == [7.0, 7.0]
+
+
+def test_records_that_are_there_are_not_waited_for():
+    pending, waits = gathering(7.0)
+    for time in (1.0, 2.0):
+        pending.put(record(time))
+    assert [pending.take().time for _ in range(2)] == [1.0, 2.0]
+    assert waits == []
+
+
+def test_what_is_no_record_ends_the_waiting():
+    pending = Pending(10, gathering=3600.0)
+    taker, found = taking(pending, 3)
+    pending.put(record(1.0))
+    pending.put(record(2.0))
+    until_it_waits(pending)
+    assert found == []
+    pending.put(Call("submit", print, record=False))
+    taker.join(30)
+    assert [call.what for call in found] == ["log", "log", "submit"]
+
+
+def test_a_queue_that_fills_is_not_left_to_overflow():
+    pending = Pending(10, gathering=3600.0)
+    taker, found = taking(pending, 5)
+    for time in range(4):
+        pending.put(record(time))
+    until_it_waits(pending)
+    assert found == []
+    pending.put(record(4))
+    taker.join(30)
+    assert [call.time for call in found] == [0, 1, 2, 3, 4]
+    assert pending.lost == 0

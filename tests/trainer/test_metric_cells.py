@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.metrics import TRAIN_STEP, Cell, MetricStore
-from trainer.metrics.cells import EMPTY
+from trainer.metrics.cells import EMPTY, Scope
 
 
 @pytest.mark.parametrize("kind", ["min", "max"])
@@ -52,3 +52,14 @@ def test_a_value_is_that_of_the_moment_it_was_logged():
 def test_a_complex_value_is_refused():
     with pytest.raises(TypeError, match="log a number"):
         store().log("value", torch.tensor(1 + 2j))
+
+
+def test_behind_a_phase_that_was_abandoned_its_values_are_kept_again():
+    metrics = MetricStore(torch.device("cpu"))
+    metrics.scope = Scope("validation", False)
+    for value in (1.0, 3.0):
+        metrics.begin_batch(1)
+        metrics.log("v", value)
+        if value == 1.0:
+            metrics.forget("validation")
+    assert metrics.reduce_epoch("validation") == {"v": 3.0}

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from callbacks import Callback, ModelCheckpoint
+from callbacks import Callback, Interval, ModelCheckpoint, Progress
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
+from trainer.loops.lengths import Schedule
 
 
 class Net(TrainModule):
@@ -632,3 +633,14 @@ def test_predict_calls_the_module_where_it_has_no_predict_step():
             return batch * 2
 
     assert make().predict(Plain(), [torch.ones(2)])[0].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_in_steps_it_may_be_due_just_when_it_is(every):
+    interval = Interval.parse(every)
+    for before in range(9):
+        schedule = Schedule(interval, Progress(steps=before))
+        for step in range(before + 1, before + 10):
+            due = interval.due(Progress(steps=before), Progress(steps=step))
+            assert schedule.may_be_due(step) == due
+    assert Schedule(Interval.parse("1 epoch")).may_be_due(1)

@@ -314,6 +314,8 @@ class Feed:
         except Exception:
             self._end_workers_of(batches)
             raise
+        if not getattr(self.loader, "persistent_workers", False):
+            self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
         while shares:  # a last round in which only other processes have a batch
             share = shares.popleft()
             yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)

@@ -82,7 +82,8 @@ class Schedule:
 
     Attributes:
         interval: How often.
-        before: Where the run stood when this was asked last; by the clock, when it was due last.
+        before: Where the run stood when this was asked last; in steps and by the clock, when it was
+            due last.
     """
 
     interval: Interval

@@ -64,6 +64,8 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         items_here += items
         items_everywhere = count_round(run, micro, items_everywhere)
         if sync:
+            if loss is None:
+                run.precision.scale_nothing(run.device)
             bad = 0.0 if run.guard is None or losses is None else is_non_finite(losses)
             total = engine.finish_window(loss, run.own_tally(items_here, bad))
         elif loss is not None:
@@ -225,7 +227,7 @@ def admitted(run: FitRun, seen: Tensor | None) -> bool:
 def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
     """Whether there is a gradient or a loss that is not finite; as a tensor 1 or 0."""
     if not isinstance(found, Tensor):
-        return found or bad_losses > 0
+        return found or bool(bad_losses > 0)
     if isinstance(bad_losses, Tensor):
         bad = bad_losses.to(found, non_blocking=True).clamp(max=1.0)
         return torch.maximum(found, bad)

@@ -123,9 +123,9 @@ class MetricStore:
         places = self._places.get(call)
         if places is None:  # all further calls like this one lead there
             places = self._places[call] = self._find_places(*call)
-        weight = self.items if batch_size is None else weight_of(name, batch_size)
         if not is_object:
             value = scalar(name, value)
+        weight = self.items if batch_size is None else weight_of(name, batch_size)
         for place in places:
             if is_object:
                 self._keep_object(place, value)

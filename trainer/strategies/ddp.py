@@ -155,7 +155,7 @@ class DataParallel:
         trained = self._trained()
         hooked = self._kwargs is not None and self._kwargs.comm_hook != "no"
         dtype = self._agreement.dtype_beside(trained, self._world_size)
-        if hooked:  # what rides is empty, and needs no bucket of its own
+        if hooked and trained:  # what rides is empty, and needs no bucket of its own
             dtype = trained[0].dtype
         stage = _Stage(self.module, self._agreement.ballot(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
@@ -179,20 +179,29 @@ class DataParallel:
         add up differently from the run that it resumes. A bucket is sent when its last gradient is
         there: the order must be that of backward, or nothing is sent before backward ends.
         """
-        parameters = [self._ballot, *reversed(self._trained())]
+        parameters: list[Tensor] = [self._ballot, *reversed(self._trained())]
+        zeros = self._zeros(parameters)
         for _ in range(2):
             self._ddp(None)
-            for parameter in parameters:  # one by one: among leaves autograd keeps no order
-                parameter.backward(torch.zeros_like(parameter))
+            for parameter, zero in zip(parameters, zeros, strict=True):
+                parameter.backward(zero)  # one by one: among leaves autograd keeps no order
         for parameter in parameters:
             parameter.grad = None
 
+    def _zeros(self, parameters: list[Tensor]) -> list[Tensor]:
+        """A gradient of zero for each, in the layout that DDP expects of it."""
+        parts = self.module.modules()
+        sparse = {
+            id(part.weight)
+            for part in parts
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        }
+        return [_no_rows(p) if id(p) in sparse else torch.zeros_like(p) for p in parameters]
+
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
         """Backward through the ballot, and zero for every parameter, so that all buckets fill."""
-        parameters = self._trained()
-        torch.autograd.backward(
-            [*parameters, ride], [*(torch.zeros_like(p) for p in parameters), ballot]
-        )
+        parameters: list[Tensor] = [*self._trained()]
+        torch.autograd.backward([*parameters, ride], [*self._zeros(parameters), ballot])
 
     def step(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by its name, through DDP's forward."""
@@ -261,8 +270,11 @@ class DataParallel:
             self._saved = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process's communication hook goes on from; empty for one that keeps nothing."""
-        return {} if self._hook is None else self._hook.state_dict()
+        """What this process's communication hook goes on from; empty for one that keeps nothing.
+
+        Also what it was given and has not put back yet.
+        """
+        return self._saved or ({} if self._hook is None else self._hook.state_dict())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Put it back as the next epoch begins, when it is known which parameters are trained."""
@@ -271,6 +283,13 @@ class DataParallel:
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
         broadcast_(list(self.module.buffers()))
+
+
+def _no_rows(weight: Tensor) -> Tensor:
+    """The gradient of a sparse embedding, (rows, width), of which no row was used."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
+    values = weight.new_empty(0, weight.shape[1])
+    return torch.sparse_coo_tensor(rows, values, weight.shape, check_invariants=False)
 
 
 class Replicas:

@@ -196,6 +196,23 @@ def test_workers_end_with_an_error_and_the_next_pass_has_new_ones(persistent):
     feed.close()
 
 
+class Short(Broken):
+    """Ends the epoch by itself."""
+
+    def __getitem__(self, index):
+        if index == 4:
+            raise StopIteration
+        return index
+
+
+def test_workers_end_with_an_epoch_that_the_dataset_ends():
+    feed = Feed(DataLoader(Short(), 4, num_workers=1))
+    feed.set_epoch(0)
+    rounds = feed.rounds()
+    assert [current.batch.tolist() for current in rounds] == [[0, 1, 2, 3]]
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 def test_batches_that_are_kept_hold_no_descriptors():
     before = len(os.listdir("/proc/self/fd"))

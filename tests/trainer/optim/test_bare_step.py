@@ -1,7 +1,12 @@
 """The step of an optimizer without what torch puts around it: the same, and all that is asked."""
 
+import contextlib
+import functools
+from unittest import mock
+
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as module
 
@@ -126,6 +131,55 @@ def test_steps_of_ones_own_are_called(monkeypatch):
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: called.append("class"))
     step(other)
     assert called[2:] == ["class"]
+
+
+def test_what_is_wrapped_around_torchs_own_step_is_called(monkeypatch):
+    """By `functools.wraps`, which makes it look like torch's wrapper."""
+    called = []
+    net = network()
+    backward(net)
+    original = MAKERS["sgd"](net.parameters()).step.__func__
+
+    class Clamped(torch.optim.SGD):
+        @functools.wraps(original)
+        def step(self, closure=None):
+            called.append("subclass")
+            return super().step(closure)
+
+    step(Clamped(net.parameters(), 0.1))
+    assert called == ["subclass"]
+    other = MAKERS["sgd"](net.parameters())
+
+    @functools.wraps(original)
+    def traced(self, closure=None):
+        called.append("class")
+        return original(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", traced)
+    step(other)
+    assert called == ["subclass", "class"]
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_step_that_a_test_has_replaced_is_called(scheduled):
+    optimizer = MAKERS["sgd"](network().parameters())
+    if scheduled:
+        optimizer.step = mock.MagicMock()
+        replaced = contextlib.nullcontext(optimizer.step)
+    else:
+        replaced = mock.patch.object(torch.optim.SGD, "step")
+    with replaced as fake:
+        step(optimizer)
+    assert fake.call_count == 1
+
+
+def test_the_profiler_of_earlier_torch_has_its_section_too():
+    net = network()
+    optimizer = MAKERS["sgd"](net.parameters())
+    backward(net)
+    with profiler_legacy.profile() as profile:
+        step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.function_events}
 
 
 def test_a_schedule_does_not_stand_in_the_way(sections):

@@ -1,0 +1,92 @@
+"""Windows in which a process has no loss, and gradients that are sparse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer import GradScalerKwargs, Trainer, TrainModule
+
+
+class Net(TrainModule):
+    """Notes how large the gradients are of which a hook is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(6, 3)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(batch[0]).float().square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(sum(p.grad.abs().sum().item() for p in self.parameters()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def fitted(batches: int, precision: str) -> tuple[list[float], list[float]]:
+    generator = torch.Generator().manual_seed(1)
+    data = DataLoader(TensorDataset(torch.randn(4 * batches, 6, generator=generator)), 4)
+    module = Net()
+    trainer = Trainer(
+        max_epochs=2,
+        cpu=True,
+        barebones=True,
+        mixed_precision=precision,
+        max_grad_norm=0.5,
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0)],  # under which nothing overflows
+    )
+    trainer.fit(module, data)
+    return module.seen, module.net.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("batches", [5, 1])
+def test_a_process_without_a_loss_unscales_and_clips_as_the_others(ranks2, batches):
+    """Of 5 batches the second process has none in the third window; of 1 none in the first."""
+    (seen, weights), (seen_there, weights_there) = ranks2(fitted, batches, "fp16")
+    assert seen == seen_there
+    assert weights == weights_there
+    ((exact, exact_weights), _) = ranks2(fitted, batches, "no")
+    assert seen == pytest.approx(exact, rel=0.02)
+    assert weights == pytest.approx(exact_weights, abs=1e-3)
+
+
+class Words(TrainModule):
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(12, 3, sparse=sparse)
+        self.bag = nn.EmbeddingBag(12, 3, sparse=sparse)
+        self.out = nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        (words,) = batch
+        both = torch.cat([self.words(words).mean(1), self.bag(words)], 1)
+        return self.out(both).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.5)
+
+
+def weights_of(*, sparse: bool) -> list[float]:
+    words = torch.arange(36).reshape(12, 3) % 12
+    module = Words(sparse=sparse)
+    trainer = Trainer(max_epochs=2, cpu=True, barebones=True)
+    trainer.fit(module, DataLoader(TensorDataset(words), 4))  # 3 batches: one process has one less
+    return torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+
+def test_sparse_gradients_are_averaged_as_dense_ones(ranks2):
+    def both() -> tuple[list[float], list[float]]:
+        return weights_of(sparse=True), weights_of(sparse=False)
+
+    (sparse, dense), others = ranks2(both)
+    assert (sparse, dense) == others
+    assert sparse == pytest.approx(dense, rel=1e-6)

@@ -316,7 +316,9 @@ class Feed:
             raise
         if not getattr(self.loader, "persistent_workers", False):
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
-        while shares:  # a last round in which only other processes have a batch
+        # A last round in which only other processes have a batch. (Of a dataset that has ended the
+        # epoch by itself workers have asked for more, which is in no round.)
+        while shares and not shares[0].present:
             share = shares.popleft()
             yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)
 

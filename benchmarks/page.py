@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from benchmarks.report import Result
+from benchmarks.report import Result, Unavailable
 
 README = Path(__file__).with_name("README.md")
 _PLACE = re.compile(r"(<!-- results of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -28,6 +28,12 @@ def written(text: str, folder: Path) -> str:
 
 
 def write(folder: Path) -> Path:
-    """Bring the README up to date."""
+    """Bring the README up to date.
+
+    Raises:
+        Unavailable: There is no result in the folder, and the page would lose its figures.
+    """
+    if not any(folder.glob("*.json")):
+        raise Unavailable(f"There are no results in {folder}: run python -m benchmarks all first.")
     README.write_text(written(README.read_text(), folder))
     return README

@@ -231,6 +231,13 @@ def test_the_page_has_the_figures_of_the_files(tmp_path):
     assert made.endswith("After.\n")
 
 
+def test_a_folder_without_results_takes_no_figures_away(tmp_path):
+    before = page.README.read_text()
+    with pytest.raises(Unavailable, match="no results in"):
+        page.write(tmp_path)
+    assert page.README.read_text() == before
+
+
 def test_the_readme_has_the_figures_of_the_results():
     text = page.README.read_text()
     message = "run python -m benchmarks readme"

@@ -416,6 +416,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
         for name in options:
             if name not in known:
                 raise ValueError(choose("A key of comm_state_option", name, known))
+        for name, least in (
+            ("matrix_approximation_rank", 1),
+            ("start_powerSGD_iter", 0),
+            ("compression_stats_logging_frequency", 1),
+            ("random_seed", 0),
+        ):
+            _at_least(least, f"comm_state_option[{name!r}]", options.get(name, least))
+        for name in ("min_compression_rate", "orthogonalization_epsilon"):
+            value = options.get(name, 0)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"comm_state_option[{name!r}] is {value!r}; it must be a number.")
+            if value < 0:
+                raise ValueError(f"comm_state_option[{name!r}] is {value}; it must be 0 or more.")
         PowerSGDState(None, **options)  # what it refuses is refused here
 
     def to_dict(self) -> dict[str, Any]:

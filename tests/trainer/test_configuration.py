@@ -236,6 +236,36 @@ def test_a_switch_is_on_or_off(kind, name):
         ),
         (
             DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": "a"}},
+            TypeError,
+            "'matrix_approximation_rank'. is 'a'; it must be an int",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 0}},
+            ValueError,
+            "is 0; it must be at least 1",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": "5"}},
+            TypeError,
+            "'start_powerSGD_iter'. is '5'; it must be an int",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"orthogonalization_epsilon": "x"}},
+            TypeError,
+            "'orthogonalization_epsilon'. is 'x'; it must be a number",
+        ),
+        (
+            DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"min_compression_rate": -1}},
+            ValueError,
+            "is -1; it must be 0 or more",
+        ),
+        (
+            DistributedDataParallelKwargs,
             {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
             ValueError,
             "start_powerSGD_iter",

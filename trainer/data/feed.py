@@ -133,6 +133,7 @@ class Feed:
             if not streams:
                 self.sampler = ShardedSampler(
                     source.sampler if source.batch_sampler is None else source.batch_sampler,
+                    keys=source.batch_sampler is None,
                     rank=rank,
                     world_size=world_size,
                     seed=seed,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -79,6 +79,13 @@ class SampleIndex(int):
     seed: int
 
 
+class SampleKey(NamedTuple):
+    """As `SampleIndex`, of a dataset that is asked by something else than an index."""
+
+    key: Any
+    seed: int
+
+
 class Share(NamedTuple):
     """What this process has in one round.
 
@@ -107,6 +114,7 @@ class ShardedSampler(Sampler[Any]):
 
     Args:
         batches: The loader's ``batch_sampler``, or its ``sampler`` where it has no batches.
+        keys: It is the ``sampler``: what it yields is what the dataset is asked for, a tuple too.
         rank: This process.
         world_size: How many there are.
         seed: The run's seed.
@@ -129,7 +137,9 @@ class ShardedSampler(Sampler[Any]):
         even: bool = False,
         split: bool = False,
         drop_last: bool = False,
+        keys: bool = False,
     ) -> None:
+        self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
         self.split, self.drop_last = split, drop_last
@@ -195,7 +205,7 @@ class ShardedSampler(Sampler[Any]):
         """As `_together` for one process: each batch is a round."""
         stream = iter(self._order())
         if type(self._sampler) is not BatchSampler:  # which makes lists by itself
-            stream = map(_listed, stream)
+            stream = map(self._as_batch, stream)
         position = sum(len(_indices(batch)) for batch in islice(stream, self.start_batch))
         for number, batch in enumerate(stream):
             size = len(batch) if isinstance(batch, list) else None
@@ -225,7 +235,9 @@ class ShardedSampler(Sampler[Any]):
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
         stream = iter(self._order())
-        position = sum(len(_indices(_listed(batch))) for batch in islice(stream, self.start_batch))
+        position = sum(
+            len(_indices(self._as_batch(batch))) for batch in islice(stream, self.start_batch)
+        )
         dealt = self._dealt(stream)
         number = 0
         beginning: list[Any] = []  # the first round's batches
@@ -248,7 +260,8 @@ class ShardedSampler(Sampler[Any]):
     def _dealt(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
         """The batches of each round, as many of them as there are processes, or fewer."""
         if not self.split:
-            while batches := [_listed(batch) for batch in islice(stream, self.world_size)]:
+            listed = map(self._as_batch, stream)
+            while batches := list(islice(listed, self.world_size)):
                 yield batches
             return
         for batch in filter(None, map(_listed, stream)):
@@ -333,13 +346,22 @@ def _listed(batch: Any) -> Any:
     return list(batch) if is_sequence else batch
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 def _indices(batch: Any) -> list[int]:
     return batch if isinstance(batch, list) else [batch]
 
 
-def _tag(batch: Any, seed: int) -> BatchIndices | SampleIndex:
+def _tag(batch: Any, seed: int) -> BatchIndices | SampleIndex | SampleKey:
     tagged: BatchIndices | SampleIndex
-    tagged = BatchIndices(batch) if isinstance(batch, list) else SampleIndex(batch)
+    if isinstance(batch, list):
+        tagged = BatchIndices(batch)
+    elif type(batch) is int:
+        tagged = SampleIndex(batch)
+    else:
+        return SampleKey(batch, seed)
     tagged.seed = seed
     return tagged
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, ge
 
 from trainer.data.by_value import sent
 from trainer.data.rows import attribute_of_dataset
-from trainer.data.sampling import BatchIndices, SampleIndex
+from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
 from trainer.rng import seed_local, set_rng_aside
 
 
@@ -51,10 +51,14 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, (SampleIndex, BatchIndices)):  # without a batch_sampler: one item
+        # Without a batch_sampler: one item.
+        if isinstance(index, SampleKey):
+            plain = index.key
+        elif isinstance(index, (SampleIndex, BatchIndices)):
             plain = int(index) if isinstance(index, SampleIndex) else list(index)
-            return self._seeded(index.seed, lambda: self.collate_fn(self.dataset[plain]))
-        return self.dataset[index]
+        else:
+            return self.dataset[index]
+        return self._seeded(index.seed, lambda: self.collate_fn(self.dataset[plain]))
 
     def __getitems__(self, indices: BatchIndices) -> Any:
         return self._seeded(indices.seed, lambda: self.collate_fn(self._fetch(list(indices))))

@@ -320,3 +320,42 @@ def test_a_seeded_dataset_has_the_users_attributes_and_items():
 def test_a_seeded_dataset_travels_to_workers():
     copy = pickle.loads(pickle.dumps(SeededDataset(RandomSampler(range(3)), default_collate)))
     assert copy.replacement is False
+
+
+def itself(batch):
+    return batch
+
+
+KEYS = ["0007", 2.7, (1, 2), numpy.int64(3), torch.tensor(4), True, slice(1, 3), 5, "x"]
+
+
+class Lookup(Dataset):
+    """Is asked by whatever its sampler thinks of, and draws."""
+
+    def __getitem__(self, key):
+        return type(key).__name__, repr(key), torch.rand(()).item()
+
+
+class Asked:
+    def __iter__(self):
+        return iter(KEYS)
+
+    def __len__(self):
+        return len(KEYS)
+
+
+def test_a_dataset_is_asked_by_the_very_keys_of_its_sampler():
+    def found(workers, world_size=1):
+        loader = DataLoader(Lookup(), None, sampler=Asked(), num_workers=workers, collate_fn=itself)
+        parts = []
+        for rank in range(world_size):
+            feed = Feed(loader, rank=rank, world_size=world_size, seed=3)
+            feed.set_epoch(1)
+            parts.append([each.batch for each in feed.rounds() if each.present])
+        return parts
+
+    (alone,) = found(0)
+    assert [batch[:2] for batch in alone] == [(type(key).__name__, repr(key)) for key in KEYS]
+    assert len({batch[2] for batch in alone}) == len(KEYS)
+    assert found(1) == [alone]
+    assert found(0, world_size=2) == [alone[0::2], alone[1::2]]

@@ -111,7 +111,8 @@ class Agreement:
         first = int(items).to_bytes(_DIGITS, "little") if dtype == torch.float32 else [items]
         known = 0.0 if isinstance(bad, Tensor) else bad
         ballot = torch.tensor([times * n for n in (*first, *others, known)], dtype=dtype)
-        ballot = ballot.to(self._device, non_blocking=True)
+        if self._device.type != "cpu":
+            ballot = ballot.to(self._device, non_blocking=True)
         if isinstance(bad, Tensor):
             ballot[-1] = bad * times
         return ballot

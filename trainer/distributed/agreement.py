@@ -157,7 +157,9 @@ class Agreement:
         digits = _DIGITS if total.dtype == torch.float32 else 1
         items = numbers[0]
         if self._whole_items:
-            items = float(sum(round(n) << 8 * place for place, n in enumerate(numbers[:digits])))
+            items = 0.0
+            for digit in reversed(numbers[:digits]):
+                items = items * 256 + round(digit)
         stop_votes, signals, seconds, *others = numbers[digits:]
         self.latest = Tally(items, round(stop_votes), round(signals), seconds, *map(round, others))
         self.items_seen += items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -33,6 +34,9 @@ class LastingWorker:
 
     def __call__(self, worker_id: int) -> None:
         """In the worker, before it reads anything."""
+        # Garbage that a fork has brought along is the main process's to collect: a process group
+        # among it would wait here for threads that are there alone.
+        gc.freeze()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_at_the_second)
         if self.users is not None:

@@ -1,5 +1,6 @@
 """What a worker sends arrives as it is: small tensors by their bytes, others in shared memory."""
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -219,3 +220,15 @@ def test_batches_that_are_kept_hold_no_descriptors():
     kept = batches(Buffered(), 2, collate_fn=as_it_is)
     assert len(kept) == 20
     assert len(os.listdir("/proc/self/fd")) - before < 10
+
+
+class Frozen(Samples):
+    def __getitem__(self, index):
+        return gc.get_freeze_count()
+
+
+def test_workers_leave_garbage_of_the_main_process_alone():
+    before = gc.get_freeze_count()
+    (found,) = batches(Frozen(), 1, collate_fn=as_it_is)[:1]
+    assert min(found) > 1000
+    assert gc.get_freeze_count() == before

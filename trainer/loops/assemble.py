@@ -21,12 +21,13 @@ from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_all, on_main
-from trainer.hooks import HookTable, is_overridden
+from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.about import name_of, versions
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
+from trainer.loops.moving import counts_items
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.resume import load_datamodule, load_run, load_weights
@@ -373,8 +374,8 @@ def make_fit_run(
 ) -> FitRun:
     """A run that trains: the model prepared first, then the optimizers over its parameters."""
     world_size = accelerator.num_processes
-    counts = is_overridden(module, "count_items", TrainModule)  # fractions too, it may be
-    agreement = Agreement(accelerator.device, whole_items=not counts)
+    # What the user counts may have fractions.
+    agreement = Agreement(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(
         module,
         agreement,

@@ -49,7 +49,7 @@ class Mover:
     ) -> None:
         self._module, self._device = module, device
         self._rank, self._world_size = rank, world_size
-        self.counts_items = is_overridden(module, "count_items", TrainModule)
+        self.counts_items = counts_items(module)
 
         def own(name: str) -> Callable[..., Any] | None:
             return _batch_hook(name, module, datamodule)
@@ -136,6 +136,11 @@ class Mover:
                 return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
 
         return change
+
+
+def counts_items(module: TrainModule) -> bool:
+    """The user says what a batch's items are."""
+    return is_overridden(module, "count_items", TrainModule)
 
 
 def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[..., Any] | None:

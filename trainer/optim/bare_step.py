@@ -19,7 +19,7 @@ _KNOWN = (
 )
 # All of torch's wrappers run this code. Its mark on them, `hooked`, is on what others wrap around
 # them too: `functools.wraps` copies it.
-_WRAPPING = getattr(Optimizer.profile_hook_step(print), "__code__", None) if _KNOWN else None
+_WRAPPING = Optimizer.profile_hook_step(print).__code__ if _KNOWN else None
 
 
 def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -45,7 +45,7 @@ def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     if own.get(_OWN_HOOKS[0], True) or own.get(_OWN_HOOKS[1], True):
         return None
     wrapped = type(optimizer).step
-    if _WRAPPING is None or getattr(wrapped, "__code__", None) is not _WRAPPING:
+    if getattr(wrapped, "__code__", None) is not _WRAPPING:
         return None
     replaced = own.get("step")
     if replaced is not None and not _only_counts(replaced, wrapped):

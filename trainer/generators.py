@@ -2,6 +2,7 @@
 
 Each ``set_..._aside`` seeds its generator, unless `seed` is None, and returns what brings it back
 to where it was. It is done for every batch that is fetched without workers: microseconds count.
+`Watch` tells whether somebody draws from Python's or numpy's, which takes fewer still.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+
+_Words = ctypes.Array[ctypes.c_char]
+DEVICES_CAN_START = any(
+    (torch.version.cuda, torch.version.hip, torch.version.xpu, torch.backends.mps.is_built())
+)
+"""This build of torch knows other devices than the CPU."""
 
 
 def devices() -> dict[str, Any]:
@@ -38,8 +45,10 @@ def set_torch_aside(seed: int | None) -> Callable[[], object]:
     return partial(generator.set_state, state)
 
 
-def set_devices_aside(seed: int | None) -> Callable[[], None]:
+def set_devices_aside(seed: int | None) -> Callable[[], object]:
     """That of the current device of each kind that has been started."""
+    if not DEVICES_CAN_START:
+        return _nothing
     states: dict[str, tuple[Any, ...]] = {}
     for name, device in started().items():
         number = device.current_device()  # inside, another may become the current one
@@ -50,15 +59,15 @@ def set_devices_aside(seed: int | None) -> Callable[[], None]:
         states["mps"] = (torch.mps.get_rng_state(),)
         if seed is not None:
             torch.mps.manual_seed(seed)
+    return partial(_put_devices_back, states)
 
-    def put_back() -> None:
-        for name, state in states.items():
-            getattr(torch, name).set_rng_state(*state)
-        for name, device in started().items():
-            if name not in states:
-                device.manual_seed_all(torch.initial_seed())
 
-    return put_back
+def _put_devices_back(states: dict[str, tuple[Any, ...]]) -> None:
+    for name, state in states.items():
+        getattr(torch, name).set_rng_state(*state)
+    for name, device in started().items():
+        if name not in states:
+            device.manual_seed_all(torch.initial_seed())
 
 
 # Python's and numpy's are Mersenne twisters both: 624 words of 32 bits, and which one comes next.
@@ -82,15 +91,13 @@ def set_python_aside(seed: int | None) -> Callable[[], object]:
     return put_back
 
 
-def _write_python(
-    generator: Any, memory: ctypes.Array[ctypes.c_char], words: bytes, left_over: float | None
-) -> None:
+def _write_python(generator: Any, memory: _Words, words: bytes, left_over: float | None) -> None:
     memory.raw = words
     generator.gauss_next = left_over
 
 
 @lru_cache(maxsize=1)  # which keeps the generator alive as long as its address
-def _memory_of(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
+def _memory_of(generator: Any) -> _Words | None:
     """Where a generator of Python's keeps its words; None where they do not lie as expected.
 
     That is behind the head that all objects have. What is found there must be the state.
@@ -108,7 +115,7 @@ def _memory_of(generator: Any) -> ctypes.Array[ctypes.c_char] | None:
 
 
 @lru_cache(maxsize=8)
-def _memory_at(address: int) -> ctypes.Array[ctypes.c_char]:
+def _memory_at(address: int) -> _Words:
     """The words of a Mersenne twister, to be read and written as bytes while its owner lives."""
     return (ctypes.c_char * _SIZE_OF_MT19937).from_address(address)
 
@@ -134,19 +141,73 @@ def set_numpy_aside(seed: int | None) -> Callable[[], object]:
         if memory.raw != words:
             module.seed(seed % 2**32)
             return partial(_write_numpy, module, generator, memory, words)
-        state = module.get_state(legacy=False) | {"has_gauss": 1, "gauss": number}
+        state = _with_left_over(module, number)
     else:
         state = module.get_state(legacy=False)
     module.seed(seed % 2**32)
     return partial(module.set_state, state)
 
 
-def _write_numpy(
-    module: Any, generator: Any, memory: ctypes.Array[ctypes.c_char], words: bytes
-) -> None:
+def _with_left_over(module: Any, number: float) -> dict[str, Any]:
+    state: dict[str, Any] = module.get_state(legacy=False)
+    return state | {"has_gauss": 1, "gauss": number}
+
+
+def _write_numpy(module: Any, generator: Any, memory: _Words, words: bytes) -> None:
     memory.raw = words
     module.set_bit_generator(generator)
 
 
 def _nothing() -> None:
     """What brings back a generator that is not there."""
+
+
+class Watch:
+    """Python's and numpy's generators as they are now, to see whether somebody draws from them.
+
+    A draw moves the words, or takes a number that is left over from a pair: Python shows that
+    number, and of numpy's there is none to begin with.
+    """
+
+    def __init__(self, python: Any, module: Any, memories: Sequence[_Words]) -> None:
+        self._python, self._module = python, module
+        self._left_over = python.gauss_next
+        self._bits = module.get_bit_generator()
+        self._of_python, self._of_numpy = memories
+        self._words = self._of_python.raw, self._of_numpy.raw
+
+    def nothing_drawn(self) -> bool:
+        """The generators are where they were when the watch began."""
+        return (
+            (self._of_python.raw, self._of_numpy.raw) == self._words
+            and self._python.gauss_next == self._left_over
+            and self._module.get_bit_generator() is self._bits
+        )
+
+    def undo(self) -> bool:
+        """Bring the generators back to where they were; whether somebody had drawn from them."""
+        if self.nothing_drawn():
+            return False
+        _write_python(self._python, self._of_python, self._words[0], self._left_over)
+        _write_numpy(self._module, self._bits, self._of_numpy, self._words[1])
+        return True
+
+
+def watch() -> Watch | None:
+    """A `Watch` that begins now; None where a draw could go unnoticed."""
+    python = getattr(random.getstate, "__self__", None)
+    of_python = _memory_of(python)
+    module = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    if of_python is None or module is None:
+        return None
+    generator = module.get_bit_generator()
+    if type(generator) is not module.MT19937:
+        return None
+    of_numpy = _memory_at(generator.ctypes.state_address)
+    words = of_numpy.raw
+    number = module.standard_normal()
+    if of_numpy.raw == words:
+        module.set_state(_with_left_over(module, number))
+        return None
+    _write_numpy(module, generator, of_numpy, words)
+    return Watch(python, module, (of_python, of_numpy))

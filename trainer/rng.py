@@ -207,8 +207,20 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
         put_back()
 
 
-def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
-    """As entering `isolated_rng`; leaving it is to call what this returns."""
+OF_TORCH = (set_devices_aside, set_torch_aside)  # in this order: devices that are started inside
+EVERY = (*OF_TORCH, set_python_aside, set_numpy_aside)  # ask for torch's seed when it is back
+
+
+def set_rng_aside(
+    seed: int | None = None,
+    generators: tuple[Callable[[int | None], Callable[[], object]], ...] = EVERY,
+) -> Callable[[], None]:
+    """As entering `isolated_rng`; leaving it is to call what this returns.
+
+    Args:
+        seed: As there.
+        generators: Which ones, put back the other way round.
+    """
     again: list[Callable[[], object]] = []
 
     def put_back() -> None:
@@ -216,10 +228,7 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
             each()
 
     try:
-        again.append(set_devices_aside(seed))  # put back last: new ones ask for torch's seed
-        again.append(set_torch_aside(seed))
-        again.append(set_python_aside(seed))
-        again.append(set_numpy_aside(seed))
+        again.extend(set_aside(seed) for set_aside in generators)  # up to one that fails
     except BaseException:
         put_back()
         raise

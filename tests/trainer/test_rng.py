@@ -218,6 +218,7 @@ def devices(monkeypatch) -> list[Device]:
     for name, device in zip(("cuda", "xpu", "mps"), found, strict=True):
         monkeypatch.setattr(torch, name, device)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(generators, "DEVICES_CAN_START", True)
     return found
 
 
@@ -287,6 +288,7 @@ def test_what_is_fetched_leaves_the_seed_of_devices_that_have_not_started():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cuda", Hearing(1, initialized=False))
+        patch.setattr(generators, "DEVICES_CAN_START", True)
         with isolated_rng(8):
             draw()
         assert list(seeded_iteration(numbers(2), 3))

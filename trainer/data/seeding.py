@@ -7,8 +7,8 @@ make no difference to what the dataset draws.
 To seed Python's and numpy's generators and to put them back takes as long as a small batch. Without
 workers it is left out for a dataset that draws from neither: its batches are read without, and the
 generators watched. If they have moved after all, they are put back and that one batch is read again
-as it should have been; the dataset is seeded for good then. (One that begins to draw with its first
-batch, as nearly all do that draw, has no batch read twice.)
+as it should have been; if it draws then too, all further ones are seeded. (A dataset that draws for
+its first batch, as nearly all do that draw, has no batch read twice.)
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class SeededDataset(Dataset[Any]):
                     return batch
             finally:
                 put_back()
-            self._draws = True
         self._watch = None
         put_back = set_rng_aside(seed)
         try:

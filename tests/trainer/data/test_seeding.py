@@ -364,6 +364,38 @@ def test_another_bit_generator_of_numpys_is_a_draw():
     )
 
 
+def test_a_number_that_the_training_left_over_is_not_taken():
+    dataset = Counting(random.gauss, 23)
+    expected = drawn_by_hand(dataset, 7, 2)
+    random.seed(1)
+    random.gauss()
+    before = rng_state()
+    feed = Feed(loader(dataset, shuffle=False), seed=7)
+    feed.set_epoch(2)
+    assert [current.batch for current in feed.rounds()] == expected
+    assert same_states(rng_state(), before)
+
+
+def test_draws_of_others_during_a_read_do_not_end_the_watch(monkeypatch):
+    dataset = Counting(in_own_generators, 0)
+    draw, dataset.draw = dataset.draw, lambda: None
+    feed = Feed(loader(dataset, shuffle=False), seed=7)
+    feed.set_epoch(2)
+    seeds = seedings(monkeypatch)
+    before = rng_state()
+    for number, _ in enumerate(feed.read()):
+        if number == 3:  # another thread, say, while batch 4 is read
+
+            def once():
+                random.random()
+                dataset.draw = draw
+
+            dataset.draw = once
+    assert same_states(rng_state(), before)
+    assert dataset.reads == [2 if index in (12, 13, 14) else 1 for index in range(30)]
+    assert seeds == [mix(7, 2, 0), mix(7, 2, 12)]
+
+
 @pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
 @pytest.mark.parametrize("draws", [False, True])
 def test_an_error_of_a_batch_that_was_read_unseeded(error, draws):

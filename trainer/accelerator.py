@@ -172,19 +172,18 @@ class Accelerator:
         if project_dir is not None and self.project_configuration.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._tracking = RunTrackers(log_with, self.project_configuration.logging_dir)
-        compiling = _chosen_dynamo(dynamo_backend, dynamo_plugin)
+        self.dynamo_plugin = _chosen_dynamo(dynamo_backend, dynamo_plugin)
         window = _chosen_window(gradient_accumulation_steps, gradient_accumulation_plugin)
         is_first = not is_initialized()
         self.state = AcceleratorState(
             mixed_precision,
             cpu,
-            dynamo_plugin=compiling,
+            dynamo_plugin=self.dynamo_plugin if is_first else None,
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
         if self.state.is_main_process:
             warn_of_old_kernel()
-        self.dynamo_plugin: TorchDynamoPlugin = self.state.dynamo_plugin
         try:
             self.precision = Precision(
                 self.state.mixed_precision,
@@ -1031,12 +1030,10 @@ def _chosen_window(
     return plugin
 
 
-def _chosen_dynamo(
-    backend: str | None, plugin: TorchDynamoPlugin | None
-) -> TorchDynamoPlugin | None:
-    """What was said; None if nothing was."""
+def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """What was said, else what the environment says: never what another `Accelerator` was told."""
     if plugin is None:
-        return None if backend is None else TorchDynamoPlugin(backend=backend)
+        return TorchDynamoPlugin(backend=backend)
     if backend is not None:
         raise ValueError(
             "Pass dynamo_backend or dynamo_plugin, not both; the plugin says "

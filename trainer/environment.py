@@ -139,6 +139,17 @@ def defaulting(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name, None)
 
 
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """Inside, a variable is not set."""
+    before = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+
+
 def detect_launch() -> Launch:
     """Find out who started this process: torchrun's names first, then SLURM, MPI, nobody.
 

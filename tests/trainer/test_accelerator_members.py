@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trackers import GeneralTracker
-from trainer import Accelerator
+from trainer import Accelerator, Trainer
 from trainer.checkpoint import load_checkpoint_in_model
 from trainer.configuration import (
     AutocastKwargs,
@@ -199,17 +199,38 @@ def test_models_are_compiled_by_the_backend_or_the_plugin(monkeypatch):
         accelerate(dynamo_backend="eager", dynamo_plugin=plugin)
     with pytest.raises(ValueError, match="backend is 'EAGRE'"):
         accelerate(dynamo_backend="eagre")
-    again = accelerate()  # says nothing, and shares what the first was told
-    assert again.prepare(network())._compiled_call_impl is not None
-    with pytest.raises(ValueError, match="already been initialised with dynamo_plugin"):
-        accelerate(dynamo_backend="no")
     AcceleratorState._reset_state()
     assert accelerate().prepare(network())._compiled_call_impl is None
-    accelerate(dynamo_backend="no")
     AcceleratorState._reset_state()
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     assert accelerate().prepare(network())._compiled_call_impl is not None
     assert AcceleratorState().dynamo_plugin.backend == "EAGER"
+
+
+def test_each_accelerator_compiles_as_it_was_told_itself(monkeypatch):
+    first = accelerate(dynamo_backend="eager")
+    others = {backend: accelerate(dynamo_backend=backend) for backend in (None, "no", "aot_eager")}
+    assert [each.dynamo_plugin.backend for each in (first, *others.values())] == [
+        *("EAGER", "NO", "NO", "AOT_EAGER")
+    ]
+    compiled = [
+        each.prepare(network())._compiled_call_impl is not None
+        for each in (first, *others.values())
+    ]
+    assert compiled == [True, False, False, True]
+    assert AcceleratorState().dynamo_plugin.backend == "EAGER"  # what the first was made with
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")  # that of a launcher is for all
+    assert accelerate().dynamo_plugin.backend == "AOT_EAGER"
+    with pytest.raises(ValueError, match="backend is 'EAGRE'"):
+        accelerate(dynamo_backend="eagre")
+
+
+def test_a_trainer_that_compiles_leaves_others_as_they_are(tmp_path):
+    compiling = Trainer(dynamo_backend="eager", project_dir=tmp_path, max_steps=1)
+    plain = Trainer(project_dir=tmp_path, max_steps=1)
+    assert compiling.accelerator.dynamo_plugin.backend == "EAGER"
+    assert plain.accelerator.dynamo_plugin.backend == "NO"
+    assert accelerate().prepare(network())._compiled_call_impl is None
 
 
 def test_an_accelerator_that_failed_leaves_the_process_to_the_next(monkeypatch):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from trainer.cli.parsing import CommandError
+from trainer.cli.parsing import CommandError, Parser, ended_at_once
 from trainer.cli.version import version
 from trainer.errors import choose
 
@@ -52,25 +52,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    command = import_module(f"{__name__}.{COMMANDS[name][0]}")
-    parser = command.parser(f"trainer {name}")
+    with ended_at_once():
+        command = import_module(f"{__name__}.{COMMANDS[name][0]}")
+        parser = command.parser(f"trainer {name}")
     try:
         code: int = command.run(parser.parse_args(argv))
     except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:
         parser.error(str(error))  # what was named is not there
     except OSError as error:
-        print(f"trainer {name}: {error}", file=sys.stderr)
-        return 1
+        return _ended(f"trainer {name}: {error}", 1)
     except CommandError as error:
-        print(f"trainer {name}: {error}", file=sys.stderr)
-        return error.code
+        return _ended(f"trainer {name}: {error}", error.code)
     except KeyboardInterrupt:
         return 130
     return code
 
 
+def _ended(message: str, code: int) -> int:
+    from trainer.cli.telling import tell  # modules of launch, which only an error needs
+
+    tell(message, code)
+    return code
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="trainer",
         description="Cadence, a PyTorch trainer.",
         epilog="`trainer COMMAND --help` says more, with examples.",

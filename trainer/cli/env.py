@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows
-from trainer.cli.parsing import command_parser
+from trainer.cli.parsing import command_parser, ended_at_once
 from trainer.cli.version import version
 
 # The variables that Cadence reads, and no others: some of a user's are secrets.
@@ -21,6 +21,7 @@ VARIABLES = (
     *("ACCELERATE_DYNAMO_USE_DYNAMIC", "ACCELERATE_BYPASS_DEVICE_MAP", "FORK_LAUNCHED"),
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
+    "TORCHELASTIC_USE_AGENT_STORE",
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"),
     *("SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
     *("SLURM_LAUNCH_NODE_IPADDR", "SLURM_PTY_PORT"),
@@ -55,7 +56,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 1 if a file in this folder is in the way of our packages."""
-    import torch  # the one command that pays for it
+    with ended_at_once():
+        import torch  # the one command that pays for it
 
     rows = [
         ("cadence", version()),

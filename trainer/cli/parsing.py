@@ -6,8 +6,11 @@ import argparse
 import importlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -26,10 +29,11 @@ class CommandError(Exception):
         self.code = code
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says which option comes nearest to one that nobody knows."""
 
     def error(self, message: str) -> NoReturn:
+        """End the process as argparse does, with that option."""
         unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
         near = get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
         super().error(f"{message}. Did you mean {near[0]}?" if near else message)
@@ -56,7 +60,7 @@ def command_parser(
     epilog += "exit codes:\n" + "\n".join(
         f"  {code:<4} {what}" for code, what in sorted(meanings.items())
     )
-    return _Parser(
+    return Parser(
         prog=prog,
         description=description,
         epilog=epilog,
@@ -74,6 +78,24 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
     return int(text)
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process without a word; for where torch may be loaded.
+
+    That takes seconds in which ``KeyboardInterrupt`` is taken for something else and forgotten, by
+    C code that imports numpy, and the command would go on.
+    """
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def import_from_here() -> None:
@@ -99,9 +121,11 @@ def import_named(path: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
+        file = module_name.removesuffix(".py").replace(os.sep, ".")
+        near = f" Did you mean {f'{file}:{name}'!r}?" if file != module_name else ""
         raise CommandError(
             f"There is no module {error.name!r}. Modules are looked for among the installed ones "
-            f"and in the current folder, {os.getcwd()}."
+            f"and in the current folder, {os.getcwd()}.{near}"
         ) from None
     for part in name.split("."):
         if not hasattr(found, part):

@@ -19,7 +19,8 @@ class AcceleratorState(PartialState):
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         cpu: See `PartialState`.
-        dynamo_plugin: How models are compiled; None takes what the environment says.
+        dynamo_plugin: How the first `Accelerator` compiles models; each later one has its own. None
+            takes what the environment says.
         deepspeed_plugin: The same of this engine.
         fsdp_plugin: The same of this engine.
         megatron_lm_plugin: The same of this engine.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from trainer import environment
 from trainer.cli import COMMANDS, main
 from trainer.cli.completion import SHELLS
 from trainer.cli.env import VARIABLES
+from trainer.cli.parsing import ended_at_once
 
 ROOT = Path(trainer.__file__).parents[1]
 
@@ -66,6 +70,83 @@ def test_an_unknown_command_is_an_error_that_names_the_choices(capsys):
     shown = capsys.readouterr().err
     assert "'env'" in shown
     assert shown.endswith("Did you mean 'launch'?\n")
+
+
+def test_an_unknown_option_names_the_nearest(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--hlep"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith("--hlep. Did you mean --help?\n")
+
+
+# Ctrl-C comes while torch is loaded, by code that catches what it raises and goes on.
+LOADING = """
+import importlib.abc, os, signal, sys
+
+class Loading(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(1000):
+                    pass
+            except BaseException:
+                pass
+            print("it went on")
+            os._exit(7)
+
+sys.meta_path.insert(0, Loading())
+from trainer.cli import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "fit base.yaml",
+        "env",
+        "estimate-memory train:Net",
+        "config --default",
+        "launch --cpu --num_processes 2 train.py",
+    ],
+)
+def test_ctrl_c_while_torch_is_loaded_ends_a_command(words):
+    Path("train.py").touch()
+    run = subprocess.run(
+        [sys.executable, "-c", LOADING, *words.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_what_somebody_has_said_about_ctrl_c_stays(monkeypatch):
+    def own(*_: object) -> None:
+        """A handler of the user's."""
+
+    for handler in (signal.SIG_IGN, own):  # the first one is that of a job in the background
+        before = signal.signal(signal.SIGINT, handler)
+        with ended_at_once():
+            assert signal.getsignal(signal.SIGINT) is handler
+        signal.signal(signal.SIGINT, before)
+    with ended_at_once():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    with suppress(ZeroDivisionError), ended_at_once():
+        _ = 1 / 0
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    entered = []
+
+    def elsewhere() -> None:  # where no handler can be set
+        with ended_at_once():
+            entered.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert entered == [signal.default_int_handler]
 
 
 def test_exit_codes_are_told_in_their_order(capsys):

@@ -212,6 +212,31 @@ def test_other_optimizers_have_their_own_state(capsys, words, make: Callable[...
     assert row["optimizer"] == nbytes(each for each in state if isinstance(each, torch.Tensor))
 
 
+OF_TORCH = [
+    name.lower()
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and name != "Optimizer"
+]
+
+
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_every_optimizer_of_torch_is_measured_or_refused_with_the_choices(capsys, name):
+    words = ["torch.nn:Linear", "--init", "in_features=30", "out_features=20", "bias=false"]
+    if name in ("lbfgs", "sparseadam"):  # which make no step on dense gradients alone
+        told = refused(capsys, *words, "--optimizer", name, code=2)
+        choices = told.partition("--optimizer takes ")[2].partition(";")[0].split(", ")
+        assert choices == sorted({*OF_TORCH} - {"lbfgs", "sparseadam"})
+        return
+    (row,) = estimate(capsys, *words, "--optimizer", name, "--precision", "no")
+    module = nn.Linear(30, 20, bias=False)
+    make = {each.lower(): value for each, value in vars(torch.optim).items()}[name]
+    optimizer = make(module.parameters())
+    module(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    state = [v for values in optimizer.state.values() for v in values.values()]
+    assert row["optimizer"] == nbytes(each for each in state if isinstance(each, torch.Tensor))
+
+
 def test_what_a_network_with_gates_keeps_is_not_left_out(capsys):
     words = ["torch.nn:LSTM", "--init", "input_size=4", "hidden_size=6", "batch_first=true"]
     (row,) = estimate(capsys, *words, "--input", "5x4", "--batch", 3, "--precision", "no")
@@ -286,6 +311,15 @@ def test_configure_model_is_called(capsys):
         (["weighed.Tied"], 2, "Did you mean 'weighed:Tied'?"),
         (["weighed:F"], 1, "it must be a class or a function"),
         (["weighed:Tied", "--optimizer", "adanw"], 2, "Did you mean 'adamw'?"),
+        (
+            ["weighed"],
+            2,
+            "'weighed' is a module of this folder; name a class in it, 'weighed:CLASS'",
+        ),
+        (["weighed.py:Tied"], 1, "Did you mean 'weighed:Tied'?"),
+        (["weighed:Image", "--optimizer", "muon"], 1, "optimizer cannot be measured: ValueError"),
+        (["weighed:Image", "--optimizer-init", "rl=1"], 1, "unexpected keyword argument 'rl'\nIt"),
+        (["weighed:Image", "--optimizer", "torch.optim:LBFGS"], 1, "MODULE:FUNCTION, which makes"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
         (["weighed:Reads", "--input", "3"], 1, "must not read values"),
         (["weighed:Image", "--input", "3"], 1, "--input must be what forward takes"),

@@ -403,6 +403,20 @@ data:
     assert not Path("runs").exists()
 
 
+def test_a_script_is_no_configuration(capsys):
+    shown = error_of(capsys, "fit", "fitted.py")
+    assert shown.startswith("trainer fit: fitted.py is no configuration, which is a YAML file of")
+    assert shown.endswith("A script is started by `trainer launch fitted.py`.\n")
+    Path("words.yaml").write_text("only words, and many of them")
+    shown = error_of(capsys, "fit", "base.yaml", "words.yaml")
+    assert "A file must hold the sections seed, ckpt_path, trainer, model, data." in shown
+    assert "many of them" not in shown
+    Path("words.yaml").write_text("a: [")
+    assert "The files are: base.yaml, words.yaml." in error_of(
+        capsys, "fit", "base.yaml", "words.yaml", "--trainer.max_epochs=1"
+    )
+
+
 def test_a_module_is_required(capsys):
     shown = error_of(capsys, "fit")
     assert "Write model into a configuration file, or pass --model ..." in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shlex
@@ -10,13 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trainer.cli import main
 from trainer.cli.launch import configure, entry, make_plan, parser
-from trainer.cli.launch.failure import Failure, first_of
+from trainer.cli.launch.failure import Failure, first_of, report
 from trainer.cli.launch.group import Group, run_group
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -299,13 +301,13 @@ def test_a_note_is_whole_or_not_there(monkeypatch, tmp_path):
     with monkeypatch.context() as patched:
         patched.setattr("json.dump", half)
         with pytest.raises(KeyboardInterrupt):
-            entry._note("ValueError", "ValueError: none")
+            entry.note("ValueError", "ValueError: none")
     assert not Path("error.json").exists()
-    assert entry._note("ValueError", "ValueError: one")
+    assert entry.note("ValueError", "ValueError: one")
     assert json.loads(Path("error.json").read_text())["message"]["message"] == "ValueError: one"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)  # as --log_dir /dev/null has it
     monkeypatch.setattr("os.replace", pytest.fail)
-    assert not entry._note("ValueError", "ValueError: none")
+    assert not entry.note("ValueError", "ValueError: none")
 
 
 def test_safe_paths_stay(monkeypatch, tmp_path):
@@ -363,7 +365,35 @@ def test_a_collective_that_failed_follows_from_the_exception_of_another_rank():
 
 def test_a_signal_after_the_exception_is_not_the_code():
     assert failure(0, -15, raised=100.1).exit_code == 1
+    assert replace(failure(0, -15, raised=100.1), meant=2).exit_code == 2
     assert failure(0, -15).exit_code == 143
+
+
+def test_what_several_say_is_said_once():
+    def said(rank: int, text: str) -> Failure:
+        return replace(failure(rank, raised=100.1 + rank), text=text, who=f"rank {rank} of 4 on a")
+
+    two = [said(0, "no data\nat all"), said(1, "no data\nat all")]
+    other = said(2, "it is\nanother")
+    first = "rank 0 of 4 on a failed first:\nno data\nat all"
+    assert report(two, 0.1) == (f"rank 1 failed likewise.\n{first}", 1)
+    text, _ = report([*two, other, said(3, "no data\nat all")], 0.1)
+    told = "rank 2 of 4 on a failed after that: another\nranks 1, 3 failed likewise.\n"
+    assert text == told + first
+    dead = [failure(0, -9), failure(1, -9)]  # of which neither could say why
+    assert "likewise" not in report(dead, 0.1)[0]
+
+
+def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
+    words = "--model trainer.TrainModule --trainer.max_epochs=-3"
+    options = ("--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "1")
+    assert launch(*options, "-m", "trainer", "fit", *words.split()) == 2
+    text = capfd.readouterr().err
+    assert text.count("max_epochs is -3") == 1
+    last = text.partition(f" of 2 on {socket.gethostname()} failed first:\n")[2]
+    assert last.startswith("trainer fit: max_epochs is -3; it must be 0 or more")
+    assert "started again" not in text
+    assert "exited with code" not in text
 
 
 # -- signals ---------------------------------------------------------------------------------------
@@ -501,7 +531,25 @@ def test_the_default_file_is_read(tmp_path):
     assert plan("train.py").processes == 2
 
 
-def test_each_option_becomes_its_variable():
+@pytest.fixture
+def machine(monkeypatch):
+    """Gives the machine so many devices, of which torch finds those that the variable leaves."""
+
+    def equip(count: int) -> None:
+        def left() -> int:
+            named = os.environ.get("CUDA_VISIBLE_DEVICES")
+            if named is None:
+                return count
+            return sum(each in map(str, range(count)) for each in named.split(","))
+
+        monkeypatch.setattr("trainer.cli.launch.accelerators", left)
+        monkeypatch.setattr("trainer.cli.launch.device_count", left)
+
+    return equip
+
+
+def test_each_option_becomes_its_variable(machine):
+    machine(4)
     write("train.py", "")
     words = "--num_processes 2 --gradient_accumulation_steps 4 --dynamo_backend inductor "
     words += "--dynamo_mode reduce-overhead --dynamo_use_fullgraph --dynamo-use-dynamic --debug "
@@ -519,9 +567,9 @@ def test_each_option_becomes_its_variable():
     }
 
 
-def test_processes_are_counted_as_the_machine_or_the_user_says(monkeypatch):
+def test_processes_are_counted_as_the_machine_or_the_user_says(machine):
     write("train.py", "")
-    monkeypatch.setattr("trainer.cli.launch.device_count", lambda: 4)
+    machine(4)
     assert plan("train.py").processes == 4
     assert plan("--gpu_ids", "0,2", "train.py").processes == 2
     assert plan("--cpu", "train.py").processes == 1
@@ -531,6 +579,56 @@ def test_processes_are_counted_as_the_machine_or_the_user_says(monkeypatch):
     assert plan(*machines, "--nproc_per_node", "6", "train.py").processes == 6
     elastic = plan("--nnodes", "1:3", "--nproc_per_node=2", "--rdzv_endpoint=a:1", "train.py")
     assert (elastic.processes, elastic.machines) == (2, (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "said"),
+    [
+        (0, "--gpu_ids 0,1", "gpu_ids is '0,1', but this machine has no accelerator"),
+        (0, "--gpu_ids 0,1", "leave it out and pass --cpu --num_processes 2 to use the CPU"),
+        (0, "--gpu_ids 0,1 --num_processes 4", "pass --cpu to use"),  # that many, as it says
+        (0, "--gpu_ids 0", "pass --cpu to use the CPU"),
+        (0, "--gpu_ids all", "gpu_ids is 'all', but this machine has no accelerator"),
+        (0, "--multi_gpu --num_processes 2", "--multi_gpu asks for accelerators, but this"),
+        (0, "--config_file two.yaml", "gpu_ids is '0,1', but this machine has no accelerator"),
+        (2, "--gpu_ids 1,2", "gpu_ids is '1,2', but this machine has accelerators 0, 1. Name"),
+        (2, "--gpu_ids 0,1", None),
+        (1, "--gpu_ids all", None),
+        (2, "--multi_gpu", None),
+        (0, "--config_file two.yaml --cpu", None),
+        (0, "--config_file all.yaml", None),  # as accelerate writes it on any machine
+        (0, "--num_processes 2", None),
+        (0, "--slurm --gpu_ids 0,1", None),  # for another machine
+    ],
+)
+def test_devices_that_were_asked_for_must_be_there(
+    machine, monkeypatch, capsys, count, words, said
+):
+    write("train.py", "")
+    write("two.yaml", "gpu_ids: 0,1\n")
+    write("all.yaml", "gpu_ids: all\nnum_processes: 2\n")
+    machine(count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of this shell: gpu_ids takes its place
+    if "--multi_gpu" in words or "all" in words:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if said is None:
+        assert main(["launch", "--dry_run", *words.split(), "train.py"]) == 0
+        return
+    with pytest.raises(SystemExit) as end:
+        main(["launch", *words.split(), "train.py"])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+    assert os.environ.get("CUDA_VISIBLE_DEVICES", "") == ""
+
+
+def test_a_cpu_of_the_environment_is_asked_for_too(machine, monkeypatch):
+    write("train.py", "")
+    write("two.yaml", "gpu_ids: 0,1\n")
+    machine(0)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert plan("--config_file", "two.yaml", "train.py").processes == 2
+    with pytest.raises(argparse.ArgumentTypeError, match="no accelerator"):
+        plan("--gpu_ids", "0,1", "train.py")  # the command line is over the environment
 
 
 @pytest.mark.parametrize(

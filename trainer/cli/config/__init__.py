@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
-from trainer.cli.parsing import CommandError, command_parser
+from trainer.cli.parsing import CommandError, command_parser, ended_at_once
 from trainer.configuration import DynamoBackend, PrecisionType
 from trainer.environment import FALSE, TRUE
 
@@ -110,11 +110,19 @@ def of_machine() -> LaunchConfiguration:
 
 def device_count() -> int:
     """How many accelerators that processes can share out this machine has."""
-    import torch  # the one question that needs it
+    with ended_at_once():
+        import torch  # the one question that needs it
 
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # Those of Apple have no collectives: there is one, for one process.
-    return 0 if kind is None or kind.type == "mps" else torch.accelerator.device_count()
+    return 0 if torch.backends.mps.is_available() else accelerators()
+
+
+def accelerators() -> int:
+    """How many accelerators this machine has, of those that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    with ended_at_once():
+        import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _read(place: Path) -> LaunchConfiguration:

@@ -20,6 +20,7 @@ from trainer.cli.parsing import (
     CommandError,
     command_parser,
     count,
+    ended_at_once,
     import_from_here,
     import_named,
 )
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 _PRECISIONS = ("no", "fp16", "bf16", "pure-bf16")
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
+_UNMEASURED = {  # optimizers of torch, and why one step on made-up gradients does not tell of them
+    "lbfgs": "it keeps as many earlier steps as its history is long, and evaluates the loss itself",
+    "sparseadam": "it takes sparse gradients alone, whose size depends on the data",
+}
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
@@ -111,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: The model or the optimizer cannot be found, made or measured.
     """
-    from trainer.cli.estimate_memory import footprint
+    with ended_at_once():
+        from trainer.cli.estimate_memory import footprint
 
     import_from_here()
     make = _maker(arguments.model, dict(arguments.init))
@@ -244,7 +250,12 @@ def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
 
 
 def _refuse_dotted(model: str) -> None:
-    """Notice a class of the user's as Python writes it, before its name is asked of a server."""
+    """Notice a class or a file of the user's, before its name is asked of a server."""
+    if model.isidentifier() and Path(f"{model}.py").exists():
+        raise CommandError(
+            f"{model!r} is a module of this folder; name a class in it, {f'{model}:CLASS'!r}.",
+            code=2,
+        )
     module, _, name = model.rpartition(".")
     if all(part.isidentifier() for part in model.split(".")) and not Path(model).exists():
         top = module.partition(".")[0]
@@ -301,8 +312,15 @@ def _optimizer(name: str, init: dict[str, Any]) -> Callable[[Any], Any]:
             for each, value in vars(torch.optim).items()
             if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         }
-        if name.lower() not in known:
-            raise CommandError(choose("The optimizer", name, known.keys() - {"optimizer"}), code=2)
+        choices = sorted(known.keys() - _UNMEASURED.keys() - {"optimizer"})
+        if name.lower() in _UNMEASURED:
+            raise CommandError(
+                f"{name} cannot be measured: {_UNMEASURED[name.lower()]}. --optimizer takes "
+                f"{', '.join(choices)}; or MODULE:CLASS.",
+                code=2,
+            )
+        if name.lower() not in choices:
+            raise CommandError(choose("The optimizer", name, choices), code=2)
         found = known[name.lower()]
     return partial(found, **init)
 

@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.cli.parsing import CommandError
 
 # name: (what the weights are converted to, what autocast computes in), None for as they are
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
@@ -99,7 +103,8 @@ def measure(
         batch: Samples in each input.
 
     Raises:
-        Exception: What the module or the optimizer raises, such as where it reads a tensor's value.
+        CommandError: The optimizer does not take the parameters, or cannot make a step on them.
+        Exception: What the module raises, such as where it reads a tensor's value.
     """
     weights, computed = PRECISIONS[precision]
     with torch.device("meta"):
@@ -206,10 +211,32 @@ def _optimizer_state(
         return 0
     for each in parameters:
         each.grad = torch.empty_like(each)
-    optimizer = make_optimizer(parameters)
-    optimizer.step()
+    try:
+        optimizer = make_optimizer(parameters)
+        with _AnyValue():  # type: ignore[no-untyped-call]  # torch leaves its base untyped
+            optimizer.step()
+    except Exception as error:
+        raise CommandError(
+            f"The optimizer cannot be measured: {type(error).__name__}: {error}\n"
+            "It makes one step, on dense gradients of all parameters that are trained. Pass what "
+            "it needs as --optimizer-init NAME=VALUE, or name another by --optimizer: one of "
+            "torch.optim, or MODULE:FUNCTION, which makes it of a list of parameters."
+        ) from error
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     return _bytes(value for value in tensors if isinstance(value, torch.Tensor))
+
+
+class _AnyValue(TorchDispatchMode):
+    """Inside, a value that is read of a tensor without data is 1.
+
+    Some optimizers read the norm of a parameter, or their own count of steps; that says how far a
+    step goes, not how large their state is.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.ones((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.parsing import CommandError, import_from_here
+from trainer.cli.parsing import CommandError, ended_at_once, import_from_here
 
 if TYPE_CHECKING:
     from trainer.cli.fit.configured import Made
@@ -60,13 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     import_from_here()
     try:
-        importlib.import_module("jsonargparse")
+        with ended_at_once():
+            importlib.import_module("jsonargparse")
     except ImportError:
         raise CommandError(
             f"{arguments.prog} reads configurations with jsonargparse, which is not installed: "
             "pip install 'cadence-trainer[cli]'."
         ) from None
-    from trainer.cli.fit import configured
+    with ended_at_once():
+        from trainer.cli.fit import configured
 
     line = configured.ConfiguredLine(arguments.prog, arguments.stage)
     config = line.parse(arguments.words)

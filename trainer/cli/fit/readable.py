@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 
 from jsonargparse import ArgumentParser
 
@@ -35,6 +36,7 @@ _BARE_WORD = re.compile(r"<class 'str'>(?s:.*)Given value: (True|False)$")
 _MODULE = re.compile(r"No module named '([\w.]+)'")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
 _FILE = re.compile(r"unrecognized arguments: (?:[^-]\S*\.ya?ml)\b")
+_NO_MAPPING = re.compile(r"Unexpected config: (?s:.*)")  # with all that is in the file
 _REQUIRED = re.compile(r"required: (.*)")
 _SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data")
 
@@ -48,13 +50,26 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
         words: What it was given.
     """
     if "Problems parsing config" in message:
-        message += f"\nThe files are: {', '.join(each for each in words if 'yaml' in each)}."
+        message += f"\nThe files are: {', '.join(_files(words))}."
+    for script in (each for each in _files(words) if each.endswith(".py")):
+        return CommandError(
+            f"{script} is no configuration, which is a YAML file of the sections "
+            f"{', '.join(_SECTIONS)}. A script is started by `trainer launch {script}`.",
+            code=2,
+        )
+    message = _NO_MAPPING.sub(f"A file must hold the sections {', '.join(_SECTIONS)}.", message)
     lines = [line for line in message.splitlines() if not _NOISE.fullmatch(line)]
     for pattern, replacement in _WORDS:
         lines = [pattern.sub(replacement, line) for line in lines]
     hints = [hint.strip() for hint in _hints(message, parser)]
     lines += [*hints, f"`{parser.prog} --help` explains the configuration."]
     return CommandError("\n".join(dict.fromkeys(lines)), code=2)
+
+
+def _files(words: Sequence[str]) -> list[str]:
+    """The configuration files among the words, each behind its ``--config``."""
+    apart = [file for option, file in pairwise(words) if option == "--config"]
+    return apart + [word[len("--config=") :] for word in words if word.startswith("--config=")]
 
 
 def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:

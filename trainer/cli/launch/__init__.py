@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.cli.config import device_count
+from trainer.cli.config import accelerators, device_count
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
 from trainer.cli.launch.options import make_parser
 from trainer.cli.launch.slurm import batch_script
-from trainer.cli.parsing import CommandError
+from trainer.cli.parsing import CommandError, ended_at_once
 
 _NAMES = (
     "num_processes",
@@ -169,10 +169,11 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
     """Decide what is started on this machine.
 
     Raises:
-        argparse.ArgumentTypeError: The machine has too few devices, or nothing says where machines
-            meet.
+        argparse.ArgumentTypeError: The machine lacks devices that were asked for, or nothing says
+            where machines meet.
     """
     machines = _machines(arguments, configuration)
+    _check_devices(arguments, configuration)
     here = _is_started(arguments) or (
         machines == (1, 1)
         and configuration.max_restarts == 0
@@ -239,15 +240,46 @@ def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration
     elif configuration.gpu_ids not in (None, "all"):
         wanted = len(str(configuration.gpu_ids).split(","))
     else:
-        cpu = configuration.use_cpu
-        if cpu is None:
-            cpu = environment.read_flag("ACCELERATE_USE_CPU")
-        wanted = 1 if cpu else max(1, device_count())
+        wanted = 1 if _on_cpu(configuration) else max(1, device_count())
     if arguments.multi_gpu and wanted < 2:
         raise argparse.ArgumentTypeError(
             f"--multi_gpu needs two devices, and {wanted} would be used. Leave it out."
         )
     return wanted
+
+
+def _on_cpu(configuration: LaunchConfiguration) -> bool:
+    cpu = configuration.use_cpu
+    return environment.read_flag("ACCELERATE_USE_CPU") if cpu is None else cpu
+
+
+def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> None:
+    """Refuse devices that were asked for and are not there: the CPU would silently do their work.
+
+    ``gpu_ids: all`` of a file asks for none: it is what such files hold on any machine.
+    """
+    ids = configuration.gpu_ids
+    named = ids not in (None, "all")
+    asked = named or arguments.gpu_ids or arguments.multi_gpu
+    if not asked or _on_cpu(configuration):
+        return
+    if not named:
+        there, wanted, left = 0, 1, accelerators()
+    else:
+        wanted = len(str(ids).split(","))
+        with environment.without("CUDA_VISIBLE_DEVICES"):
+            there = accelerators()  # before the next one: what CUDA has found first it keeps to
+        with environment.patch_environment(CUDA_VISIBLE_DEVICES=ids):
+            left = accelerators()
+    if left >= wanted:
+        return
+    option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
+    found = f"accelerators {', '.join(map(str, range(there)))}" if there else "no accelerator"
+    more = f" --num_processes {wanted}" if wanted > 1 and not configuration.num_processes else ""
+    raise argparse.ArgumentTypeError(
+        f"{option}, but this machine has {found}. Name devices that are there, or leave it out and "
+        f"pass --cpu{more} to use the CPU."
+    )
 
 
 def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
@@ -262,7 +294,8 @@ def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
 def _start_group(
     arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
 ) -> int:
-    from trainer.cli.launch.group import Group, run_group  # torch, which a dry run needs not
+    with ended_at_once():
+        from trainer.cli.launch.group import Group, run_group  # torch, which a dry run needs not
 
     several = plan.machines[1] > 1
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0

@@ -25,6 +25,8 @@ from contextlib import redirect_stderr
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
+MARK = "CADENCE_NOTED"  # the variable with the number of the process whose notes are read
+REFUSED = "Refusal"  # the kind of a failure that another attempt would end with too
 ENDED = "ended.json"  # the note of a run that was told to end, beside torch's file for errors
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -33,6 +35,7 @@ _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
+    os.environ[MARK] = str(os.getpid())
     _end_with_the_launcher()
     try:
         if arguments[0] == "-m":
@@ -49,11 +52,13 @@ def main() -> None:
             # all again. The launcher exits with the code.
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
-        if end.code not in (None, 0):
+        if end.code not in (None, 0) and not _is_noted():
             text = str(end.code)
+            code = 1
             if not isinstance(end.code, str):
                 text = f"it exited with code {text}."
-            if _note("SystemExit", text) and text == end.code and not _is_started_again():
+                code = end.code if isinstance(end.code, int) else 1
+            if note("SystemExit", text, code) and text == end.code and not is_started_again():
                 sys.exit(1)  # the launcher says it
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a script
@@ -91,7 +96,7 @@ def _fail(error: BaseException) -> None:
     kind, own = type(error), _own(error.__traceback__)
     error.__traceback__ = own
     text = "".join(traceback.format_exception(error))
-    if not _note(kind.__name__, text) or _is_started_again():
+    if not note(kind.__name__, text) or is_started_again():
         sys.excepthook(kind, error, own)
         return
     # A service may have a hook that sends the exception home. What hooks print, the launcher says.
@@ -123,10 +128,17 @@ def _who() -> dict[str, str]:
     }
 
 
-def _note(kind: str, text: str) -> bool:
-    """Write torch's file for errors, with what it has no place for; whether there is one."""
+def note(kind: str, text: str, code: int = 1) -> bool:
+    """Write torch's file for errors, with what it has no place for; whether there is one.
+
+    Args:
+        kind: Of the failure, such as the exception's type.
+        text: What the launcher says of it.
+        code: What this process is about to exit with, should it be ended before.
+    """
     now = time.time()
     more = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "kind": kind, **_who()}
+    more["code"] = code
     error = {"message": {"message": text, "extraInfo": more}}
     return _write(None, error)
 
@@ -143,7 +155,13 @@ def _write(name: str | None, content: object) -> bool:
     return True
 
 
-def _is_started_again() -> bool:
+def _is_noted() -> bool:
+    """The script has left a note itself, as a command of ours does."""
+    return os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+
+
+def is_started_again() -> bool:
+    """All processes will be, after this one has failed."""
     return _number("TORCHELASTIC_RESTART_COUNT") < _number("TORCHELASTIC_MAX_RESTARTS")
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.cli.launch.entry import REFUSED
+
 # How the libraries of collectives say that a peer has gone, in the last line of an exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
 
@@ -25,6 +27,7 @@ class Failure:
         kind: The exception's type; "SystemExit" where the script chose its code.
         text: The traceback, or the message where there is none.
         who: "rank 1 of 3 on gpu7".
+        meant: What it was about to exit with when it noted its exception.
     """
 
     rank: int
@@ -34,18 +37,24 @@ class Failure:
     kind: str
     text: str
     who: str
+    meant: int = 1
 
     @property
     def exit_code(self) -> int:
         """What the launcher exits with for it, as a shell."""
         if self.raised is not None and self.code < 0:
-            return 1  # its exception came before the signal
+            return self.meant  # its exception came before the signal
         return self.code if self.code > 0 else 128 - self.code
 
     @property
     def chosen(self) -> bool:
         """The process, or who interrupted it, meant it to end."""
         return self.kind == "KeyboardInterrupt" or self.text.startswith("it exited with code")
+
+    @property
+    def refused(self) -> bool:
+        """A command was used wrongly: it would fail again."""
+        return self.kind == REFUSED
 
     @property
     def follows(self) -> bool:
@@ -82,6 +91,7 @@ def failures_of(found: Mapping[int, Any]) -> list[Failure]:
                 kind=str(more.get("kind", "")),
                 text=text,
                 who=f"rank {own}{size} on {host}",
+                meant=int(more.get("code", 1)),
             )
         )
     return made
@@ -116,11 +126,18 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
 def report(failures: list[Failure], interval: float) -> tuple[str, int]:
     """What to say last, and the code to exit with."""
     first = first_of(failures, interval)
-    lines = [
-        f"{each.who} failed after that: {summary(each)}"
+    others = [
+        each
         for each in sorted(failures, key=lambda each: each.rank)
         if each is not first and not each.told_to_end
     ]
+    alike = [each for each in others if each.text and each.text == first.text]
+    lines = [
+        f"{each.who} failed after that: {summary(each)}" for each in others if each not in alike
+    ]
+    if alike:
+        ranks = "ranks" if len(alike) > 1 else "rank"
+        lines.append(f"{ranks} {', '.join(str(each.rank) for each in alike)} failed likewise.")
     lines.append(f"{first.who} failed first:")
     lines.append(first.text if first.text else summary(first))
     return "\n".join(lines), first.exit_code

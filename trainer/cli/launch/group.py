@@ -82,6 +82,8 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         seen: RunResult = super()._monitor_workers(worker_group)
         self._seen = seen
+        if seen.is_failed() and any(each.refused for each in failures_of(seen.failures)):
+            self._remaining_restarts = 0
         return seen
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:

@@ -142,7 +142,11 @@ class Trainer:
         barebones: Turn everything optional off, to see what the training alone costs: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the check before training, the check of
             `non_finite`, and `self.log` in training. Nothing is written, and the weights are those
-            of the same run without it. Arguments that ask for one of these parts are refused.
+            of the same run without it. Arguments that ask for one of these parts, or say how it is
+            to be, are refused: `callbacks`, `log_with`, `project_name`, `run_name`, `log_every`,
+            `num_sanity_val_steps`, `non_finite`, `max_skipped_in_row`, `profile`, `fast_dev_run`,
+            `detect_anomaly`, `slurm_requeue`. Their defaults, and values that say off, pass, as
+            `progress_bar` and `checkpointing` do; `project_dir` is where `ckpt_path` looks.
         slurm_requeue: In a SLURM job, put it back into the queue when SIGUSR1 (``sbatch
             --signal=USR1@120``) or `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
@@ -263,14 +267,22 @@ class Trainer:
         if barebones:
             refuse_beside_barebones(
                 inspect.signature(Trainer).parameters,
-                callbacks=callbacks,
-                log_with=log_with,
-                num_sanity_val_steps=num_sanity_val_steps,
-                non_finite=non_finite,
-                profile=profile,
-                fast_dev_run=fast_dev_run,
-                detect_anomaly=detect_anomaly,
-                slurm_requeue=slurm_requeue,
+                {
+                    "callbacks": callbacks,
+                    "checkpointing": checkpointing,
+                    "detect_anomaly": detect_anomaly,
+                    "fast_dev_run": fast_dev_run,
+                    "log_every": Interval.parse(log_every),
+                    "log_with": log_with,
+                    "max_skipped_in_row": max_skipped_in_row,
+                    "non_finite": non_finite,
+                    "num_sanity_val_steps": num_sanity_val_steps,
+                    "profile": profile,
+                    "progress_bar": progress_bar,
+                    "project_name": project_name,
+                    "run_name": run_name,
+                    "slurm_requeue": slurm_requeue,
+                },
             )
             settings = settings.stripped()
         if seed is not None:

@@ -50,6 +50,7 @@ def tallies(world_size: int, items: list[int]) -> list[Tally]:
             ended=1.0,
             failed_saves=float(rank == 1),
             asked_saves=float(rank % 5),
+            ended_ranks=float(rank) if rank == world_size - 1 else 0.0,
             bad_losses=1.0,
         )
         for rank in range(world_size)
@@ -107,7 +108,7 @@ def test_a_loss_known_on_the_device_alone_is_counted():
         own = NOTHING._replace(items=259.0, bad_losses=bad)
         return Agreement(CPU).ballot(own, torch.float32, times=2).tolist()
 
-    assert ballot(torch.tensor(1.0)) == ballot(1.0) == [6, 2, *[0] * 10, 2]
+    assert ballot(torch.tensor(1.0)) == ballot(1.0) == [6, 2, *[0] * 11, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,11 +1,17 @@
 """`Trainer(barebones=True)`: the training alone."""
 
+import inspect
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import EMA, ModelCheckpoint, ProgressBar
+from callbacks import EMA, Interval, ModelCheckpoint, ProgressBar
+from trackers import CSVTracker
 from trainer import Trainer, TrainModule
+from trainer.loops.arguments import LEFT_OUT
 
 
 class Module(TrainModule):
@@ -82,55 +88,104 @@ def test_evaluations_still_return_their_metrics():
     assert metrics["val"] > 0
 
 
-def test_a_schedule_that_reads_what_the_training_logs_says_so():
+def reading(monitor, interval="epoch"):
     class Reads(Module):
         def configure_optimizers(self):
-            return super().configure_optimizers() | {"monitor": "loss_epoch"}
+            return super().configure_optimizers() | {"monitor": monitor, "interval": interval}
 
-    trainer = Trainer(cpu=True, max_epochs=1, barebones=True)
-    with pytest.raises(ValueError, match=r"'loss_epoch'.*nothing was recorded"):
-        trainer.fit(Reads(), loader())
+    return Reads()
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("interval", "val", "logged"),
     [
-        ("callbacks", [EMA()]),
-        ("callbacks", ModelCheckpoint()),
-        ("callbacks", (ProgressBar(),)),
-        ("log_with", "tensorboard"),
-        ("num_sanity_val_steps", -1),
-        ("num_sanity_val_steps", 1),
-        ("non_finite", "skip"),
-        ("profile", "simple"),
-        ("fast_dev_run", True),
-        ("fast_dev_run", 3),
-        ("detect_anomaly", True),
-        ("slurm_requeue", True),
+        ("epoch", None, "nothing so far"),
+        ("step", loader, "nothing so far"),
+        ("epoch", loader, "'val'"),
     ],
 )
-def test_what_contradicts_it_is_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"barebones=True turns {name} off, but {name} is "):
+def test_a_schedule_that_reads_what_the_training_logs_says_what_is_left_out(interval, val, logged):
+    trainer = Trainer(cpu=True, max_epochs=1, barebones=True)
+    said = (
+        "A scheduler's monitor is 'loss_epoch', which is not there: barebones=True leaves out what "
+        f"the training logs, and validations, which stay, have logged {logged}. Let the monitor be "
+        "a metric that validation_step logs before the scheduler ticks, or leave barebones=True out"
+    )
+    with pytest.raises(ValueError, match=said):
+        trainer.fit(reading("loss_epoch", interval), loader(), val and val())
+
+
+def test_without_barebones_it_hears_what_it_heard_before():
+    trainer = Trainer(cpu=True, max_epochs=1, checkpointing=False, progress_bar=False)
+    with pytest.raises(ValueError, match="'los'; it must be one of 'loss_epoch'") as told:
+        trainer.fit(reading("los"), loader())
+    assert "barebones" not in str(told.value)
+
+
+# Of each argument: values that are refused, and values that pass.
+ANSWERS = {
+    "fast_dev_run": ([True, 1, 3], [False, 0]),
+    "profile": (["simple"], [None]),
+    "callbacks": ([[EMA()], ModelCheckpoint(), (ProgressBar(),)], [None, [], ()]),
+    "progress_bar": ([], [True, False]),
+    "checkpointing": ([], [True, False]),
+    "log_with": (
+        ["tensorboard", ["csv"], "all", CSVTracker, CSVTracker("a", "b")],
+        [None, [], ()],
+    ),
+    "project_name": (["digits", "ignore"], [None]),
+    "run_name": (["first"], [None]),
+    "log_every": (
+        [1, 10, "1 epoch", Interval.parse("51 steps")],
+        [50, "50 steps", Interval.parse("50 steps")],
+    ),
+    "num_sanity_val_steps": ([-1, 1, 3], [0, 2]),
+    "non_finite": (["skip"], ["stop", "ignore"]),
+    "max_skipped_in_row": ([1, 49], [50]),
+    "detect_anomaly": ([True], [False]),
+    "slurm_requeue": ([True], [False]),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_what_asks_for_a_part_that_is_left_out_is_refused_by_name(name):
+    refused, passed = ANSWERS[name]
+    part = LEFT_OUT[name][0]
+    for value in refused:
+        said = re.escape(f"barebones=True leaves {part} out, but {name} is ")
+        with pytest.raises(ValueError, match=said):
+            Trainer(cpu=True, barebones=True, **{name: value})
+        Trainer(cpu=True, barebones=False, **{"project_dir": "run", name: value})
+    for value in passed:
         Trainer(cpu=True, barebones=True, **{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("callbacks", []),
-        ("callbacks", None),
-        ("log_with", []),
-        ("num_sanity_val_steps", 0),
-        ("num_sanity_val_steps", 2),
-        ("non_finite", "ignore"),
-        ("non_finite", "stop"),
-        ("progress_bar", False),
-        ("checkpointing", False),
-        ("log_every", 10),
-    ],
-)
-def test_what_is_off_or_the_default_is_no_contradiction(name, value):
-    Trainer(cpu=True, barebones=True, **{name: value})
+def test_every_argument_of_the_trainer_is_one_or_the_other():
+    """A new one must be thought of here."""
+    kept = {
+        *("max_epochs", "min_epochs", "max_steps", "min_steps", "max_time", "val_every"),
+        *("limit_train_batches", "limit_val_batches", "limit_test_batches"),
+        *("limit_predict_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
+        *("gradient_accumulation_steps", "max_grad_norm", "max_grad_value", "deterministic"),
+        *("seed", "project_dir", "project_config", "accelerator", "mixed_precision", "cpu"),
+        *("dataloader_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"),
+        *("dynamo_backend", "dynamo_plugin", "kwargs_handlers"),
+    }
+    arguments = set(inspect.signature(Trainer).parameters) - {"barebones", "unknown"}
+    assert arguments == kept | set(LEFT_OUT)
+    assert not kept & set(LEFT_OUT)
+    assert ANSWERS.keys() == LEFT_OUT.keys()
+
+
+def test_the_documentation_has_the_same_arguments():
+    told = re.search("        barebones: .*?\n        slurm_requeue:", Trainer.__doc__, re.DOTALL)[
+        0
+    ]
+    guide = (Path(__file__).parents[2] / "docs/guides/speed.md").read_text(encoding="utf-8")
+    told_there = guide.partition("## The training alone")[2].partition("\n## ")[0]
+    for name in LEFT_OUT:
+        assert f"`{name}" in told, name
+        assert f"`{name}" in told_there, name
 
 
 def test_a_word_that_is_no_bool_is_refused():

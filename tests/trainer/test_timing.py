@@ -385,6 +385,7 @@ def report(num_workers=0, stage="fit", **parts):
         calls=dict.fromkeys(parts, 10),
         hooks={"on_boundary": 1.0},
         num_workers=num_workers,
+        validated=10,
     )
 
 
@@ -414,6 +415,41 @@ def test_a_stream_without_workers_and_an_evaluation_have_words_of_their_own():
     assert report().bottleneck() == "No time was measured."
     nothing_done = replace(report(data_wait=9), steps=0)
     assert nothing_done.bottleneck() == "No update was completed."
+
+
+@pytest.mark.parametrize(("stage", "unit"), [("fit", "update"), ("validate", "batch")])
+def test_of_a_few_updates_or_batches_nothing_is_concluded(stage, unit):
+    slow = report(stage=stage, data_wait=61, forward=39)
+    few = "updates" if unit == "update" else "batches"
+    assert "waits for data" in slow.bottleneck()
+    assert replace(slow, steps=9).bottleneck() == f"9 {few}: too few to tell what limits the run."
+    assert replace(slow, steps=1).bottleneck().startswith(f"1 {unit}: too few")
+
+
+def test_validations_of_a_few_batches_get_no_advice():
+    slow = replace(report(validation=60, forward=40), validated=9)
+    told = "The training is in validations 60 % of the time: 9 batches, too few to tell why."
+    assert slow.bottleneck() == told
+    assert "1 batch, too few" in replace(slow, validated=1).bottleneck()
+    computes = replace(report(validation=30, data_wait=20, forward=50), validated=2)
+    assert "which is its limit. It waits for data 20 %" in computes.bottleneck()
+    assert "validations" not in computes.bottleneck()
+    assert "It is in validations 30 %" in replace(computes, validated=10).bottleneck()
+
+
+def test_batches_of_validations_are_counted_with_those_of_the_check_before_them(clock, capsys):
+    """2 batches of the check, and 2 of each epoch's validation; those take the most time by far."""
+
+    class Dear(Module):
+        def validation_step(self, batch, batch_idx):
+            self.clock.take(2**96)
+
+    trainer = trainer_for(max_epochs=2, num_sanity_val_steps=2, limit_val_batches=2)
+    trainer.fit(Dear(clock), loader(clock), loader(clock))
+    assert written()["updates"] == 12
+    told = "The training is in validations 100 % of the time: 6 batches, too few to tell why."
+    assert written()["bottleneck"] == told
+    assert told in capsys.readouterr().out
 
 
 def test_the_table_has_the_mean_the_total_and_the_share():

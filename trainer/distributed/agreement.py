@@ -37,6 +37,7 @@ class Tally(NamedTuple):
         signals: How many were told to end, by a signal or the clock.
         seconds: Rank 0's clock; to 0.06 s after 12 days where it came in float32.
         ended: How many processes have no further round in this epoch.
+        ended_ranks: The sum of their ranks: where it is one alone, which.
         failed_saves: How many know of a save in the background that failed.
         asked_saves: Saves that were asked for in the window.
         bad_losses: How many had a loss in it that is NaN or infinite; of one process, a tensor of
@@ -50,7 +51,12 @@ class Tally(NamedTuple):
     ended: float
     failed_saves: float = 0.0
     asked_saves: float = 0.0
+    ended_ranks: float = 0.0
     bad_losses: float | Tensor = 0.0
+
+    def ended_apart(self, world_size: int) -> bool:
+        """The epoch is over for some processes and not for the others."""
+        return 0 < self.ended < world_size
 
 
 NOTHING = Tally(0.0, 0.0, 0.0, 0.0, 0.0)

@@ -7,10 +7,29 @@ from collections.abc import Mapping, Sequence
 from inspect import Parameter
 from typing import Any
 
-from callbacks import Callback, ModelCheckpoint, ProgressBar
+from callbacks import Callback, Interval, ModelCheckpoint, ProgressBar
 from trainer.accelerator import Accelerator
 from trainer.configuration import ProjectConfiguration
 from trainer.hooks import is_overridden
+
+LEFT_OUT: dict[str, tuple[Any, ...]] = {
+    # An argument, the part that `barebones=True` leaves out and that it asks for or is about, and
+    # the values that ask for nothing. Nobody asked for a default.
+    "fast_dev_run": ("the trial run", False, 0),
+    "profile": ("the profile", None),
+    "callbacks": ("callbacks", None, [], ()),
+    "progress_bar": ("the progress bar", False),
+    "checkpointing": ("checkpoints", False),
+    "log_with": ("trackers", None, [], ()),
+    "project_name": ("trackers", None),
+    "run_name": ("trackers", None),
+    "log_every": ("records of metrics",),
+    "num_sanity_val_steps": ("the check before the training", 0),
+    "non_finite": ("the check for NaN", "ignore"),
+    "max_skipped_in_row": ("the check for NaN",),
+    "detect_anomaly": ("the search for anomalies", False),
+    "slurm_requeue": ("the save that a requeued job goes on from", False),
+}
 
 
 def chosen_accelerator(
@@ -86,19 +105,27 @@ def complete(
     return sorted(given, key=lambda callback: callback.runs_last)
 
 
-def refuse_beside_barebones(arguments: Mapping[str, Parameter], **given: Any) -> None:
-    """Refuse what was asked for and is what ``barebones=True`` turns off.
+def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:
+    """Refuse what was asked for and is what ``barebones=True`` leaves out.
 
     Args:
         arguments: The Trainer's, with their defaults, which nobody asked for.
-        **given: The values of those that it turns off.
+        given: The values of those in `LEFT_OUT`, intervals parsed.
 
     Raises:
         ValueError: Something else than the default, and not off.
     """
-    for name, value in given.items():
-        if value and value not in ("ignore", arguments[name].default):
+    for name, (part, *off) in LEFT_OUT.items():
+        value = given[name]
+        if not any(_same(value, each) for each in (arguments[name].default, *off)):
+            accepted = " or ".join(f"{name}={each!r}" for each in off) or f"no {name}"
             raise ValueError(
-                f"barebones=True turns {name} off, but {name} is {value!r}: leave one of them out. "
-                "To see what the optional parts cost, compare with profile='simple' instead."
+                f"barebones=True leaves {part} out, but {name} is {value!r}: pass {accepted}, or "
+                "leave barebones=True out. To see what the optional parts cost, compare with "
+                "profile='simple' instead."
             )
+
+
+def _same(value: Any, other: Any) -> bool:
+    """They are equal; an interval has several spellings."""
+    return bool(value == (Interval.parse(other) if isinstance(value, Interval) else other))

@@ -25,6 +25,8 @@ Begin = Callable[[Run, list[Feed]], None]
 
 _COMPUTING = (timing.FORWARD, timing.BACKWARD, timing.OPTIMIZER)
 _WORTH_A_WORD = 0.1  # the share of a part that is told beside a larger one
+_ENOUGH = 10  # of fewer the first, which sets things up, takes most of the time
+_PLURALS = {"update": "updates", "batch": "batches"}
 _LIMITS = {  # what is said of each part, and what to do about it
     timing.DATA: "waits for data",
     timing.TRANSFER: "waits for batches to reach the device",
@@ -107,6 +109,7 @@ class Report:
         calls: How often each part was entered.
         hooks: The seconds of each hook, which are those of the callbacks.
         num_workers: Of the loader; None if it is none of torch's.
+        validated: Batches of validations inside a fit, those of the check before it among them.
     """
 
     stage: str
@@ -117,6 +120,7 @@ class Report:
     calls: dict[str, int]
     hooks: dict[str, float]
     num_workers: int | None
+    validated: int = 0
 
     @classmethod
     def of(
@@ -137,12 +141,13 @@ class Report:
                 if "/" in part
             },
             num_workers=num_workers,
+            validated=stopwatch.validated,
         )
 
     @property
     def units(self) -> str:
         """The plural."""
-        return "updates" if self.unit == "update" else "batches"
+        return _PLURALS[self.unit]
 
     @property
     def total(self) -> float:
@@ -195,26 +200,36 @@ class Report:
         """What takes most of the time and what to do about it, in a sentence or two.
 
         Forward, backward and optimizer count together: where they are the largest part, the device
-        is used, and the largest other part is told only if it is worth it.
+        is used, and the largest other part is told only if it is worth it. Of a few updates or
+        batches nothing is concluded.
         """
         if not self.total:
             return "No time was measured."
         if not self.steps:
             return f"No {self.unit} was completed."
+        if self.steps < _ENOUGH:
+            return f"{_number(self.steps, self.unit)}: too few to tell what limits the run."
         what = "training" if self.unit == "update" else "evaluation"
         others = {part: self.share(part) for part in _LIMITS}
-        largest = max(others, key=lambda part: others[part])
+        largest = max(others, key=others.__getitem__)
         computing = self.share(*_COMPUTING)
-        found = f"{_LIMITS[largest]} {_percent(others[largest])} of the time"
         if computing < others[largest]:
-            return f"The {what} {found}: {self._advice(largest)}."
+            return f"The {what} {self._found(largest)}."
         told = f"The {what} computes {_percent(computing)} of the time, which is its limit"
+        if self.validated < _ENOUGH:
+            del others[timing.VALIDATING]
+            largest = max(others, key=others.__getitem__)
         if others[largest] >= _WORTH_A_WORD:
-            return f"{told}. It {found}: {self._advice(largest)}."
+            return f"{told}. It {self._found(largest)}."
         faster = "mixed_precision='bf16', torch.compile, larger batches"
         return f"{told}: {faster} or a faster device would help."
 
+    def _found(self, part: str) -> str:
+        return f"{_LIMITS[part]} {_percent(self.share(part))} of the time: {self._advice(part)}"
+
     def _advice(self, part: str) -> str:
+        if part == timing.VALIDATING and self.validated < _ENOUGH:
+            return f"{_number(self.validated, 'batch')}, too few to tell why"
         if part == timing.DATA:
             if self.num_workers is None:
                 return "let other processes prepare the batches, or do less for each"
@@ -233,6 +248,10 @@ def _sums(divided: Counter[str]) -> dict[str, float]:
     for part, number in divided.items():
         sums[part.partition("/")[0]] += number
     return {part: sums[part] for part in PARTS if part in sums}
+
+
+def _number(count: int, unit: str) -> str:
+    return f"{count} {unit if count == 1 else _PLURALS[unit]}"
 
 
 def _percent(share: float) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.data.loader import Feed
+from trainer.distributed.collectives import all_gather_object
 from trainer.loops.moving import items_of
 from trainer.loops.run import Run
 from trainer.metrics import Scope
@@ -31,6 +32,12 @@ class Phase:
 VALIDATION = Phase("validation", "validation_step")
 TEST = Phase("test", "test_step")
 PREDICT = Phase("predict", "predict_step")
+
+ENDED_EARLY = (
+    "A map-style dataset that raises StopIteration, or a sampler with fewer samples there, ends "
+    "the epoch of that process alone. Let __len__ and the sampler say on all processes how many "
+    "samples there are; or make it an IterableDataset, which ends for all alike."
+)
 
 
 class EvaluationAbandoned(Exception):
@@ -68,8 +75,11 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
         getattr(hooks, f"on_{phase.name}_start")()
         getattr(hooks, f"on_{phase.name}_epoch_start")()
         metrics.scope = Scope(phase.name, False)
-        for index, feed in enumerate(feeds):
+        rounds = [
             evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
+            for index, feed in enumerate(feeds)
+        ]
+        refuse_missing(run, phase, feeds, rounds)
         metrics.scope = Scope(phase.name, None)
         metrics.begin_epoch_values()
         getattr(hooks, f"on_{phase.name}_epoch_end_module")()
@@ -85,8 +95,8 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
     return by_feed(read, len(feeds))
 
 
-def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> None:
-    """Every batch of one feed."""
+def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> int:
+    """Every batch of one feed; gives the number of rounds that there were."""
     hooks = run.hooks
     step = run.bare_step(phase.step)
     start = getattr(hooks, f"on_{phase.name}_batch_start")
@@ -107,20 +117,40 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
             with run.precision.autocast():
                 outputs = step(batch, *where)
             end(outputs, batch, *where)
-    refuse_empty(phase, feed, index, batch_idx + 1)
+    rounds_here = batch_idx + 1
+    if run.world_size > 1 and feed.sampler is not None:
+        for missing in range(rounds_here, feed.num_rounds or 0):
+            if run.told_to_end(missing):  # where the data ended early the others go on asking
+                raise EvaluationAbandoned
+    return rounds_here
 
 
-def refuse_empty(phase: Phase, feed: Feed, index: int, rounds: int) -> None:
-    """Refuse a stream that gave nothing, which only reading it could tell; on all ranks alike.
+def refuse_missing(run: Run, phase: Phase, feeds: list[Feed], rounds: list[int]) -> None:
+    """Refuse data that gave nothing, or ended on some processes before the others; collective.
+
+    Args:
+        run: The run.
+        phase: The evaluation.
+        feeds: Its data.
+        rounds: Of each feed, how many this process has had.
 
     Raises:
-        ValueError: There was no batch, and not because of a limit.
+        ValueError: On all processes alike. There was no batch, and not because of a limit; or
+            samples are missing.
     """
-    if rounds == 0 and feed.limit != 0:
-        raise ValueError(
-            f"The {phase.name} loader number {index} gave no batch. Check its dataset; an iterator "
-            "can be read only once, so pass an object that can be iterated again."
-        )
+    of_all = all_gather_object(rounds) if run.world_size > 1 else [rounds]
+    for index, (feed, each) in enumerate(zip(feeds, zip(*of_all, strict=True), strict=True)):
+        which = f"The {phase.name} loader number {index}"
+        if ended := [str(rank) for rank, number in enumerate(each) if number < max(each)]:
+            raise ValueError(
+                f"{which} ended in epoch {run.counters.epoch} on rank {', '.join(ended)} before "
+                f"the others. {ENDED_EARLY}"
+            )
+        if each[0] == 0 and feed.limit != 0:
+            raise ValueError(
+                f"{which} gave no batch. Check its dataset; an iterator can be read only once, so "
+                "pass an object that can be iterated again."
+            )
 
 
 def by_feed(values: dict[str, float], feeds: int) -> list[dict[str, float]]:

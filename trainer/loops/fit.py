@@ -12,7 +12,7 @@ from trainer.data.loader import Round
 from trainer.distributed.collectives import all_gather_object
 from trainer.errors import Preempted
 from trainer.loops.due import refuse_missed, tell_of_missed
-from trainer.loops.evaluate import VALIDATION, EvaluationAbandoned, evaluate
+from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.run import FitRun
 from trainer.loops.timing import VALIDATING
@@ -98,8 +98,9 @@ def train_epoch(run: FitRun) -> None:
                     break
     if counters.rounds == begun_at:
         which = f" behind its first {counters.epoch_batches}" if begun_at else ""
+        where = f" on rank {run.rank}" if run.world_size > 1 else ""
         raise ValueError(
-            f"The training loader gave no batch in epoch {counters.epoch}{which}. Check its "
+            f"The training loader gave no batch in epoch {counters.epoch}{which}{where}. Check its "
             "dataset, its sampler and drop_last, and limit_train_batches; an iterator can be read "
             "only once, so pass an object that can be iterated again."
         )
@@ -130,7 +131,7 @@ def windows(rounds: Iterator[Round], size: Callable[[], int]) -> Iterator[Iterat
 def finish_update(run: FitRun) -> None:
     """Everything that is due after an update; at the end callbacks may save or stop."""
     counters = run.counters
-    check_streams(run)
+    refuse_ends_apart(run)
     run.recorder.flush(arrived=counters.global_step)
     if run.agreement.latest.failed_saves:
         run.writer.wait()  # raises what went wrong, on all processes at this very update
@@ -188,21 +189,32 @@ def preempted(run: FitRun) -> Preempted:
     return Preempted(codes[0])
 
 
-def check_streams(run: FitRun) -> None:
-    """Refuse streams that end on some processes only, before one waits for the others in vain.
+def refuse_ends_apart(run: FitRun) -> None:
+    """Refuse data that end on some processes only, before one waits for the others in vain.
 
     Raises:
-        ValueError: On all processes alike.
+        ValueError: On all processes alike; on an accelerator on those that have more an update
+            later.
     """
-    if run.world_size == 1 or run.feed.sampler is not None:
+    if run.world_size == 1:
         return
-    run.agreement.settle()  # whose data have ended must be known now, not an update later
-    ended = run.agreement.latest.ended
-    if 0 < ended < run.world_size:
+    stream = run.feed.sampler is None
+    if stream or run.counters.epoch_complete:
+        run.agreement.settle()  # whose data have ended must be known now, not an update later
+    known, epoch = run.agreement.latest, run.counters.epoch
+    if not known.ended_apart(run.world_size):
+        return
+    where = f"{known.ended:.0f} of {run.world_size} processes"
+    if known.ended == 1:
+        where += f", on rank {known.ended_ranks:.0f},"
+    if stream:
         raise ValueError(
-            f"The training stream ended on {ended:.0f} of {run.world_size} processes. Each reads "
+            f"In epoch {epoch} the training stream ended on {where} before the others. Each reads "
             "the whole stream and keeps its own batches: give all the same one, not a part each."
         )
+    raise ValueError(
+        f"In epoch {epoch} the training data ended on {where} before the others. {ENDED_EARLY}"
+    )
 
 
 def record_update(run: FitRun) -> None:

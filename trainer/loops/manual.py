@@ -24,7 +24,8 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     """Let `training_step` do its own backward passes and updates, on one batch.
 
     Returns:
-        Whether there is an update to finish: an optimizer stepped, or the epoch is over.
+        Whether there is an update to finish: an optimizer stepped, or the epoch is over, be it for
+        some processes only.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     (micro,) = window
@@ -58,7 +59,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     if micro.present:
         hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
-    return stepped or micro.last
+    return stepped or micro.last or run.agreement.latest.ended_apart(run.world_size)
 
 
 def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:

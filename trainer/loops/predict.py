@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.data.loader import Feed
 from trainer.distributed.collectives import all_gather_object
-from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_empty
+from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_missing
 from trainer.loops.run import Run
 from trainer.tree import to_host
 
@@ -29,23 +29,26 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
     with evaluation_mode(run.module):
         hooks.on_predict_start()
         hooks.on_predict_epoch_start()
-        own = [
+        parts = [
             predict_feed(run, feed, index, several=len(feeds) > 1, keep=keep)
             for index, feed in enumerate(feeds)
         ]
+        refuse_missing(run, PREDICT, feeds, [rounds for _, rounds in parts])
         hooks.on_predict_epoch_end_module()
         hooks.on_predict_epoch_end_callbacks()
         hooks.on_predict_end()
     if not keep:
         return None
-    gathered = all_gather_object(own)
+    gathered = all_gather_object([outputs for outputs, _ in parts])
     if run.rank != 0:
         return None
     return [in_loader_order([part[index] for part in gathered]) for index in range(len(feeds))]
 
 
-def predict_feed(run: Run, feed: Feed, index: int, *, several: bool, keep: bool) -> list[Any]:
-    """What this process predicts for one feed; nothing unless it is to be kept."""
+def predict_feed(
+    run: Run, feed: Feed, index: int, *, several: bool, keep: bool
+) -> tuple[list[Any], int]:
+    """What this process predicts for one feed, nothing unless it is to be kept; and its rounds."""
     outputs = []
     step = run.bare_step("predict_step")
     feed.set_epoch(0)
@@ -62,8 +65,7 @@ def predict_feed(run: Run, feed: Feed, index: int, *, several: bool, keep: bool)
             run.hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)
-    refuse_empty(PREDICT, feed, index, batch_idx + 1)
-    return outputs
+    return outputs, batch_idx + 1
 
 
 def in_loader_order(parts: list[list[Any]]) -> list[Any]:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
 _PATIENCE = 120.0  # seconds that a save waits for the local record's disk
+_PATIENCE_FOR_CURVES = 5.0  # and for trackers that write files, once; healthy ones take millis
 
 
 class Recorder:
@@ -50,6 +51,7 @@ class Recorder:
         self._listener = Listener(lambda record: self._tell(lambda about: about.warn(record)))
         self._finished = False
         self._end: int | None = None  # of the local record, once it is closed
+        self._asked: dict[BackgroundTracker, Future[None]] = {}  # to come as far as a save
         self._last = 0.0  # the time of the last record
         self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
@@ -184,17 +186,39 @@ class Recorder:
             raise
 
     def sync(self) -> Callable[[], int | None]:
-        """Begin to put what the local record has by now on the disk.
+        """Begin to put what the local record has by now on the disk, and to write the curves.
+
+        A checkpoint calls it, so that a run that is killed and goes on from there has no holes in
+        the files of its trackers. Those of services, which may be away, are not waited for.
 
         Returns:
-            A function that waits until it is there. It gives the record's length in bytes, at which
-            a run that resumes from here cuts it; None where this process keeps no record, or it
-            could not be written, which is told in the log.
+            A function that waits until it is there; for trackers that write files a short time, and
+            not again while one has not come that far, which is told in the log. It gives the
+            record's length in bytes, at which a run that resumes from here cuts it; None where this
+            process keeps no record, or it could not be written, which is told in the log.
         """
         if self._finished or not isinstance(self._local, BackgroundTracker):
             return lambda: self._end
         synced = self._local.submit(lambda record: cast(JsonlTracker, record).sync())
-        return lambda: _length(synced, _PATIENCE)
+        curves = self._write_curves()
+
+        def length() -> int | None:
+            known = _length(synced, _PATIENCE)
+            _wait_for(curves)
+            return known
+
+        return length
+
+    def _write_curves(self) -> dict[BackgroundTracker, Future[None]]:
+        """Ask the trackers that write files to come this far, but those that hang."""
+        behind = {tracker for tracker, future in self._asked.items() if not future.done()}
+        asked = {
+            tracker: tracker.submit(_come_this_far)
+            for tracker in self._trackers
+            if tracker.requires_logging_directory and tracker not in behind
+        }
+        self._asked |= asked
+        return asked
 
     def _tell(self, what: Callable[[AboutRun], None]) -> None:
         """Change the file about the run, on the local record's thread."""
@@ -233,6 +257,23 @@ def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> 
     if cut_at is not None:
         record.truncate(cut_at)
     return record.offset
+
+
+def _come_this_far(tracker: GeneralTracker) -> None:
+    """Nothing: a tracker's calls are made in order, and what it logs is in its file behind each."""
+
+
+def _wait_for(curves: Mapping[BackgroundTracker, Future[None]]) -> None:
+    done, _ = wait(curves.values(), _PATIENCE_FOR_CURVES)
+    late = [tracker.name for tracker, future in curves.items() if future not in done]
+    if late:
+        logger.warning(
+            "A save has not waited longer than %g seconds for %s to write what was logged before "
+            "it; a run that is killed now and goes on from there may have holes in those curves, "
+            "and none in metrics.jsonl.",
+            _PATIENCE_FOR_CURVES,
+            " and ".join(late),
+        )
 
 
 def _length(synced: Future[int], patience: float) -> int | None:

@@ -276,6 +276,7 @@ class FitRun(Run):
             ended=1.0 if self.counters.epoch_complete else 0.0,
             failed_saves=1.0 if self.writer.failed else 0.0,
             asked_saves=float(len(self.asked)),
+            ended_ranks=float(self.rank) if self.counters.epoch_complete else 0.0,
             bad_losses=bad_losses,
         )
 

@@ -129,11 +129,13 @@ class Stopwatch:
     Attributes:
         ledger: What each part has had. Parts may be divided: ``"callbacks/on_train_start"``.
         calls: How often each was entered from another one.
+        validated: Batches of validations, and of the check before the training.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
         self.calls: Counter[str] = Counter()
+        self.validated = 0
         self._part = REST
         self._thread: int | None = get_ident()
 
@@ -142,7 +144,9 @@ class Stopwatch:
         if get_ident() != self._thread:
             return None
         outer = self._part
-        if part != outer and outer != VALIDATING:
+        if outer == VALIDATING:
+            self.validated += part == FORWARD
+        elif part != outer:
             self.ledger.charge(outer)
             self.calls[part] += 1
             self._part = part

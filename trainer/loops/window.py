@@ -246,4 +246,4 @@ def tick(run: FitRun, interval: str, number: int) -> None:
         return
     for entry in run.schedulers:
         if entry.interval == interval and number % entry.frequency == 0:
-            entry.tick(run.recorder.latest)
+            entry.tick(run.recorder.latest, barebones=run.metrics.quiet_training)

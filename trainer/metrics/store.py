@@ -34,6 +34,7 @@ class MetricStore:
 
     Attributes:
         device: As given.
+        quiet_training: As given.
         scope: Where in the run `log` is called from; None where it cannot work.
         names: Every name that was logged.
         private: Those that trackers are not told.
@@ -48,6 +49,7 @@ class MetricStore:
         self._reduction = Reduction(device, self._dtype, world_size)
         self.scope: Scope | None = None
         self._muted = False
+        self.quiet_training = quiet_training
         self._unheard = "train" if quiet_training else None
         self.items = 1.0
         self.loader_suffix = ""

@@ -27,7 +27,8 @@ def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
 
     What torch wraps every optimizer's step in takes as long as the update of a small model, and
     does nothing unless there are hooks or a profile is taken. (Of an ``ExecutionTraceObserver``
-    alone nobody can know: in its trace there is no section for the step.)
+    alone nobody can know: torch tells Python of no other listener, and to open a section in vain
+    takes 1 µs. In its trace there is no section for the step unless the optimizer has a hook.)
     """
     bare = _bare_step(optimizer)
     return optimizer.step(closure) if bare is None else bare(optimizer, closure)

@@ -122,8 +122,12 @@ class SchedulerEntry:
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
 
-    def tick(self, metrics: Mapping[str, float]) -> None:
+    def tick(self, metrics: Mapping[str, float], *, barebones: bool = False) -> None:
         """Advance by one.
+
+        Args:
+            metrics: The last value of every name.
+            barebones: What the training logs is not among them.
 
         Raises:
             ValueError: The monitored metric has not been logged; the text lists those that were.
@@ -141,6 +145,14 @@ class SchedulerEntry:
                 self.scheduler.step()
         elif self.monitor in metrics:
             self.scheduler.step(metrics[self.monitor])
+        elif barebones:
+            validated = ", ".join(map(repr, sorted(metrics))) or "nothing so far"
+            raise ValueError(
+                f"A scheduler's monitor is {self.monitor!r}, which is not there: barebones=True "
+                "leaves out what the training logs, and validations, which stay, have logged "
+                f"{validated}. Let the monitor be a metric that validation_step logs before the "
+                "scheduler ticks, or leave barebones=True out."
+            )
         elif metrics:
             raise ValueError(choose("A scheduler's monitor", self.monitor, metrics))
         else:

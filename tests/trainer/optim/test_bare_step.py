@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 from unittest import mock
 
 import pytest
@@ -107,6 +108,32 @@ def test_a_profile_has_its_section():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step(optimizer)
     assert "Optimizer.step#SGD.step" in {event.name for event in profile.events()}
+
+
+def test_an_observer_of_execution_alone_sees_the_section_of_an_optimizer_with_a_hook(tmp_path):
+    """As the speed guide says: torch does not tell that one listens."""
+    optimizer = MAKERS["sgd"](network().parameters())
+
+    def observed(name, profiled):
+        path = tmp_path / f"{name}.json"
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(str(path))
+        with contextlib.ExitStack() as stack:
+            if profiled:
+                cpu = [torch.profiler.ProfilerActivity.CPU]
+                profile = torch.profiler.profile(activities=cpu, execution_trace_observer=observer)
+                stack.enter_context(profile)
+            else:
+                observer.start()
+                stack.callback(observer.unregister_callback)
+            step(optimizer)
+        return "Optimizer.step#SGD.step" in {
+            n["name"] for n in json.loads(path.read_text())["nodes"]
+        }
+
+    assert not observed("alone", profiled=False)
+    assert observed("profiled", profiled=True)
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert observed("hooked", profiled=False)
 
 
 def test_steps_of_ones_own_are_called(monkeypatch):

@@ -1,0 +1,169 @@
+"""Map-style data that end on one process before the others: an error on all, and no hang."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.ranks import RankError
+from trainer import PartialState, Trainer, TrainModule
+
+ENDED = "ended on 1 of 2 processes, on rank 1, before the others"
+EARLY = "A map-style dataset that raises StopIteration"
+
+
+class Short(Dataset):
+    """Ends an epoch by StopIteration at these samples, from the n-th pass over them on."""
+
+    def __init__(self, ends, samples=12, passes=0):
+        self.ends, self.samples, self.passes = ends, samples, passes
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        if index in self.ends:
+            self.passes -= 1
+            if self.passes < 0:
+                raise StopIteration
+        return torch.full((2,), float(index))
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("score", self.layer(batch).mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return batch
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class ByHand(Line):
+    """Steps at every second batch; its last update here comes before rank 1's end."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.layer(batch).square().mean())
+        if batch_idx % 2:
+            self.optimizers().step()
+
+
+def trainer_for(**kwargs):
+    return Trainer(
+        **({"max_epochs": 2, "cpu": True, "progress_bar": False, "checkpointing": False} | kwargs)
+    )
+
+
+def failed(ranks, *args):
+    """What each rank says, not only the first."""
+    with pytest.raises(RankError) as caught:
+        ranks(*args, timeout=30)
+    return caught.value.failures
+
+
+def train(ends, module=Line, workers=0, **kwargs):
+    passes = kwargs.pop("passes", 0)
+    trainer = trainer_for(**kwargs)
+    loader = DataLoader(Short(ends, passes=passes), batch_size=1, num_workers=workers)
+    trainer.fit(module(), loader)
+    return trainer.global_step, trainer.samples_seen
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "epoch"),
+    [
+        ({}, 0),
+        ({"passes": 1}, 1),  # the first epoch passes
+        ({"gradient_accumulation_steps": 2}, 0),
+        ({"gradient_accumulation_steps": 4}, 0),  # rank 1 ends inside a window
+        ({"workers": 1}, 0),
+        ({"module": ByHand}, 0),  # rank 0 makes no update where rank 1 ends
+    ],
+)
+def test_a_training_on_data_that_end_apart_is_refused_on_all(ranks2, kwargs, epoch):
+    told = failed(ranks2, lambda: train({7}, **kwargs))  # the fourth batch of rank 1
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert f"ValueError: In epoch {epoch} the training data {ENDED}" in text
+        assert EARLY in text
+
+
+def test_rank_0_is_named_too(ranks2):
+    told = failed(ranks2, lambda: train({6}))
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert "ended on 1 of 2 processes, on rank 0, before the others" in text
+
+
+def test_the_rank_is_not_guessed_where_several_ended(ranks3):
+    told = failed(ranks3, lambda: train({4, 5}))
+    assert sorted(told) == [0, 1, 2]
+    for text in told.values():
+        assert "the training data ended on 2 of 3 processes before the others" in text
+
+
+def test_a_process_that_has_nothing_at_all_says_which_it_is(ranks2):
+    told = failed(ranks2, lambda: train({0, 1}))
+    assert sorted(told) == [0, 1]
+    for rank, text in told.items():
+        assert f"The training loader gave no batch in epoch 0 on rank {rank}." in text
+
+
+def test_an_end_on_all_processes_alike_is_the_end_of_the_epoch(ranks2):
+    assert ranks2(train, {6, 7}, timeout=30) == [(6, 12)] * 2
+
+
+def evaluated(name, ends, samples, *, in_fit=False):
+    good, bad = (DataLoader(Short(each, samples), batch_size=1) for each in (set(), ends))
+    trainer = trainer_for(num_sanity_val_steps=0)
+    if in_fit:
+        trainer.fit(Line(), good, [good, bad])
+        return trainer.callback_metrics
+    return getattr(trainer, name)(Line(), [good, bad])
+
+
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+@pytest.mark.parametrize("ends", [{7}, {1}, {11}])
+def test_an_evaluation_of_data_that_end_apart_is_refused_on_all(ranks2, name, ends):
+    told = failed(ranks2, evaluated, name, ends, 12)
+    assert sorted(told) == [0, 1]
+    kind = "validation" if name == "validate" else name
+    for text in told.values():
+        assert f"The {kind} loader number 1 ended in epoch 0 on rank 1 before the others" in text
+        assert EARLY in text
+
+
+def test_so_is_a_validation_inside_a_fit_in_which_the_others_still_ask_who_was_told_to_end(ranks2):
+    told = failed(
+        ranks2, lambda: evaluated("fit", {7}, 80, in_fit=True)
+    )  # they ask every 16 rounds
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert "The validation loader number 1 ended in epoch 0 on rank 1 before the others" in text
+
+
+def test_evaluations_that_end_alike_or_have_no_batch_for_some_pass(ranks2):
+    def each():
+        metrics = evaluated("validate", {6, 7}, 12)[1]
+        few = trainer_for().validate(Line(), DataLoader(Short(set(), 5), batch_size=1))
+        rank = PartialState(cpu=True).process_index
+        entries = evaluated("predict", {6, 7}, 12)
+        return set(metrics), len(few), rank, entries and [len(each) for each in entries]
+
+    (names, few, *first), (same, _, *second) = ranks2(each, timeout=30)
+    assert names == same == {"score/dataloader_idx_1"}
+    assert few == 1
+    assert (first, second) == ([0, [12, 6]], [1, None])

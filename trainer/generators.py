@@ -2,7 +2,8 @@
 
 Each ``set_..._aside`` seeds its generator, unless `seed` is None, and returns what brings it back
 to where it was. It is done for every batch that is fetched without workers: microseconds count.
-`Watch` tells whether somebody draws from Python's or numpy's, which takes fewer still.
+To leave it out where generators have not moved meanwhile would not do: a dataset may read one
+without moving it, and draw from a copy.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ import ctypes
 import random
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 _Words = ctypes.Array[ctypes.c_char]
-DEVICES_CAN_START = any(
-    (torch.version.cuda, torch.version.hip, torch.version.xpu, torch.backends.mps.is_built())
+DEVICES_CAN_START = torch.backends.mps.is_built() or any(
+    getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")
 )
-"""This build of torch knows other devices than the CPU."""
+"""This build of torch knows devices besides the CPU."""
 
 
 def devices() -> dict[str, Any]:
@@ -141,16 +142,11 @@ def set_numpy_aside(seed: int | None) -> Callable[[], object]:
         if memory.raw != words:
             module.seed(seed % 2**32)
             return partial(_write_numpy, module, generator, memory, words)
-        state = _with_left_over(module, number)
+        state = module.get_state(legacy=False) | {"has_gauss": 1, "gauss": number}
     else:
         state = module.get_state(legacy=False)
     module.seed(seed % 2**32)
     return partial(module.set_state, state)
-
-
-def _with_left_over(module: Any, number: float) -> dict[str, Any]:
-    state: dict[str, Any] = module.get_state(legacy=False)
-    return state | {"has_gauss": 1, "gauss": number}
 
 
 def _write_numpy(module: Any, generator: Any, memory: _Words, words: bytes) -> None:
@@ -160,54 +156,3 @@ def _write_numpy(module: Any, generator: Any, memory: _Words, words: bytes) -> N
 
 def _nothing() -> None:
     """What brings back a generator that is not there."""
-
-
-class Watch:
-    """Python's and numpy's generators as they are now, to see whether somebody draws from them.
-
-    A draw moves the words, or takes a number that is left over from a pair: Python shows that
-    number, and of numpy's there is none to begin with.
-    """
-
-    def __init__(self, python: Any, module: Any, memories: Sequence[_Words]) -> None:
-        self._python, self._module = python, module
-        self._left_over = python.gauss_next
-        self._bits = module.get_bit_generator()
-        self._of_python, self._of_numpy = memories
-        self._words = self._of_python.raw, self._of_numpy.raw
-
-    def nothing_drawn(self) -> bool:
-        """The generators are where they were when the watch began."""
-        return (
-            (self._of_python.raw, self._of_numpy.raw) == self._words
-            and self._python.gauss_next == self._left_over
-            and self._module.get_bit_generator() is self._bits
-        )
-
-    def undo(self) -> bool:
-        """Bring the generators back to where they were; whether somebody had drawn from them."""
-        if self.nothing_drawn():
-            return False
-        _write_python(self._python, self._of_python, self._words[0], self._left_over)
-        _write_numpy(self._module, self._bits, self._of_numpy, self._words[1])
-        return True
-
-
-def watch() -> Watch | None:
-    """A `Watch` that begins now; None where a draw could go unnoticed."""
-    python = getattr(random.getstate, "__self__", None)
-    of_python = _memory_of(python)
-    module = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    if of_python is None or module is None:
-        return None
-    generator = module.get_bit_generator()
-    if type(generator) is not module.MT19937:
-        return None
-    of_numpy = _memory_at(generator.ctypes.state_address)
-    words = of_numpy.raw
-    number = module.standard_normal()
-    if of_numpy.raw == words:
-        module.set_state(_with_left_over(module, number))
-        return None
-    _write_numpy(module, generator, of_numpy, words)
-    return Watch(python, module, (of_python, of_numpy))

@@ -207,20 +207,8 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
         put_back()
 
 
-OF_TORCH = (set_devices_aside, set_torch_aside)  # in this order: devices that are started inside
-EVERY = (*OF_TORCH, set_python_aside, set_numpy_aside)  # ask for torch's seed when it is back
-
-
-def set_rng_aside(
-    seed: int | None = None,
-    generators: tuple[Callable[[int | None], Callable[[], object]], ...] = EVERY,
-) -> Callable[[], None]:
-    """As entering `isolated_rng`; leaving it is to call what this returns.
-
-    Args:
-        seed: As there.
-        generators: Which ones, put back the other way round.
-    """
+def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
+    """As entering `isolated_rng`; leaving it is to call what this returns."""
     again: list[Callable[[], object]] = []
 
     def put_back() -> None:
@@ -228,7 +216,10 @@ def set_rng_aside(
             each()
 
     try:
-        again.extend(set_aside(seed) for set_aside in generators)  # up to one that fails
+        again.append(set_devices_aside(seed))  # put back last: new ones ask for torch's seed
+        again.append(set_torch_aside(seed))
+        again.append(set_python_aside(seed))
+        again.append(set_numpy_aside(seed))
     except BaseException:
         put_back()
         raise

@@ -22,7 +22,6 @@ from torch.utils.data import (
 
 from trainer.data.loader import Feed
 from trainer.data.rows import TensorRows
-from trainer.data.sampling import BatchIndices
 from trainer.data.seeding import SeededDataset, draws_nothing
 from trainer.rng import mix, rng_state, seed_generators
 
@@ -255,192 +254,32 @@ def test_batches_draw_what_their_seeds_say_beside_a_training_that_draws(draw, fi
     assert found == expected
 
 
-class Counting(Drawing):
-    """Counts how often each of its items was read."""
-
-    def __init__(self, draw, first: int = 0):
-        super().__init__(draw, first)
-        self.reads = [0] * 30
-
-    def __getitem__(self, index):
-        self.reads[index] += 1
-        return super().__getitem__(index)
+def from_a_copy():
+    """Two idioms that read a generator and leave it where it is."""
+    copy = random.Random()
+    copy.setstate(random.getstate())
+    return copy.random(), numpy.random.default_rng(numpy.random.get_state()[1][:2]).random()
 
 
-def seedings(monkeypatch) -> list[int]:
-    """What Python's generator is seeded with from here on."""
-    found: list[int] = []
-    seed = random.seed
-
-    def heard(value: int) -> None:
-        found.append(value)
-        seed(value)
-
-    monkeypatch.setattr(random, "seed", heard)
-    return found
+def and_back_again():
+    state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    drawn = from_all()
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    return drawn
 
 
-def in_own_generators():
-    return random.Random(3).random(), float(numpy.random.default_rng(4).random())
-
-
-@pytest.mark.parametrize("draw", [from_torch, in_own_generators])
-def test_what_draws_from_torch_alone_is_seeded_with_that_alone(draw, monkeypatch):
-    dataset = Counting(draw)
+@pytest.mark.parametrize("draw", [from_a_copy, and_back_again, torch.initial_seed])
+def test_who_reads_a_generator_without_moving_it_reads_a_seeded_one(draw):
+    dataset = Drawing(draw)
     expected = drawn_by_hand(dataset, 7, 2)
-    dataset.reads = [0] * 30
-    seeds = seedings(monkeypatch)
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    before = rng_state()
-    assert [current.batch for current in feed.rounds()] == expected
-    assert same_states(rng_state(), before)
-    assert dataset.reads == [1] * 30
-    assert seeds == [mix(7, 2, 0)]  # the first batch shows that it draws nothing else
-
-
-@pytest.mark.parametrize("first", [0, 1, 22])
-@pytest.mark.parametrize(
-    "draw",
-    [
-        random.random,
-        random.gauss,
-        from_python,
-        from_numpy,
-        lambda: float(numpy.random.randn()),
-        from_all,
-        after_seeding_itself,
-        in_a_thread,
-    ],
-)
-def test_what_begins_to_draw_is_read_again_and_seeded_from_then_on(draw, first):
-    dataset = Counting(draw, first)
-    expected = drawn_by_hand(dataset, 7, 2)
-    dataset.reads = [0] * 30
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    seed_generators(1)
-    random.gauss()  # leaves a number over
-    before = rng_state()
-    for number, current in enumerate(feed.read()):
-        assert current.batch == expected[number]
-        assert same_states(rng_state(), before)
-    again = range(21, 24) if first == 22 else ()
-    assert dataset.reads == [2 if index in again else 1 for index in range(30)]
-
-
-def test_a_training_that_draws_now_and_then_costs_no_second_reading(monkeypatch):
-    dataset = Counting(in_own_generators)
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    seeds = seedings(monkeypatch)
-    for number, _ in enumerate(feed.read(), 1):
-        if number == 3:
-            random.random()
-        if number == 5:
-            numpy.random.rand()
-        if number == 7:
-            numpy.random.randn()  # of which a number is left over
-    assert dataset.reads == [1] * 30
-    assert seeds == [mix(7, 2, 3 * batch) for batch in (0, 3, 5, 7, 8, 9)]
-
-
-def test_another_bit_generator_of_numpys_is_a_draw():
-    def draw():
-        numpy.random.set_bit_generator(numpy.random.MT19937(3))
-        return float(numpy.random.rand())
-
-    own = numpy.random.get_bit_generator()
-    dataset = Counting(draw, 22)
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    batches = [current.batch for current in feed.rounds()]
-    assert numpy.random.get_bit_generator() is own
-    assert dataset.reads[21:] == [2] * 3 + [1] * 6
-    assert (
-        batches[7][1][1]
-        == batches[8][0][1]
-        == numpy.random.RandomState(numpy.random.MT19937(3)).rand()
-    )
-
-
-def test_a_number_that_the_training_left_over_is_not_taken():
-    dataset = Counting(random.gauss, 23)
-    expected = drawn_by_hand(dataset, 7, 2)
-    random.seed(1)
-    random.gauss()
-    before = rng_state()
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    assert [current.batch for current in feed.rounds()] == expected
-    assert same_states(rng_state(), before)
-
-
-def test_draws_of_others_during_a_read_do_not_end_the_watch(monkeypatch):
-    dataset = Counting(in_own_generators, 0)
-    draw, dataset.draw = dataset.draw, lambda: None
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    seeds = seedings(monkeypatch)
-    before = rng_state()
-    for number, _ in enumerate(feed.read()):
-        if number == 3:  # another thread, say, while batch 4 is read
-
-            def once():
-                random.random()
-                dataset.draw = draw
-
-            dataset.draw = once
-    assert same_states(rng_state(), before)
-    assert dataset.reads == [2 if index in (12, 13, 14) else 1 for index in range(30)]
-    assert seeds == [mix(7, 2, 0), mix(7, 2, 12)]
-
-
-@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt])
-@pytest.mark.parametrize("draws", [False, True])
-def test_an_error_of_a_batch_that_was_read_unseeded(error, draws):
-    def draw():
-        if draws:
-            from_all()
-        raise error("no such sample")
-
-    dataset = Counting(draw, 22)
-    feed = Feed(loader(dataset, shuffle=False), seed=7)
-    feed.set_epoch(2)
-    before, batches = rng_state(), []
-    with pytest.raises(error, match="no such sample"):
-        batches += [current.batch for current in feed.read()]
-    assert same_states(rng_state(), before)
-    again = draws and error is LookupError  # for it may be another number that raised it
-    assert dataset.reads[21:24] == [1 + again, 1 + again, 0]
-
-
-def test_an_error_of_numbers_that_were_not_seeded_is_none():
-    def draw():
-        if random.random() != right:
-            raise LookupError("a number from elsewhere")
-        return right
-
-    right = random.Random(mix(7, 2, 21)).random()
-    dataset = Counting(draw, 23)
-    feed = Feed(loader(dataset, shuffle=False, batch_size=3), seed=7)
-    feed.set_epoch(2)
-    rounds = feed.read()
-    batches = [next(rounds).batch for _ in range(8)]
-    assert batches[7] == [(21, None), (22, None), (23, right)]
-
-
-def test_a_copy_of_a_loader_that_is_being_read_watches_for_itself():
-    dataset = SeededDataset(Drawing(from_python, 22), list)
-    indices = [BatchIndices(range(start, start + 3)) for start in range(0, 30, 3)]
-    for batch in indices:
-        batch.seed = mix(7, 2, batch[0])
-    for batch in indices[:3]:
-        dataset.__getitems__(batch)
-    copy = pickle.loads(pickle.dumps(dataset))
-    expected = drawn_by_hand(dataset.dataset, 7, 2)
-    assert [copy.__getitems__(batch) for batch in indices] == expected
-    assert [dataset.__getitems__(batch) for batch in indices] == expected
+    assert len({str(batch[0][1]) for batch in expected}) == 10
+    for workers in (0, 2):
+        seed_generators(1)
+        feed = Feed(loader(dataset, shuffle=False, num_workers=workers), seed=7)
+        feed.set_epoch(2)
+        assert [current.batch for current in feed.rounds()] == expected
 
 
 @pytest.mark.parametrize("start", [6, 7, 8])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.helpers.ranks import RankError
 from trainer import PartialState, Trainer, TrainModule
 
-ENDED = "ended on 1 of 2 processes, on rank 1, before the others"
+ENDED = "ended on 1 of 2 processes, on rank 1, before all batches of the epoch"
 EARLY = "A map-style dataset that raises StopIteration"
 
 
@@ -105,25 +105,56 @@ def test_rank_0_is_named_too(ranks2):
     told = failed(ranks2, lambda: train({6}))
     assert sorted(told) == [0, 1]
     for text in told.values():
-        assert "ended on 1 of 2 processes, on rank 0, before the others" in text
+        assert "ended on 1 of 2 processes, on rank 0, before all batches" in text
 
 
 def test_the_rank_is_not_guessed_where_several_ended(ranks3):
     told = failed(ranks3, lambda: train({4, 5}))
     assert sorted(told) == [0, 1, 2]
     for text in told.values():
-        assert "the training data ended on 2 of 3 processes before the others" in text
+        assert "the training data ended on 2 of 3 processes before all batches" in text
 
 
-def test_a_process_that_has_nothing_at_all_says_which_it_is(ranks2):
-    told = failed(ranks2, lambda: train({0, 1}))
+@pytest.mark.parametrize(
+    ("ends", "kwargs"),
+    [
+        ({11}, {}),  # the last one of all
+        ({1}, {}),  # rank 1 has none
+        ({3}, {"gradient_accumulation_steps": 8}),  # one update, and both come to its end
+        ({11}, {"gradient_accumulation_steps": 2}),
+        ({9}, {"gradient_accumulation_steps": 2, "workers": 1}),
+        ({3}, {"val_every": 1}),
+        ({11}, {"max_epochs": 1}),
+    ],
+)
+def test_no_end_is_overlooked_and_nobody_is_left_waiting(ranks2, ends, kwargs):
+    told = failed(ranks2, lambda: train(ends, **kwargs))
     assert sorted(told) == [0, 1]
-    for rank, text in told.items():
-        assert f"The training loader gave no batch in epoch 0 on rank {rank}." in text
+    for text in told.values():
+        assert f"ValueError: In epoch 0 the training data {ENDED}" in text
 
 
-def test_an_end_on_all_processes_alike_is_the_end_of_the_epoch(ranks2):
-    assert ranks2(train, {6, 7}, timeout=30) == [(6, 12)] * 2
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 4}])
+@pytest.mark.parametrize("ends", [{0, 1}, {6, 7}, {2, 5}])
+def test_an_end_on_all_processes_is_refused_too(ranks2, ends, kwargs):
+    told = failed(ranks2, lambda: train(ends, **kwargs))
+    assert sorted(told) == [0, 1]
+    together = ends != {2, 5} or kwargs
+    where = "2 of 2 processes before" if together else "1 of 2 processes, on rank 0, before"
+    for text in told.values():
+        assert f"ValueError: In epoch 0 the training data ended on {where} all batches" in text
+
+
+def test_in_manual_optimisation_who_has_nothing_to_stand_in_with_says_so(ranks2):
+    told = failed(ranks2, lambda: train({1}, module=ByHand))
+    assert (
+        "ValueError: In epoch 0 the training data ended before the first batch, on rank 1"
+        in (told[1])
+    )
+
+
+def test_on_one_process_it_is_the_end_of_the_epoch():
+    assert train({6}) == (12, 12)
 
 
 def evaluated(name, ends, samples, *, in_fit=False):

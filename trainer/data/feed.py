@@ -55,6 +55,8 @@ class Round:
         complete: Every process has a batch in it.
         real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
         last: The epoch has no further round.
+        ended: This process should have a batch in it, but its dataset has ended the epoch before,
+            by raising ``StopIteration``.
         place: Where a stream stands after it.
     """
 
@@ -65,6 +67,7 @@ class Round:
     real_samples: int | None
     complete: bool
     last: bool = False
+    ended: bool = False
     place: Place | None = None
 
 
@@ -309,19 +312,39 @@ class Feed:
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
         shares = self.sampler.shares = deque()  # of this pass: another may begin before it ends
         batches = iter(_batches_of(self.loader))
+        read = 0
         try:
             for batch in batches:
+                read += 1
                 yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
         except Exception:
             self._end_workers_of(batches)
             raise
         if not getattr(self.loader, "persistent_workers", False):
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
-        # A last round in which only other processes have a batch. (Of a dataset that has ended the
-        # epoch by itself workers have asked for more, which is in no round.)
-        while shares and not shares[0].present:
-            share = shares.popleft()
-            yield Round(False, None, 0, share.round_samples, share.real_samples, share.complete)
+        if self.world_size > 1:
+            yield from self._without_batch(shares, read)
+
+    def _without_batch(self, shares: deque[Share], read: int) -> Iterator[Round]:
+        """The rounds behind this process's last batch, in which the others may have one.
+
+        That is one at the most, unless the dataset has ended the epoch by itself. Then there are as
+        many as the others have, who would else wait for this process.
+
+        Args:
+            shares: Of the rounds that were asked for; workers ask ahead.
+            read: How many have been read.
+        """
+        ended = any(share.present for share in shares)
+        for share in shares:
+            yield _absent(share, ended=ended)
+        total = self.num_batches
+        if not ended or total is None:
+            return
+        batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
+        rounds = batches + (rest > 0 and not self.drop_last) - self.start_round
+        for _ in range(rounds - read - len(shares)):
+            yield _absent(shares[-1], ended=True)
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
         assert self._stream is not None
@@ -461,6 +484,11 @@ def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
             "stream and keeps its own batches: give all the same one, not a part of it each."
         )
     return chain(first, stream)
+
+
+def _absent(share: Share, *, ended: bool) -> Round:
+    known = share.round_samples, share.real_samples, share.complete
+    return Round(False, None, 0, *known, ended=ended)
 
 
 def _own(batch: Any, share: Share, fetched: Any) -> Round:

@@ -36,7 +36,7 @@ class Tally(NamedTuple):
         stop_votes: How many processes want to stop.
         signals: How many were told to end, by a signal or the clock.
         seconds: Rank 0's clock; to 0.06 s after 12 days where it came in float32.
-        ended: How many processes have no further round in this epoch.
+        ended: How many have no further batch in this epoch; see `trainer.loops.run.FitRun`.
         ended_ranks: The sum of their ranks: where it is one alone, which.
         failed_saves: How many know of a save in the background that failed.
         asked_saves: Saves that were asked for in the window.
@@ -53,10 +53,6 @@ class Tally(NamedTuple):
     asked_saves: float = 0.0
     ended_ranks: float = 0.0
     bad_losses: float | Tensor = 0.0
-
-    def ended_apart(self, world_size: int) -> bool:
-        """The epoch is over for some processes and not for the others."""
-        return 0 < self.ended < world_size
 
 
 NOTHING = Tally(0.0, 0.0, 0.0, 0.0, 0.0)

@@ -34,9 +34,9 @@ TEST = Phase("test", "test_step")
 PREDICT = Phase("predict", "predict_step")
 
 ENDED_EARLY = (
-    "A map-style dataset that raises StopIteration, or a sampler with fewer samples there, ends "
-    "the epoch of that process alone. Let __len__ and the sampler say on all processes how many "
-    "samples there are; or make it an IterableDataset, which ends for all alike."
+    "A map-style dataset that raises StopIteration ends the epoch of that process alone. Let "
+    "__len__ say how many samples there are; or make it an IterableDataset, which ends for all "
+    "alike."
 )
 
 
@@ -96,18 +96,19 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
 
 
 def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> int:
-    """Every batch of one feed; gives the number of rounds that there were."""
+    """Every batch of one feed; gives the number of rounds before its data ended here."""
     hooks = run.hooks
     step = run.bare_step(phase.step)
     start = getattr(hooks, f"on_{phase.name}_batch_start")
     end = getattr(hooks, f"on_{phase.name}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
     feed.set_epoch(run.counters.epoch)
-    batch_idx = -1
+    rounds_here = 0
     with closing(run.mover.rounds(feed, index)) as rounds:
         for batch_idx, current in enumerate(rounds):
             if run.told_to_end(batch_idx):
                 raise EvaluationAbandoned
+            rounds_here += not current.ended
             if not current.present:
                 continue
             batch, items = items_of(current)
@@ -117,11 +118,6 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
             with run.precision.autocast():
                 outputs = step(batch, *where)
             end(outputs, batch, *where)
-    rounds_here = batch_idx + 1
-    if run.world_size > 1 and feed.sampler is not None:
-        for missing in range(rounds_here, feed.num_rounds or 0):
-            if run.told_to_end(missing):  # where the data ended early the others go on asking
-                raise EvaluationAbandoned
     return rounds_here
 
 

@@ -193,8 +193,8 @@ def refuse_ends_apart(run: FitRun) -> None:
     """Refuse data that end on some processes only, before one waits for the others in vain.
 
     Raises:
-        ValueError: On all processes alike; on an accelerator on those that have more an update
-            later.
+        ValueError: On all processes alike; for a map-style dataset on an accelerator an update
+            later, until when those whose data have ended take part without a batch.
     """
     if run.world_size == 1:
         return
@@ -202,18 +202,19 @@ def refuse_ends_apart(run: FitRun) -> None:
     if stream or run.counters.epoch_complete:
         run.agreement.settle()  # whose data have ended must be known now, not an update later
     known, epoch = run.agreement.latest, run.counters.epoch
-    if not known.ended_apart(run.world_size):
+    if not known.ended or (stream and known.ended == run.world_size):
         return
-    where = f"{known.ended:.0f} of {run.world_size} processes"
+    where = f"{known.ended} of {run.world_size} processes"
     if known.ended == 1:
-        where += f", on rank {known.ended_ranks:.0f},"
+        where += f", on rank {known.ended_ranks},"
     if stream:
         raise ValueError(
             f"In epoch {epoch} the training stream ended on {where} before the others. Each reads "
             "the whole stream and keeps its own batches: give all the same one, not a part each."
         )
     raise ValueError(
-        f"In epoch {epoch} the training data ended on {where} before the others. {ENDED_EARLY}"
+        f"In epoch {epoch} the training data ended on {where} before all batches of the epoch "
+        f"had been read. {ENDED_EARLY}"
     )
 
 

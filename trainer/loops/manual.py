@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import broadcast_object
+from trainer.loops.evaluate import ENDED_EARLY
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.window import count_round, see_if_log_is_due
@@ -24,8 +25,8 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     """Let `training_step` do its own backward passes and updates, on one batch.
 
     Returns:
-        Whether there is an update to finish: an optimizer stepped, or the epoch is over, be it for
-        some processes only.
+        Whether there is an update to finish: an optimizer stepped, or the epoch is over, or some
+        process's data are.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     (micro,) = window
@@ -59,7 +60,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     if micro.present:
         hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
-    return stepped or micro.last or run.agreement.latest.ended_apart(run.world_size)
+    return stepped or micro.last or run.agreement.latest.ended > 0
 
 
 def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
@@ -85,7 +86,15 @@ def stand_in(run: FitRun, batch_idx: int) -> None:
     """Run the last batch again where this process has none and the others reduce gradients.
 
     Its own gradients are zero, nothing is logged, buffers and generators are put back.
+
+    Raises:
+        ValueError: There was none, since the dataset ended with its first.
     """
+    if run.last_batch is None:
+        raise ValueError(
+            f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
+            f"rank {run.rank}. {ENDED_EARLY}"
+        )
     buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
     run.weightless = True
     try:

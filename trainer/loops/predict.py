@@ -48,13 +48,14 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
 def predict_feed(
     run: Run, feed: Feed, index: int, *, several: bool, keep: bool
 ) -> tuple[list[Any], int]:
-    """What this process predicts for one feed, nothing unless it is to be kept; and its rounds."""
+    """What this process predicts for one feed, nothing unless it is to be kept; and the rounds."""
     outputs = []
     step = run.bare_step("predict_step")
     feed.set_epoch(0)
-    batch_idx = -1
+    rounds_here = 0
     with closing(run.mover.rounds(feed, index, counted=False)) as rounds:
         for batch_idx, current in enumerate(rounds):
+            rounds_here += not current.ended
             if not current.present:
                 continue
             batch = current.batch
@@ -65,7 +66,7 @@ def predict_feed(
             run.hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)
-    return outputs, batch_idx + 1
+    return outputs, rounds_here
 
 
 def in_loader_order(parts: list[list[Any]]) -> list[Any]:

@@ -217,6 +217,8 @@ class FitRun(Run):
         monitored: See `trainer.loops.due.monitors_of`.
         last_logged: The update whose values were recorded last.
         epoch_length: Batches of all processes in the epoch at hand, None where only reading tells.
+        data_ended: There is no further batch for this process in the epoch, and nobody but it can
+            know: a stream is over, or a dataset has ended early.
         last_batch: In manual optimisation, for a round in which this process has none.
     """
 
@@ -248,6 +250,7 @@ class FitRun(Run):
     unused: list[nn.Parameter] = field(default_factory=list)
     optimized: int = -1
     unfinished: bool = False
+    data_ended: bool = False
     last_batch: Any = None
     weightless: bool = False
     saved_rng: dict[str, Any] | None = None
@@ -273,10 +276,10 @@ class FitRun(Run):
             stop_votes=1.0 if self.stop_requested() else 0.0,
             signals=0.0 if self.told() is None else 1.0,
             seconds=self.clock if self.rank == 0 else 0.0,
-            ended=1.0 if self.counters.epoch_complete else 0.0,
+            ended=1.0 if self.data_ended else 0.0,
             failed_saves=1.0 if self.writer.failed else 0.0,
             asked_saves=float(len(self.asked)),
-            ended_ranks=float(self.rank) if self.counters.epoch_complete else 0.0,
+            ended_ranks=float(self.rank) if self.data_ended else 0.0,
             bad_losses=bad_losses,
         )
 

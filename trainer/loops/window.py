@@ -131,6 +131,7 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     counters.rounds += 1
     counters.epoch_batches += run.world_size if micro.complete else 1  # it is the last one
     counters.epoch_complete = micro.last
+    run.data_ended = micro.ended or (micro.last and run.feed.sampler is None)
     samples = micro.round_samples
     if samples is None:  # only with ready-made batches: each process knows its own alone
         samples = micro.samples * (1 if run.world_size == 1 else run.world_size)

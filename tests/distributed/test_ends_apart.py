@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from callbacks import ModelCheckpoint
 from tests.helpers.ranks import RankError
 from trainer import PartialState, Trainer, TrainModule
+from trainer.distributed.agreement import Agreement
+from trainer.loops import assemble
 
 ENDED = "ended on 1 of 2 processes, on rank 1, before all batches of the epoch"
 EARLY = "A map-style dataset that raises StopIteration"
@@ -129,6 +134,38 @@ def test_the_rank_is_not_guessed_where_several_ended(ranks3):
 )
 def test_no_end_is_overlooked_and_nobody_is_left_waiting(ranks2, ends, kwargs):
     told = failed(ranks2, lambda: train(ends, **kwargs))
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert f"ValueError: In epoch 0 the training data {ENDED}" in text
+
+
+class Late(Agreement):
+    """Knows the sums an update later, as on an accelerator."""
+
+    def count(self, total):
+        self.settle()
+        now = Agreement(torch.device("cpu"), whole_items=self._whole_items)
+        self._pending = total.clone(), SimpleNamespace(synchronize=lambda: None)
+        items = now.count(total)
+        self.bad_losses = now.bad_losses
+        return items
+
+
+def train_late(ends, folder, **kwargs):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "Agreement", Late)
+        loader = DataLoader(Short(ends), batch_size=1)
+        callbacks = [ModelCheckpoint(every=1)]
+        trainer = trainer_for(
+            callbacks=callbacks, checkpointing=True, project_dir=folder, val_every=1, **kwargs
+        )
+        trainer.fit(Line(), loader, DataLoader(Short(set(), 4), batch_size=1))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("ends", [{7}, {9}, {11}, {1}])
+def test_where_sums_come_an_update_later_all_go_on_until_then(ranks2, tmp_path, ends, kwargs):
+    told = failed(ranks2, lambda: train_late(ends, tmp_path, **kwargs))
     assert sorted(told) == [0, 1]
     for text in told.values():
         assert f"ValueError: In epoch 0 the training data {ENDED}" in text

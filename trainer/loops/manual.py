@@ -25,8 +25,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     """Let `training_step` do its own backward passes and updates, on one batch.
 
     Returns:
-        Whether there is an update to finish: an optimizer stepped, or the epoch is over, or some
-        process's data are.
+        Whether there is an update to finish: an optimizer stepped, or the epoch is over.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     (micro,) = window
@@ -60,7 +59,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     if micro.present:
         hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
-    return stepped or micro.last or run.agreement.latest.ended > 0
+    return stepped or micro.last
 
 
 def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:

@@ -216,6 +216,9 @@ def test_a_long_run_takes_no_more_memory(monkeypatch):
 
 def test_what_a_step_allocates_for_a_while(monkeypatch):
     """The most that Python's memory grows by inside a step, torch's own Python included."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and coverage.Coverage.current() is not None:
+        pytest.skip("coverage allocates with each line that it sees for the first time")
     taken = []
 
     class Look(Callback):

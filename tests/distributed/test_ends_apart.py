@@ -194,6 +194,17 @@ def test_on_one_process_it_is_the_end_of_the_epoch():
     assert train({6}) == (12, 12)
 
 
+def test_lengths_that_differ_are_refused_before_the_first_batch(ranks2):
+    def fit():
+        samples = 80 if PartialState(cpu=True).is_main_process else 40
+        trainer_for().fit(Line(), DataLoader(Short(set(), samples), batch_size=4))
+
+    told = failed(ranks2, fit)
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert "another number of batches on each process: rank 0: 20, rank 1: 10" in text
+
+
 def evaluated(name, ends, samples, *, in_fit=False):
     good, bad = (DataLoader(Short(each, samples), batch_size=1) for each in (set(), ends))
     trainer = trainer_for(num_sanity_val_steps=0)

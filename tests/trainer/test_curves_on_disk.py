@@ -81,7 +81,12 @@ def fit(folder, log_with, *, background=False):
         log_with=log_with,
         run_name="run",
         project_dir=folder,
-        callbacks=[ModelCheckpoint(every=3, save_last=3, background=background), Copies(folder)],
+        callbacks=[
+            # a save that waits for nothing, just before the one that the copies are of
+            ModelCheckpoint(every=3, save_weights_only=True, dirpath=folder / "weights"),
+            ModelCheckpoint(every=3, save_last=3, background=background),
+            Copies(folder),
+        ],
     )
     trainer.fit(Line(), DataLoader(TensorDataset(values), batch_size=4), ckpt_path="auto")
     return trainer
@@ -171,8 +176,7 @@ def test_a_file_that_hangs_is_waited_for_once_and_told(tmp_path, recorder, monke
     kept = recorder(hanging, sound)
     log(kept, 1)
     first = kept.sync()
-    sound_is_done = kept._asked[kept.trackers[1]]
-    sound_is_done.result(FOR_EVER)
+    kept.trackers[1].submit(lambda tracker: None).result(FOR_EVER)  # that one has come so far
     assert first() > 0
     assert "waited longer than 0.01 seconds for csv to write" in caplog.text
     assert len(caplog.records) == 1
@@ -186,6 +190,21 @@ def test_a_file_that_hangs_is_waited_for_once_and_told(tmp_path, recorder, monke
     log(kept, 3)
     kept.sync()()  # now it is one like the others again
     assert steps(hanging) == ["1", "2", "3"]
+
+
+def test_a_save_that_never_came_to_wait_says_nothing_of_a_tracker(
+    tmp_path, recorder, monkeypatch, caplog
+):
+    """As one that finds no space: whether a tracker hangs is known of those alone that waited."""
+    monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", 0.01)
+    tracker = Gated("run", tmp_path)
+    kept = recorder(tracker)
+    log(kept, 1)
+    kept.sync()
+    log(kept, 2)
+    assert kept.sync()() > 0
+    (told,) = caplog.records  # it did wait
+    assert "waited longer than 0.01 seconds for csv to write" in told.getMessage()
 
 
 def test_a_service_is_not_waited_for(tmp_path, recorder, monkeypatch, caplog):
@@ -217,6 +236,62 @@ def test_a_save_in_the_background_goes_on_beside_the_training(tmp_path, monkeypa
     trainer.fit(Line(), DataLoader(values, batch_size=4))
     assert steps(tracker) == ["1", "2", "3", "4", "5"]
     assert caplog.text == ""
+
+
+class Opens(Callback):
+    """Lets a tracker go on, behind the saves of the last update."""
+
+    runs_last = True
+
+    def __init__(self, tracker):
+        self.tracker = tracker
+
+    def on_boundary(self, trainer, module):
+        if trainer.global_step == trainer.max_steps:
+            self.tracker.gate.set()
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("background", [True, False])
+def test_of_two_saves_close_behind_each_other_one_waits(
+    tmp_path, monkeypatch, caplog, weights_only, background
+):
+    """The first that needs the curves; the tracker takes nothing before all is saved."""
+    monkeypatch.setattr(record, "_PATIENCE_FOR_CURVES", 0.01)
+    tracker = Gated("run", tmp_path / "logs")
+    options = {"every": 2, "save_top_k": -1, "background": background}
+    first = ModelCheckpoint(**options, save_weights_only=weights_only, dirpath=tmp_path / "first")
+    second = ModelCheckpoint(**options)
+    trainer = quiet_trainer(
+        max_steps=4,
+        log_with=tracker,
+        project_dir=tmp_path,
+        callbacks=[first, second, Opens(tracker)],
+    )
+    values = TensorDataset(torch.ones(40, 3))
+    trainer.fit(Line(), DataLoader(values, batch_size=4))
+    (told,) = caplog.records
+    assert "waited longer than 0.01 seconds for csv to write" in told.getMessage()
+    for callback in (first, second):
+        assert sorted(path.name for path in callback.best_k_models) == [
+            "step-00000002",
+            "step-00000004",
+        ]
+    assert steps(tracker) == ["1", "2", "3", "4"]
+
+
+def test_a_save_of_weights_alone_asks_for_nothing(tmp_path, monkeypatch):
+    synced, sync = [], JsonlTracker.sync
+    monkeypatch.setattr(JsonlTracker, "sync", lambda self: synced.append(1) or sync(self))
+
+    def syncs(**kwargs):
+        synced.clear()
+        trainer = quiet_trainer(max_steps=4, project_dir=tmp_path / str(len(kwargs)), **kwargs)
+        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=4))
+        return len(synced)
+
+    weights = ModelCheckpoint(every=1, save_weights_only=True)
+    assert syncs(callbacks=[weights]) == syncs(checkpointing=False, callbacks=[]) > 0
 
 
 def test_processes_that_keep_no_record_wait_for_nothing():

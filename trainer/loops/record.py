@@ -51,7 +51,7 @@ class Recorder:
         self._listener = Listener(lambda record: self._tell(lambda about: about.warn(record)))
         self._finished = False
         self._end: int | None = None  # of the local record, once it is closed
-        self._asked: dict[BackgroundTracker, Future[None]] = {}  # to come as far as a save
+        self._hanging: dict[BackgroundTracker, Future[None]] = {}  # what a save has given up on
         self._last = 0.0  # the time of the last record
         self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
@@ -192,10 +192,11 @@ class Recorder:
         the files of its trackers. Those of services, which may be away, are not waited for.
 
         Returns:
-            A function that waits until it is there; for trackers that write files a short time, and
-            not again while one has not come that far, which is told in the log. It gives the
-            record's length in bytes, at which a run that resumes from here cuts it; None where this
-            process keeps no record, or it could not be written, which is told in the log.
+            A function that waits until it is there; for trackers that write files a short time. One
+            that takes longer is told in the log, and left out by `sync` until it has come that far.
+            The function gives the record's length in bytes, at which a run that resumes from here
+            cuts it; None where this process keeps no record, or it could not be written, which is
+            told in the log.
         """
         if self._finished or not isinstance(self._local, BackgroundTracker):
             return lambda: self._end
@@ -204,21 +205,19 @@ class Recorder:
 
         def length() -> int | None:
             known = _length(synced, _PATIENCE)
-            _wait_for(curves)
+            self._hanging |= _wait_for(curves)
             return known
 
         return length
 
     def _write_curves(self) -> dict[BackgroundTracker, Future[None]]:
         """Ask the trackers that write files to come this far, but those that hang."""
-        behind = {tracker for tracker, future in self._asked.items() if not future.done()}
-        asked = {
+        hanging = {tracker for tracker, future in self._hanging.items() if not future.done()}
+        return {
             tracker: tracker.submit(_come_this_far)
             for tracker in self._trackers
-            if tracker.requires_logging_directory and tracker not in behind
+            if tracker.requires_logging_directory and tracker not in hanging
         }
-        self._asked |= asked
-        return asked
 
     def _tell(self, what: Callable[[AboutRun], None]) -> None:
         """Change the file about the run, on the local record's thread."""
@@ -263,17 +262,22 @@ def _come_this_far(tracker: GeneralTracker) -> None:
     """Nothing: a tracker's calls are made in order, and what it logs is in its file behind each."""
 
 
-def _wait_for(curves: Mapping[BackgroundTracker, Future[None]]) -> None:
+def _wait_for(
+    curves: Mapping[BackgroundTracker, Future[None]],
+) -> dict[BackgroundTracker, Future[None]]:
+    """Wait a short time; give those that hang, which are told in the log."""
     done, _ = wait(curves.values(), _PATIENCE_FOR_CURVES)
-    late = [tracker.name for tracker, future in curves.items() if future not in done]
+    late = {tracker: future for tracker, future in curves.items() if future not in done}
     if late:
         logger.warning(
             "A save has not waited longer than %g seconds for %s to write what was logged before "
-            "it; a run that is killed now and goes on from there may have holes in those curves, "
-            "and none in metrics.jsonl.",
+            "it, and the next ones do not wait at all until that is written; a run that is killed "
+            "and goes on from one of these may have holes in those curves, and none in "
+            "metrics.jsonl.",
             _PATIENCE_FOR_CURVES,
-            " and ".join(late),
+            " and ".join(tracker.name for tracker in late),
         )
+    return late
 
 
 def _length(synced: Future[int], patience: float) -> int | None:

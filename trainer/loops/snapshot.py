@@ -103,7 +103,7 @@ def save_run(
         partial(
             disk.save_checkpoint,
             target,
-            write_shared=_writer_of_record(run, weights_only=weights_only),
+            write_shared=_nothing if weights_only else _writer_of_record(run),
             write_rank=write,
             manifest=_manifest_of(run, configuration) | {"weights_only": weights_only},
             state=state,
@@ -188,7 +188,7 @@ def named_gradients(run: FitRun) -> dict[str, nn.Parameter]:
     return gradients.named_parameters([run.module], run.optimizers)
 
 
-def _writer_of_record(run: FitRun, *, weights_only: bool) -> Callable[[Path], None]:
+def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
     """What writes how long the local record is, once that is on the disk as far as it goes now.
 
     The trackers' run ids are beside it: a run that resumes goes on in the same runs there.
@@ -196,11 +196,14 @@ def _writer_of_record(run: FitRun, *, weights_only: bool) -> Callable[[Path], No
     offset = run.recorder.sync()
 
     def write(folder: Path) -> None:
-        if not weights_only:
-            record = {"offset": offset(), "trackers": run.recorder.run_ids}
-            disk.save_tree(record, folder, RECORD)
+        record = {"offset": offset(), "trackers": run.recorder.run_ids}
+        disk.save_tree(record, folder, RECORD)
 
     return write
+
+
+def _nothing(_: Path) -> None:
+    """No run goes on from weights alone: they need no record."""
 
 
 def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:

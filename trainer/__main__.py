@@ -2,6 +2,6 @@
 
 import sys
 
-from trainer.cli import main
+from trainer.cli import program
 
-sys.exit(main())
+sys.exit(program())

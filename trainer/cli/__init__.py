@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from trainer.cli.parsing import CommandError, Parser, ended_at_once
+from trainer.cli.parsing import CommandError, Parser, UsageError, ended_at_once
 from trainer.cli.version import version
 from trainer.errors import choose
 
@@ -39,8 +39,42 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default that of the process; return the exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    """Run the command line `argv`, by default that of the process; return the exit code.
+
+    Errors are printed: who calls this may go on. See `program` for what ends with them.
+
+    Raises:
+        SystemExit: Help or the version was shown; see also `trainer.cli.fit.run`.
+    """
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except CommandError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.code
+
+
+def program() -> int:
+    """Run the command line of the process, which is about to exit with the code returned.
+
+    Raises:
+        SystemExit: As in `main`; or an error ends the process, which is told once however many
+            processes end with it.
+    """
+    try:
+        return _run(sys.argv[1:])
+    except CommandError as error:
+        from trainer.cli.telling import Told, tell  # modules of launch, which only an error needs
+
+        tell(str(error), error.code)
+        raise Told(error.code) from None
+
+
+def _run(argv: list[str]) -> int:
+    """Run a command line.
+
+    Raises:
+        CommandError: With all that is to be said.
+    """
     if not argv:
         _parser().print_help()
         return 1
@@ -48,30 +82,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not argv[0].startswith("-"):
             _parser().error(choose("COMMAND", argv[0], COMMANDS))
         _parser().parse_args(argv[:1])  # shows the help or the version, or says what is wrong
-    return _run(argv[0], argv[1:])
+    return _run_command(argv[0], argv[1:])
 
 
-def _run(name: str, argv: list[str]) -> int:
+def _run_command(name: str, argv: list[str]) -> int:
     with ended_at_once():
         command = import_module(f"{__name__}.{COMMANDS[name][0]}")
         parser = command.parser(f"trainer {name}")
     try:
         code: int = command.run(parser.parse_args(argv))
+    except UsageError:
+        raise
     except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:
         parser.error(str(error))  # what was named is not there
     except OSError as error:
-        return _ended(f"trainer {name}: {error}", 1)
+        raise CommandError(f"trainer {name}: {error}") from error
     except CommandError as error:
-        return _ended(f"trainer {name}: {error}", error.code)
+        raise CommandError(f"trainer {name}: {error}", error.code) from error
     except KeyboardInterrupt:
         return 130
-    return code
-
-
-def _ended(message: str, code: int) -> int:
-    from trainer.cli.telling import tell  # modules of launch, which only an error needs
-
-    tell(message, code)
     return code
 
 

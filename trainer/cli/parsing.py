@@ -29,14 +29,26 @@ class CommandError(Exception):
         self.code = code
 
 
+class UsageError(CommandError):
+    """A command line that makes no sense; the message is whole, with the usage before it."""
+
+
 class Parser(argparse.ArgumentParser):
-    """Says which option comes nearest to one that nobody knows."""
+    """Raises what is wrong, and says which option comes nearest to one that nobody knows.
+
+    Argparse prints it instead: each of several processes would.
+    """
 
     def error(self, message: str) -> NoReturn:
-        """End the process as argparse does, with that option."""
+        """Refuse the command line.
+
+        Raises:
+            UsageError: Always, with the text of argparse.
+        """
         unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
         near = get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
-        super().error(f"{message}. Did you mean {near[0]}?" if near else message)
+        hint = f". Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"{self.format_usage()}{self.prog}: error: {message}{hint}", 2)
 
 
 def command_parser(

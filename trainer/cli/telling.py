@@ -17,8 +17,14 @@ from trainer.cli.launch import entry
 _PATIENCE = timedelta(seconds=10)  # for one that says the same, before it is ended with the others
 
 
+class Told(SystemExit):
+    """The end of a process after `tell`: its launcher knows why, or need not say it."""
+
+
 def tell(message: str, code: int) -> None:
     """Have a message reach the user once, whatever the number of processes that end with it.
+
+    The process must end after it: what is noted is read only then.
 
     Args:
         message: All of it.

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from trainer.cli import main, telling
+from trainer.cli import main, program, telling
 from trainer.cli.launch import entry
 from trainer.cli.launch.failure import failures_of
 
@@ -139,11 +139,97 @@ def test_a_process_that_a_marked_one_started_is_not_marked(monkeypatch, capsys, 
     assert (capsys.readouterr().err, noted()) == ("no\n", {})
 
 
-def test_commands_tell_by_it(monkeypatch, capsys, noted):
+REFUSED = [
+    ("estimate-memory nowhere:Net", 1, "trainer estimate-memory: There is no module 'nowhere'"),
+    ("launch nothing.py", 2, "trainer launch: there is no script 'nothing.py'"),
+    ("fitt", 2, "trainer: error: COMMAND is 'fitt'; it must be one of"),
+    ("--hlep", 2, "trainer: error: unrecognized arguments: --hlep. Did you mean --help?"),
+    ("estimate-memory --bogus", 2, "trainer estimate-memory: error: the following arguments are"),
+    ("checkpoints /nowhere", 2, "trainer checkpoints: error: /nowhere does not exist"),
+    ("launch --tee 3 here.py", 2, "trainer launch: error: --tee belongs to --log_dir"),
+    ("test --num-processes 0", 2, "trainer test: error: argument --num_processes/--num-processes"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "said"), REFUSED)
+def test_the_program_tells_by_it(monkeypatch, capsys, noted, words, code, said):
     monkeypatch.setenv(entry.MARK, str(os.getpid()))
-    assert main(["estimate-memory", "nowhere:Net"]) == 1
-    assert capsys.readouterr().err == ""
-    assert str(noted()["py_callstack"]).startswith("trainer estimate-memory: There is no module")
+    monkeypatch.setattr("sys.argv", ["trainer", *words.split()])
+    with pytest.raises(telling.Told) as end:
+        program()
+    assert end.value.code == code
+    assert tuple(capsys.readouterr()) == ("", "")
+    note = noted()
+    text = str(note["py_callstack"])
+    assert said in text
+    assert text.startswith("usage: trainer " if ": error: " in said else said)
+    kind = entry.REFUSED if code == 2 else "SystemExit"
+    assert (note["kind"], note["code"]) == (kind, code)
+
+
+@pytest.mark.parametrize(("words", "code", "said"), REFUSED)
+def test_a_call_prints_since_its_process_may_go_on(
+    launcher, monkeypatch, capsys, noted, words, code, said
+):
+    store = launcher()
+    monkeypatch.setenv(entry.MARK, str(os.getpid()))
+    for _ in range(2):
+        assert main(words.split()) == code
+    out, err = capsys.readouterr()
+    assert (out, err.count(said)) == ("", 2)
+    assert noted() == {}
+    del store
+
+
+def test_the_program_is_what_users_start():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'\n[project.scripts]\ntrainer = "{program.__module__}:{program.__name__}"\n' in text
+
+
+# Modules of the package without torch, which takes seconds.
+LIGHT = f"""
+import os, sys, types
+package = types.ModuleType("trainer")
+package.__path__ = [{str(ROOT / "trainer")!r}]
+sys.modules["trainer"] = package
+from trainer.cli import main, program
+"""
+
+
+def launch(*words: str) -> int:
+    return main(["launch", "--cpu", *words, "train.py"])
+
+
+def test_a_wrong_usage_is_said_once_and_not_tried_again(capfd):
+    Path("train.py").write_text(f"{LIGHT}sys.argv = ['trainer', 'fitt']\nsys.exit(program())\n")
+    assert launch("--num_processes", "2", "--max_restarts", "2") == 2
+    text = capfd.readouterr().err
+    assert text.count("COMMAND is 'fitt'") == 1
+    assert "failed first:\nusage: trainer [-h]" in text
+    assert "started again" not in text
+    assert "exited with code" not in text
+
+
+def test_a_script_that_calls_a_command_fails_for_its_own_reason(capfd):
+    Path("train.py").write_text(
+        f"{LIGHT}assert main(['fitt']) == 2\n"
+        "sys.argv = ['trainer', 'lanch']\n"
+        "try:\n    program()\nexcept SystemExit:\n    pass\n"  # and its note means nothing
+        "sys.exit({'0': 3, '1': 'no data', '2': 0}[os.environ['TORCHELASTIC_RESTART_COUNT']])\n"
+    )
+    assert launch("--max_restarts", "2") == 0  # it is tried again
+    text = capfd.readouterr().err
+    assert text.count("COMMAND is 'fitt'") == 3
+    told = [line.partition("failed first, ")[2] for line in text.splitlines() if "again" in line]
+    assert told == [
+        "with SystemExit. All processes are started again (1 of 2).",
+        "with SystemExit. All processes are started again (2 of 2).",
+    ]
+    assert text.count("no data\n") == 1
+    assert launch("--num_processes", "2") == 3
+    text = capfd.readouterr().err
+    assert text.endswith("failed first:\nit exited with code 3.\n")
+    assert "lanch" not in text
 
 
 def test_torchruns_processes_refuse_once():

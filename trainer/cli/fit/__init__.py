@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.parsing import CommandError, ended_at_once, import_from_here
+from trainer.cli.parsing import CommandError, Parser, ended_at_once, import_from_here
 
 if TYPE_CHECKING:
     from trainer.cli.fit.configured import Made
@@ -41,7 +41,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     They are only collected here: which options there are depends on the classes in them.
     """
     # No word can begin with this character, so that options are collected too, and --help.
-    made = argparse.ArgumentParser(prog=prog, prefix_chars="\0", add_help=False)
+    made = Parser(prog=prog, prefix_chars="\0", add_help=False)
     made.add_argument("words", nargs="*", metavar="CONFIG.yaml | --KEY=VALUE")
     made.set_defaults(stage=prog.split()[-1], prog=prog)
     return made

@@ -264,22 +264,36 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
     if not asked or _on_cpu(configuration):
         return
     if not named:
-        there, wanted, left = 0, 1, accelerators()
+        there, wanted = accelerators(), 1
+        found_all = there > 0
     else:
         wanted = len(str(ids).split(","))
-        with environment.without("CUDA_VISIBLE_DEVICES"):
-            there = accelerators()  # before the next one: what CUDA has found first it keeps to
-        with environment.patch_environment(CUDA_VISIBLE_DEVICES=ids):
-            left = accelerators()
-    if left >= wanted:
+        with environment.without("CUDA_VISIBLE_DEVICES"):  # of this shell, which ids take over
+            there = accelerators()
+        found_all = _are_there(str(ids), there)
+    if found_all:
         return
     option = f"gpu_ids is {ids!r}" if ids else "--multi_gpu asks for accelerators"
     found = f"accelerators {', '.join(map(str, range(there)))}" if there else "no accelerator"
     more = f" --num_processes {wanted}" if wanted > 1 and not configuration.num_processes else ""
     raise argparse.ArgumentTypeError(
-        f"{option}, but this machine has {found}. Name devices that are there, or leave it out and "
-        f"pass --cpu{more} to use the CPU."
+        f"{option}, but this machine has {found}. Name devices that are there, each once, or leave "
+        f"it out and pass --cpu{more} to use the CPU."
     )
+
+
+def _are_there(ids: str, count: int) -> bool:
+    """Whether a machine with so many accelerators has these, each named once.
+
+    Numbers are compared with the count; CUDA, asked again, may keep to what it has found before.
+    Other names, such as ``GPU-8932f937``, it alone knows, and may then find too many.
+    """
+    names = ids.split(",")
+    if all(re.fullmatch(r"[+-]?\d+", each) for each in names):
+        numbers = {int(each) for each in names}
+        return len(numbers) == len(names) and numbers <= set(range(count))
+    with environment.patch_environment(CUDA_VISIBLE_DEVICES=ids):
+        return accelerators() >= len(names)
 
 
 def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:

@@ -47,12 +47,13 @@ def main() -> None:
             _import_from(os.path.dirname(os.path.realpath(arguments[0])))
             _run_file(os.path.abspath(arguments[0]))
     except SystemExit as end:
-        if _preempted(end):
+        if _is_a(end, "trainer.errors", "Preempted"):
             # Not a failure, after which torch would end the others in their tear-down, or start
             # all again. The launcher exits with the code.
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
-        if end.code not in (None, 0) and not _is_noted():
+        told = _is_a(end, "trainer.cli.telling", "Told")  # as commands of ours end
+        if end.code not in (None, 0) and not told:
             text = str(end.code)
             code = 1
             if not isinstance(end.code, str):
@@ -113,11 +114,9 @@ def _own(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _preempted(end: SystemExit) -> bool:
-    return any(
-        (each.__module__, each.__name__) == ("trainer.errors", "Preempted")
-        for each in type(end).__mro__
-    )
+def _is_a(end: SystemExit, module: str, name: str) -> bool:
+    """Whether it is of a class that this file must not import."""
+    return any((each.__module__, each.__name__) == (module, name) for each in type(end).__mro__)
 
 
 def _who() -> dict[str, str]:
@@ -153,11 +152,6 @@ def _write(name: str | None, content: object) -> bool:
         json.dump(content, opened)
     os.replace(aside, path)
     return True
-
-
-def _is_noted() -> bool:
-    """The script has left a note itself, as a command of ours does."""
-    return os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
 
 
 def is_started_again() -> bool:

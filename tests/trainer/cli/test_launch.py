@@ -106,6 +106,16 @@ def test_each_process_runs_the_script_as_python_would(tmp_path):
     assert "ACCELERATE_USE_CPU" not in os.environ
 
 
+@pytest.mark.parametrize("script", [("train.py",), ("-m", "train")])
+def test_a_tool_that_python_starts_with_does_not_hide_the_script(script, monkeypatch, tmp_path):
+    write("train.py", SEEN)
+    Path("tools").mkdir()
+    write("tools/sitecustomize.py", "import multiprocessing")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tools"), prepend=os.pathsep)
+    assert launch("--num_processes", "1", "--max-restarts=1", "--cpu", *script) == 0
+    assert seen(0)["own"]
+
+
 def test_a_module_and_a_program(tmp_path):
     Path("package").mkdir()
     write("package/__init__.py", "")

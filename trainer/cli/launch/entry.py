@@ -32,11 +32,23 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
+class _Main(ModuleType):
+    """What `multiprocessing` takes for ``__main__``: the script, from when on it is that.
+
+    Processes that the script spawns know it by this name, and send back objects of its classes.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(sys.modules["__main__"], name)
+
+
 def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
     os.environ[MARK] = str(os.getpid())
     _end_with_the_launcher()
+    if "__mp_main__" in sys.modules:  # of tools that are loaded as Python starts: coverage, say
+        sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
 from trainer.rng import mix
 from trainer.tree import find_batch_size, leaves
+
+logger = logging.getLogger(__name__)
 
 Transfer = Callable[[Any], Any]
 T = TypeVar("T")
@@ -114,7 +117,8 @@ class Feed:
                 f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
                 f"or another iterable of batches.{wrap}"
             )
-        self._source, self._shuffle = source, shuffle
+        self._source: Any = source
+        self._shuffle = shuffle
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
         self.start_round = 0  # skipped in rounds, as this number of processes has them, …
@@ -324,6 +328,15 @@ class Feed:
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
         if self.world_size > 1:
             yield from self._without_batch(shares, read)
+        elif shares:
+            logger.warning(
+                "The dataset (%s) has ended epoch %d by StopIteration after %d of %s batches. If "
+                "that is not meant, let its __len__ say how many samples there are.",
+                type(self._source.dataset).__name__,
+                self.epoch,
+                read,
+                "an unknown number of" if self.num_batches is None else self.num_batches,
+            )
 
     def _without_batch(self, shares: deque[Share], read: int) -> Iterator[Round]:
         """The rounds behind this process's last batch, in which the others may have one.

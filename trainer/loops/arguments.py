@@ -119,8 +119,9 @@ def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[s
         value = given[name]
         if not any(_same(value, each) for each in (arguments[name].default, *off)):
             accepted = " or ".join(f"{name}={each!r}" for each in off) or f"no {name}"
+            shown = repr(str(value) if isinstance(value, Interval) else value)
             raise ValueError(
-                f"barebones=True leaves {part} out, but {name} is {value!r}: pass {accepted}, or "
+                f"barebones=True leaves {part} out, but {name} is {shown}: pass {accepted}, or "
                 "leave barebones=True out. To see what the optional parts cost, compare with "
                 "profile='simple' instead."
             )

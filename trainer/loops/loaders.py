@@ -202,7 +202,7 @@ def _check_same_length(feed: Feed, which: str) -> None:
         raise ValueError(
             f"The {which} has another number of batches on each process: "
             f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
-            "same dataset and a sampler of the same length; they are shared out here."
+            "same dataset, batch size and length of sampler; they are shared out here."
         )
 
 

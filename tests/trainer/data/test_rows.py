@@ -198,9 +198,29 @@ class Ending(Dataset):
 
 
 @pytest.mark.parametrize("size", [2, None])
-def test_a_dataset_that_stops_ends_the_epoch(size):
+def test_a_dataset_that_stops_ends_the_epoch(size, caplog):
     loader = DataLoader(Ending(), size)
-    assert len(batches(loader)) == len(list(loader)) == (2 if size else 4)
+    read, total = (2, 3) if size else (4, 6)
+    assert len(batches(loader)) == len(list(loader)) == read
+    (told,) = caplog.messages
+    assert told.startswith(
+        f"The dataset (Ending) has ended epoch 1 by StopIteration after {read} of {total} batches"
+    )
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_that_is_read_to_its_end_or_left_says_nothing(workers, caplog):
+    loader = DataLoader(range(12), 2, num_workers=workers)
+    assert len(batches(loader)) == 6
+    feed = Feed(loader)
+    feed.limit = 2
+    feed.set_epoch(0)
+    assert len(list(feed.rounds())) == 2
+    rounds = feed.rounds()
+    next(rounds)
+    rounds.close()
+    feed.close()
+    assert caplog.messages == []
 
 
 def test_a_timeout_without_workers_is_refused_as_ever():

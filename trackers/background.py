@@ -137,6 +137,7 @@ class BackgroundTracker(GeneralTracker):
         self._unsupported: set[str] = set()  # what was warned of
         self._started: Future[None] | None = None
         self._resumes: tuple[str | None, int | None] | None = None
+        self._anew = False
 
     @property
     def dropped(self) -> int:
@@ -194,6 +195,10 @@ class BackgroundTracker(GeneralTracker):
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Tell the tracker, on the thread before it starts, that the run goes on."""
         self._resumes = (run_id, step)
+
+    def begin_anew(self) -> None:
+        """Tell the tracker, on the thread before it starts, that the run goes on from none."""
+        self._anew = True
 
     def start(self) -> None:
         """Start the thread, and on it the tracker.
@@ -322,6 +327,8 @@ class BackgroundTracker(GeneralTracker):
             _mark(tracker, "running")  # an instance may have been through a run before
             if self._resumes is not None:
                 tracker.resume(*self._resumes)
+            if self._anew:
+                tracker.begin_anew()
             tracker.start()
         except BaseException as error:
             self._started.set_exception(error)

@@ -334,6 +334,13 @@ class GeneralTracker:
                 killed is logged again. None if nothing is: an evaluation of what was trained.
         """
 
+    def begin_anew(self) -> None:
+        """Be told, before `start`, that a training begins that goes on from none.
+
+        What an earlier one left at the same place, such as one that was killed before its first
+        checkpoint, is of another run.
+        """
+
     def start(self) -> None:
         """Open the run. Called before anything else but `resume`, and again where it raised."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trackers.base import GeneralTracker, register_tracker
 from trackers.code import git_commit
+from trackers.jsonl import unused_name
 from trackers.media import finite, image_layout, one_level, plain, rendered, table_of
 
 
@@ -30,9 +31,19 @@ def _cell(value: Any) -> str:
     return text.replace("|", "\\|").replace("\r\n", "\n").replace("\n", "<br>")
 
 
+def _set_aside(folder: Path) -> None:
+    """Rename a folder's event files: TensorBoard reads all files whose names have "tfevents"."""
+    for path in sorted(folder.glob("*tfevents*")):
+        aside = path.with_name(path.name.replace("tfevents", "earlier"))
+        path.rename(unused_name(aside) if aside.exists() else aside)
+
+
 @register_tracker
 class TensorBoardTracker(GeneralTracker):
     """Writes event files for TensorBoard to `logging_dir/run_name`.
+
+    A fit of the `Trainer` that begins anew keeps event files that are there under other names
+    (``events.out.earlier.…``), unless a `purge_step` is given. Any other start adds to them.
 
     Args:
         run_name: the name of the run and of its folder.
@@ -60,6 +71,7 @@ class TensorBoardTracker(GeneralTracker):
         self.log_dir = Path(logging_dir) / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
+        self._anew = False
         self._writer: Any = None
         self._success: Any = None
 
@@ -86,8 +98,15 @@ class TensorBoardTracker(GeneralTracker):
         if step is not None and self.writer_options["purge_step"] is None:
             self._purge_step = step + 1
 
+    def begin_anew(self) -> None:
+        """Let `start` rename the event files that are there, unless a `purge_step` is given."""
+        self._anew = self.writer_options["purge_step"] is None
+
     def start(self) -> None:
         """Make the folder and the writer."""
+        anew, self._anew = self._anew, False
+        if anew:
+            _set_aside(self.log_dir)
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
         self._open(**{**self.writer_options, **purge})
         self._purge_step = None

@@ -514,6 +514,9 @@ class Rich(Recorder):
     def resume(self, run_id, step):
         self._note("resume", run_id, step)
 
+    def begin_anew(self):
+        self._note("begin_anew")
+
     def start(self):
         super().start()
         self.run_id = "an id"
@@ -684,6 +687,15 @@ def test_a_service_that_stays_away_costs_what_waits_and_is_closed(caplog):
     assert background.dropped == 6
     assert tracker.calls == [("start",), ("finish",)]
     assert "lost 6 records and failed in" in caplog.messages[-1]
+
+
+def test_a_run_that_begins_anew_is_told_so_before_it_starts():
+    tracker = Rich()
+    background = BackgroundTracker(tracker)
+    background.begin_anew()
+    background.start()
+    background.finish()
+    assert tracker.calls[:2] == [("begin_anew",), ("start",)]
 
 
 def test_a_service_that_begins_late_is_asked_to_resume_each_time():

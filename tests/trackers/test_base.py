@@ -96,6 +96,7 @@ def test_base_methods():
     tracker.store_init_configuration({})
     tracker.finish()
     tracker.resume("an id", 3)
+    tracker.begin_anew()
     assert tracker.run_id is None
     for record in (
         tracker.log,

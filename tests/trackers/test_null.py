@@ -19,6 +19,7 @@ def test_null_tracker_takes_everything():
     for log in (tracker.log_artifact, tracker.log_model):
         log("a path", "a name", step=1)
     tracker.resume("an id", 1)
+    tracker.begin_anew()
     assert tracker.run_id is None
     tracker.finish()
     assert tracker.name == "none"

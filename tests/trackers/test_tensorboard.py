@@ -270,6 +270,45 @@ def test_a_run_that_goes_on_hides_what_comes_again_once(tmp_path):
     assert purged(tmp_path) == [[4], [], [7], []]
 
 
+def test_a_fit_that_begins_anew_has_the_folder_to_itself(tmp_path):
+    def run(value, begin, **options):
+        tracker = TensorBoardTracker("run", tmp_path, filename_suffix=".tfevents", **options)
+        if begin:
+            tracker.begin_anew()
+        tracker.start()
+        tracker.log({"loss": value}, 1)
+        tracker.finish()
+        return tracker
+
+    def shown(tracker):
+        return sorted(value for _, value in scalars(read(tracker), "loss"))
+
+    def kept():
+        return sorted(path.name for path in tmp_path.glob("run/*earlier*"))
+
+    run(1.0, False)
+    (of_one,) = (tmp_path / "run").iterdir()
+    (tmp_path / "run" / "notes.txt").touch()
+    content = of_one.read_bytes()
+    tracker = run(2.0, True)
+    aside = of_one.with_name(of_one.name.replace("tfevents", "earlier"))
+    assert kept() == [aside.name]
+    assert aside.read_bytes() == content
+    assert shown(tracker) == [2.0]
+    tracker.start()  # told nothing, as by a loop of one's own
+    tracker.log({"loss": 3.0}, 2)
+    tracker.finish()
+    assert shown(tracker) == [2.0, 3.0]
+    run(4.0, True, purge_step=5)  # it says itself what is dropped
+    assert kept() == [aside.name]
+    of_one.write_bytes(content)  # a name that was set aside before
+    assert shown(run(5.0, True)) == [5.0]
+    assert len(kept()) == 5
+    assert aside.read_bytes() == content
+    assert len(list(tmp_path.glob("run/*"))) == 7
+    assert (tmp_path / "run/notes.txt").exists()
+
+
 def test_the_version_of_the_code(tmp_path):
     tracker = TensorBoardTracker("run", tmp_path)
     (tmp_path / ".git").mkdir()

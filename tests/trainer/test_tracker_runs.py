@@ -3,12 +3,13 @@
 import pytest
 import torch
 import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from tests.helpers.services import comet_runs, wandb_runs
 from tests.numerics.running import quiet_trainer
-from trackers import CometMLTracker, GeneralTracker, WandBTracker
+from trackers import CometMLTracker, GeneralTracker, TensorBoardTracker, WandBTracker
 from trainer import TrainModule
 
 COMET = {
@@ -82,7 +83,7 @@ def data():
     return DataLoader(TensorDataset(values), batch_size=4)
 
 
-def fit(folder, trackers, steps, ckpt_path="auto"):
+def fit(folder, trackers, steps, ckpt_path="auto", module=None):
     trainer = quiet_trainer(
         max_steps=steps,
         log_every=1,
@@ -92,7 +93,7 @@ def fit(folder, trackers, steps, ckpt_path="auto"):
         project_dir=folder,
         callbacks=[ModelCheckpoint(every=3, save_last=5, background=False), Begun()],
     )
-    trainer.fit(Line(), data(), data(), ckpt_path=ckpt_path)
+    trainer.fit(module or Line(), data(), data(), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -179,6 +180,43 @@ def test_an_instance_of_a_service_begins_another_run_too(tmp_path):
     for folder in ("a", "b"):
         fit(tmp_path / folder, tracker, 3)
     assert len({run.run.run_id for run in wandb_runs(tmp_path)}) == 2
+
+
+def test_tensorboard_shows_no_step_of_a_run_that_ended_before_its_first_checkpoint(tmp_path):
+    class Ends(Line):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise RuntimeError("it ends here")
+            return super().training_step(batch, batch_idx)
+
+    def names(of):
+        return {path.name for path in tmp_path.glob(f"run/logs/run/*.{of}.*")}
+
+    with pytest.raises(RuntimeError, match="it ends here"):
+        fit(tmp_path / "run", "tensorboard", 6, module=Ends())
+    ended = names("tfevents")
+    aside = {name.replace("tfevents", "earlier") for name in ended}
+    assert len(ended) == 1
+    fit(tmp_path / "run", "tensorboard", 5)
+    assert names("earlier") == aside
+    events = EventAccumulator(str(tmp_path / "run/logs/run"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events.Scalars("val")] == [2, 4]
+    # What goes on, or evaluates behind it, adds to what is there.
+    fit(tmp_path / "run", "tensorboard", 6).test(Line(), data())
+    assert names("earlier") == aside
+    assert len(names("tfevents")) == 3
+
+
+def test_a_test_in_the_folder_of_a_fit_leaves_its_curves_there(tmp_path):
+    def tracker():
+        return TensorBoardTracker("run", tmp_path / "logs")
+
+    fit(tmp_path / "run", tracker(), 3)
+    curves = set((tmp_path / "logs/run").iterdir())
+    quiet_trainer(log_with=tracker(), project_dir=tmp_path / "run").test(Line(), data())
+    assert curves < set((tmp_path / "logs/run").iterdir())
 
 
 def test_the_trackers_are_at_hand_for_what_log_cannot_take(tmp_path):

@@ -136,6 +136,8 @@ def prepare_fit(
     if chosen is None:
         parts.project.begin_record()
     recorder = parts.project.make_recorder()
+    if chosen is None:
+        recorder.begin_anew()
     run = make_fit_run(
         module,
         hooks,

@@ -136,6 +136,11 @@ class Recorder:
         for key, tracker in self._by_key().items():
             tracker.resume(run_ids.get(key), step)
 
+    def begin_anew(self) -> None:
+        """Let the trackers know that the run goes on from none; before `start`."""
+        for tracker in self._trackers:
+            tracker.begin_anew()
+
     def _by_key(self) -> dict[str, GeneralTracker]:
         """The trackers by their names; a second instance of one has a number too."""
         keyed: dict[str, GeneralTracker] = {}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trainer.cli import main
+from trainer.cli.estimate_memory import parser
 from trainer.cli.estimate_memory.footprint import Footprint
 
 SCRIPT = '''
@@ -72,6 +73,15 @@ class Late(TrainModule):
 
 def make(width=3):
     return nn.Linear(width, 1)
+
+
+def sgd_of_a_list(params, momentum=0.0):
+    assert isinstance(params, list)
+    return torch.optim.SGD(params, lr=0.1, momentum=momentum)
+
+
+def no_optimizer(params):
+    return [params]
 
 
 class Reads(nn.Module):
@@ -200,6 +210,11 @@ def test_the_numbers_are_the_bytes_of_a_real_module(capsys, name, precision):
             ["--optimizer=adam", "--optimizer-init", "amsgrad=true", "lr=1e-3"],
             lambda p: torch.optim.Adam(p, amsgrad=True),
         ),
+        (["--optimizer=weighed:sgd_of_a_list"], torch.optim.SGD),
+        (
+            ["--optimizer=weighed:sgd_of_a_list", "--optimizer-init", "momentum=0.9"],
+            lambda p: torch.optim.SGD(p, momentum=0.9),
+        ),
     ],
 )
 def test_other_optimizers_have_their_own_state(capsys, words, make: Callable[..., Any]):
@@ -210,6 +225,30 @@ def test_other_optimizers_have_their_own_state(capsys, words, make: Callable[...
     optimizer.step()
     state = [v for values in optimizer.state.values() for v in values.values()]
     assert row["optimizer"] == nbytes(each for each in state if isinstance(each, torch.Tensor))
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ([], "torch.optim.AdamW"),
+        (
+            ["--optimizer-init", "momentum=0.9", "--optimizer=sgd", "--optimizer-init", "lr=1"],
+            "torch.optim.SGD(momentum=0.9, lr=1)",
+        ),
+        (["--optimizer=weighed:sgd_of_a_list"], "weighed:sgd_of_a_list"),
+    ],
+)
+def test_the_output_names_the_optimizer_that_was_counted(capsys, words, name):
+    words = ["estimate-memory", "weighed:make", "--precision", "no", *words]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"optimizer: {name}"
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimizer"] == name
+
+
+def test_the_help_says_what_an_optimizer_may_be():
+    shown = " ".join(parser("trainer estimate-memory").format_help().split())
+    assert "MODULE:NAME, a class or a function that makes an optimizer of a list" in shown
 
 
 OF_TORCH = [
@@ -319,7 +358,11 @@ def test_configure_model_is_called(capsys):
         (["weighed.py:Tied"], 1, "Did you mean 'weighed:Tied'?"),
         (["weighed:Image", "--optimizer", "muon"], 1, "optimizer cannot be measured: ValueError"),
         (["weighed:Image", "--optimizer-init", "rl=1"], 1, "unexpected keyword argument 'rl'\nIt"),
-        (["weighed:Image", "--optimizer", "torch.optim:LBFGS"], 1, "MODULE:FUNCTION, which makes"),
+        (["weighed:Image", "--optimizer", "torch.optim:LBFGS"], 1, "or MODULE:NAME, a class or"),
+        (["weighed:Image", "--optimizer", "adanw"], 2, "of your own is MODULE:NAME, a class or"),
+        (["weighed:Image", "--optimizer", "lbfgs"], 2, "sgd; or MODULE:NAME, a class or a func"),
+        (["weighed:Image", "--optimizer", "weighed:F"], 2, "takes MODULE:NAME, a class or a func"),
+        (["weighed:Image", "--optimizer", "weighed:no_optimizer"], 1, "is a list, not a torch.opt"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
         (["weighed:Reads", "--input", "3"], 1, "must not read values"),
         (["weighed:Image", "--input", "3"], 1, "--input must be what forward takes"),
@@ -336,6 +379,29 @@ def test_what_cannot_be_measured_is_said(capsys, words, code, text):
 def test_a_wrong_word_is_an_error_of_usage(capsys, words):
     assert main(["estimate-memory", "weighed:Tied", *words]) == 2
     assert words[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "first", "second", "how"),
+    [
+        ("--optimizer", "adamw", "SGD", "run the command for each"),
+        ("--batch", "1", "2", "its values stand behind one"),
+        ("--shards", "1", "8", "its values stand behind one"),
+        ("--precision", "no", "bf16", "its values stand behind one"),
+    ],
+)
+def test_an_option_that_would_replace_an_earlier_one_is_refused(capsys, option, first, second, how):
+    told = refused(capsys, "weighed:make", option, first, option, second, code=2)
+    assert f"argument {option}: it stands here twice; {how}" in told
+
+
+def test_arguments_and_inputs_add_up(capsys):
+    together = ["--init", "width=8", "vocabulary=9", "--input", "scale=1x1", "ids=7:int64"]
+    apart = ["--init", "width=8", "--input", "scale=1x1", "--init", "vocabulary=9"]
+    apart += ["--input", "ids=7:int64"]
+    assert estimate(capsys, "weighed:Tied", *apart) == estimate(capsys, "weighed:Tied", *together)
+    (row, _) = estimate(capsys, "weighed:Tied")
+    assert row["parameters"] != estimate(capsys, "weighed:Tied", *apart)[0]["parameters"]
 
 
 @pytest.mark.parametrize(("name", "library"), [("bert", "transformers"), ("timm/vit", "timm")])

@@ -370,6 +370,7 @@ def test_the_help_teaches(capsys):
         (["--model=fited.Line"], ["No module named 'fited'", "in the current folder"]),
         (["--model=trainer.Trainer"], ["model:", "not correspond to a subclass of TrainModule"]),
         (["--model.widht=3"], ["fitted.Line takes: width, optimizer, fails. Did you mean 'width'"]),
+        (["--model.class_weights=3"], ["fitted.Line takes: width, optimizer, fails."]),
         (["--model.width=x"], ["width:", "must be of type int. Got value: x"]),
         (["--trainer.max_epochs=x"], ["trainer.max_epochs:", "of type int", "Given value: x"]),
         (["--trainer.non_finite=halt"], ["must be one of 'stop', 'skip', 'ignore', not halt"]),
@@ -382,12 +383,17 @@ def test_the_help_teaches(capsys):
         (["torn.yaml"], ["torn.yaml"]),
         (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
         (["dataset.yaml"], ["write class_path: Loader in its place"]),
+        (
+            ["init.yaml"],
+            ["'init_arg.width' is not", "class_path and init_args. Did you mean 'init"],
+        ),
     ],
 )
 def test_an_error_names_the_key_and_the_nearest(capsys, words, texts):
     Path("torn.yaml").write_text("model: [\n")
     Path("off.yaml").write_text("trainer: {mixed_precision: no}\n")
     Path("modle.yaml").write_text("modle: {class_path: fitted.Line}\n")
+    Path("init.yaml").write_text("model: {class_path: fitted.Line, init_arg: {width: 3}}\n")
     Path("dataset.yaml").write_text("""
 data:
   class_path: Loaders
@@ -401,6 +407,26 @@ data:
     assert shown.startswith("trainer fit: ")
     assert "Traceback" not in shown
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("max_epoch: 3", "no argument 'max_epoch'. Did you mean 'max_epochs'?"),
+        ("max_epocs: 3", "Did you mean 'max_epochs'?"),
+        ("projct_dir: x", "Did you mean 'project_dir'?"),
+        ("logevery: 3", "Did you mean 'log_every'?"),
+        ("val_evry: {a: 1}", "no argument 'val_evry'. Did you mean 'val_every'?"),
+        ("default_root_dir: x", "'default_root_dir'; use project_dir"),
+        ("seed: 3", "The seed stands at the top"),
+    ],
+)
+def test_a_wrong_argument_in_a_file_is_told_as_one_of_the_command_line(capsys, argument, hint):
+    Path("wrong.yaml").write_text(f"trainer: {{{argument}}}\n")
+    shown = error_of(capsys, "fit", "base.yaml", "wrong.yaml")
+    name = argument.partition(":")[0]
+    assert f"trainer fit: Group 'trainer' does not accept option '{name}" in shown
+    assert hint in shown
 
 
 def test_a_script_is_no_configuration(capsys):

@@ -37,7 +37,31 @@ _UNMEASURED = {  # optimizers of torch, and why one step on made-up gradients do
     "lbfgs": "it keeps as many earlier steps as its history is long, and evaluates the loss itself",
     "sparseadam": "it takes sparse gradients alone, whose size depends on the data",
 }
+_OWN = "MODULE:NAME, a class or a function that makes an optimizer of a list of parameters"
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
+
+
+class _Once(argparse.Action):
+    """Stores what is given, and refuses a second one, which would silently take its place."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 - argparse passes it
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002 - likewise
+    ) -> None:
+        """Store the values of the option.
+
+        Raises:
+            argparse.ArgumentError: They are not the first.
+        """
+        given = vars(namespace).setdefault("given", set())
+        if self.dest in given:
+            how = "its values stand behind one" if self.nargs else "run the command for each"
+            raise argparse.ArgumentError(self, f"it stands here twice; {how}")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -56,6 +80,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
             ("a class in net.py, in the current folder", "net:Net --init width=512"),
             ("with activations, for batches of 32", "net:Net --input 3x224x224 --batch 32"),
             ("token ids, by the name of the argument", "net:Net --input input_ids=1024:int64"),
+            ("another optimizer", "net:Net --optimizer sgd --optimizer-init momentum=0.9"),
             ("over processes, by the stages of ZeRO", "net:Net --shards 1 8 64"),
             ("a configuration that transformers reads", "some/model-name --precision pure-bf16"),
         ],
@@ -70,6 +95,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     made.add_argument(
         "--init",
         nargs="+",
+        action="extend",
         type=_pair,
         default=[],
         metavar="NAME=VALUE",
@@ -77,6 +103,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--precision",
+        action=_Once,
         nargs="+",
         choices=_PRECISIONS,
         default=["no", "bf16"],
@@ -84,24 +111,40 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--optimizer",
+        action=_Once,
         default="adamw",
         metavar="NAME",
-        help="of torch.optim, or MODULE:CLASS; default: adamw",
+        help=f"of torch.optim, or {_OWN}; default: adamw",
     )
     made.add_argument(
-        "--optimizer-init", nargs="+", type=_pair, default=[], metavar="NAME=VALUE", help="likewise"
+        "--optimizer-init",
+        nargs="+",
+        action="extend",
+        type=_pair,
+        default=[],
+        metavar="NAME=VALUE",
+        help="its arguments, likewise",
     )
     made.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         type=_input,
         default=[],
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64",
     )
-    made.add_argument("--batch", nargs="+", type=count, default=[1], help="samples; default: 1")
     made.add_argument(
-        "--shards", nargs="+", type=count, default=[1], metavar="N", help="processes; default: 1"
+        "--batch", nargs="+", action=_Once, type=count, default=[1], help="samples; default: 1"
+    )
+    made.add_argument(
+        "--shards",
+        nargs="+",
+        action=_Once,
+        type=count,
+        default=[1],
+        metavar="N",
+        help="processes; default: 1",
     )
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
@@ -121,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import_from_here()
     make = _maker(arguments.model, dict(arguments.init))
-    make_optimizer = _optimizer(arguments.optimizer, dict(arguments.optimizer_init))
+    optimizer, make_optimizer = _optimizer(arguments.optimizer, dict(arguments.optimizer_init))
     inputs = [_typed(*each) for each in arguments.input]
     numbers = _attempt(arguments.model, partial(footprint.count, make))
     rows: list[dict[str, Any]] = []
@@ -144,10 +187,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         names = ("parameters", "trained", "buffers")
         report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
-        print(json.dumps({**report, "rows": rows}, indent=1))
+        print(json.dumps({**report, "optimizer": optimizer, "rows": rows}, indent=1))
         return 0
     total, trained, buffers = numbers
-    print(f"{arguments.model}: {total:,} parameters, {trained:,} trained; {buffers:,} in buffers\n")
+    print(f"{arguments.model}: {total:,} parameters, {trained:,} trained; {buffers:,} in buffers")
+    print(f"optimizer: {optimizer}\n")
     print(_table(rows))
     if not inputs:
         print("\nActivations are unknown without --input SHAPE, of one sample.")
@@ -301,11 +345,14 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _optimizer(name: str, init: dict[str, Any]) -> Callable[[Any], Any]:
+def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], Any]]:
+    """What an optimizer is called with its arguments, and a function that makes it."""
     import torch
 
     if ":" in name:
         found = import_named(name)
+        if not callable(found):
+            raise CommandError(f"{name} is {found!r}; --optimizer takes {_OWN}.", code=2)
     else:
         known = {
             each.lower(): value
@@ -316,13 +363,16 @@ def _optimizer(name: str, init: dict[str, Any]) -> Callable[[Any], Any]:
         if name.lower() in _UNMEASURED:
             raise CommandError(
                 f"{name} cannot be measured: {_UNMEASURED[name.lower()]}. --optimizer takes "
-                f"{', '.join(choices)}; or MODULE:CLASS.",
+                f"{', '.join(choices)}; or {_OWN}.",
                 code=2,
             )
         if name.lower() not in choices:
-            raise CommandError(choose("The optimizer", name, choices), code=2)
+            hint = f"One of your own is {_OWN}."
+            raise CommandError(f"{choose('The optimizer', name, choices)} {hint}", code=2)
         found = known[name.lower()]
-    return partial(found, **init)
+        name = f"torch.optim.{found.__name__}"
+    given = ", ".join(f"{key}={value!r}" for key, value in init.items())
+    return f"{name}({given})" if given else name, partial(found, **init)
 
 
 def _attempt(model: str, work: Callable[[], Any]) -> Any:

@@ -213,6 +213,8 @@ def _optimizer_state(
         each.grad = torch.empty_like(each)
     try:
         optimizer = make_optimizer(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"it is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         with _AnyValue():  # type: ignore[no-untyped-call]  # torch leaves its base untyped
             optimizer.step()
     except Exception as error:
@@ -220,7 +222,8 @@ def _optimizer_state(
             f"The optimizer cannot be measured: {type(error).__name__}: {error}\n"
             "It makes one step, on dense gradients of all parameters that are trained. Pass what "
             "it needs as --optimizer-init NAME=VALUE, or name another by --optimizer: one of "
-            "torch.optim, or MODULE:FUNCTION, which makes it of a list of parameters."
+            "torch.optim, or MODULE:NAME, a class or a function that makes an optimizer of a list "
+            "of parameters."
         ) from error
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     return _bytes(value for value in tensors if isinstance(value, torch.Tensor))

@@ -30,6 +30,7 @@ _WORDS = [  # what it says, and how it is said here
     (re.compile(r"Problem with given class_path"), "class_path"),
 ]
 _PROBLEM = re.compile(r"given class_path '([\w.]+)'|Option '([\w.]+)' is not accepted")
+_IN_GROUP = re.compile(r"Group '([\w.]+)' does not accept option '([^']+)'")
 _ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _NO_PATH = re.compile(r"Expected a dot import path string: (\w+)")
 _BARE_WORD = re.compile(r"<class 'str'>(?s:.*)Given value: (True|False)$")
@@ -74,6 +75,8 @@ def _files(words: Sequence[str]) -> list[str]:
 
 def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
     yield from _of_options(message, parser)
+    for group, key in _IN_GROUP.findall(message):
+        yield _of_parser(f"{group}.{key}", parser)
     for key in _UNKNOWN.findall(message):
         yield _of_parser(key, parser)
     if _FILE.search(message):
@@ -117,7 +120,11 @@ def _of_class(path: str, name: str) -> str:
     takes = [each for each in inspect.signature(made).parameters if each not in ("args", "kwargs")]
     if name in takes:  # what jsonargparse makes of the type Dataset[T]
         return "To describe the dataset of a DataLoader, write class_path: Loader in its place."
-    return f"{path} takes: {', '.join(takes) or 'nothing'}.{_nearest(name, takes)}"
+    near = _nearest(name, takes)
+    beside = get_close_matches(name, ("class_path", "init_args"), n=1, cutoff=0.85)
+    if beside and not near:
+        return f"A class is described by class_path and init_args. Did you mean {beside[0]!r}?"
+    return f"{path} takes: {', '.join(takes) or 'nothing'}.{near}"
 
 
 def _of_parser(key: str, parser: ArgumentParser) -> str:

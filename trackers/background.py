@@ -136,8 +136,7 @@ class BackgroundTracker(GeneralTracker):
         self._waited = False
         self._unsupported: set[str] = set()  # what was warned of
         self._started: Future[None] | None = None
-        self._resumes: tuple[str | None, int | None] | None = None
-        self._anew = False
+        self._told_first: Callable[[GeneralTracker], None] | None = None  # before it starts
 
     @property
     def dropped(self) -> int:
@@ -194,11 +193,11 @@ class BackgroundTracker(GeneralTracker):
 
     def resume(self, run_id: str | None, step: int | None) -> None:
         """Tell the tracker, on the thread before it starts, that the run goes on."""
-        self._resumes = (run_id, step)
+        self._told_first = lambda tracker: tracker.resume(run_id, step)
 
     def begin_anew(self) -> None:
         """Tell the tracker, on the thread before it starts, that the run goes on from none."""
-        self._anew = True
+        self._told_first = lambda tracker: tracker.begin_anew()
 
     def start(self) -> None:
         """Start the thread, and on it the tracker.
@@ -325,10 +324,8 @@ class BackgroundTracker(GeneralTracker):
             self._started = Future()
         try:
             _mark(tracker, "running")  # an instance may have been through a run before
-            if self._resumes is not None:
-                tracker.resume(*self._resumes)
-            if self._anew:
-                tracker.begin_anew()
+            if self._told_first is not None:
+                self._told_first(tracker)
             tracker.start()
         except BaseException as error:
             self._started.set_exception(error)

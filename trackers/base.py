@@ -342,7 +342,7 @@ class GeneralTracker:
         """
 
     def start(self) -> None:
-        """Open the run. Called before anything else but `resume`, and again where it raised."""
+        """Open the run: after `resume` or `begin_anew`, before all else; again where it raised."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration of the run.

@@ -86,18 +86,16 @@ def parser(prog: str) -> argparse.ArgumentParser:
         ],
         codes={0: "done", 1: "the model cannot be made or measured without data"},
     )
+    several = partial(made.add_argument, nargs="+", action="extend", default=[])
     made.add_argument(
         "model",
         metavar="MODULE:CLASS",
         help="a torch.nn.Module, or a function that returns one; else the name or the folder of a "
         "model of transformers, or timm/NAME",
     )
-    made.add_argument(
+    several(
         "--init",
-        nargs="+",
-        action="extend",
         type=_pair,
-        default=[],
         metavar="NAME=VALUE",
         help="arguments of the class, values as in YAML",
     )
@@ -116,21 +114,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of torch.optim, or {_OWN}; default: adamw",
     )
-    made.add_argument(
-        "--optimizer-init",
-        nargs="+",
-        action="extend",
-        type=_pair,
-        default=[],
-        metavar="NAME=VALUE",
-        help="its arguments, likewise",
-    )
-    made.add_argument(
+    several("--optimizer-init", type=_pair, metavar="NAME=VALUE", help="its arguments, likewise")
+    several(
         "--input",
-        nargs="+",
-        action="extend",
         type=_input,
-        default=[],
         metavar="[NAME=]SHAPE[:DTYPE]",
         help="what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64",
     )

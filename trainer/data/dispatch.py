@@ -11,10 +11,10 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
+from trainer.data.dealing import own_batches
 from trainer.data.feed import Feed, ahead
 from trainer.data.loader import PreparedLoader
 from trainer.data.prefetch import InFlight
-from trainer.data.sampling import own_batches
 from trainer.distributed import collectives
 from trainer.tree import find_batch_size, to_device
 

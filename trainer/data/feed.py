@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from trainer.data.batches import completed, concatenate, length, samples_in, take
+from trainer.data.dealing import SAMPLES, Dealing, own_batches
 from trainer.data.rebuild import loader_kwargs
-from trainer.data.sampling import ShardedSampler, Share, own_batches
+from trainer.data.sampling import ShardedSampler, Share
 from trainer.data.seeding import draws_nothing
 from trainer.data.stateful import Item, Place
 from trainer.data.streams import Stream, say_what_it_costs
@@ -87,9 +87,9 @@ class Feed:
         world_size: How many there are.
         seed: The run's seed; the order is a function of it and the epoch.
         shuffle: See `ShardedSampler`.
-        even: See `ShardedSampler`.
-        split: See `ShardedSampler`.
-        drop_last: See `ShardedSampler`.
+        even: See `Dealing`.
+        split: See `Dealing`.
+        drop_last: See `Dealing`.
         remember: `position` will be asked for: a stream that has a state is read by way of it; see
             `trainer.data.streams`.
 
@@ -366,8 +366,16 @@ class Feed:
         stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._limit)
         if self.world_size > 1:
             stream = _refuse_different(stream)
-        for batches, real, place in self._stream_rounds(stream, self.start_round):
-            sizes = [find_batch_size(batch) or 1 for batch in batches]
+        dealing = Dealing(
+            kind=SAMPLES,
+            batch_size=getattr(self.loader, "batch_size", None),
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
+        )
+        for batches, real, place in islice(dealing.rounds(stream), self.start_round, None):
+            sizes = [SAMPLES.count(batch) for batch in batches]
             total, complete = sum(sizes), len(batches) == self.world_size
             if self.rank < len(batches):
                 batch = batches[self.rank]
@@ -375,63 +383,6 @@ class Feed:
                 yield Round(True, batch, sizes[self.rank], total, real, complete, place=place)
             else:
                 yield Round(False, None, 0, total, real, complete, place=place)
-
-    def _stream_rounds(
-        self, stream: Iterator[Item], start: int
-    ) -> Iterator[tuple[list[Any], int, Place]]:
-        """Of each round from `start` on: its batches, its samples but repeated ones, its end."""
-        dealt = self._dealt(stream)
-        number = 0
-        beginning: list[Any] = []
-        while found := next(dealt, None):  # which may be another iterator meanwhile
-            batches, place = found
-            if self.drop_last and len(batches) < self.world_size:
-                return
-            real = sum(find_batch_size(batch) or 1 for batch in batches)
-            if self.even:
-                beginning = beginning or batches
-                if not self._is_full(batches):
-                    following = next(dealt, None)
-                    if following is not None:
-                        dealt = chain([following], dealt)
-                    else:
-                        batches = self._filled(batches, beginning)
-            if number >= start:
-                yield batches, real, place
-            number += 1
-
-    def _dealt(self, stream: Iterator[Item]) -> Iterator[tuple[list[Any], Place]]:
-        """The batches of each round, as many of them as there are processes, or fewer."""
-        if not self.split:
-            while read := list(islice(stream, self.world_size)):
-                yield [batch for batch, _ in read], read[-1][1]
-            return
-        for batch, place in stream:
-            total = length(batch)
-            size = max(self._size or 1, -(-total // self.world_size))
-            yield [take(batch, start, start + size) for start in range(0, total, size)], place
-
-    @property
-    def _size(self) -> int | None:
-        """Samples in a full batch of one process, of a stream that makes batches."""
-        size: int | None = getattr(self.loader, "batch_size", None)
-        return size // self.world_size if size and self.split else size
-
-    def _is_full(self, batches: list[Any]) -> bool:
-        sizes = {find_batch_size(batch) for batch in batches}
-        return len(batches) == self.world_size and (self._size is None or sizes == {self._size})
-
-    def _filled(self, batches: list[Any], beginning: list[Any]) -> list[Any]:
-        """The last round with a full batch for every process, filled from the beginning."""
-        size, world_size = self._size, self.world_size
-        known = [samples_in(batch) for batch in batches]
-        total = sum(samples or 0 for samples in known)
-        if size is None or None in known or total > world_size * size:
-            # Batches of no size in particular, or that cannot be cut, are repeated whole.
-            missing = world_size - len(batches)
-            return batches + [beginning[i % len(beginning)] for i in range(missing)]
-        flat = completed(concatenate(batches), concatenate(beginning), world_size * size)
-        return [take(flat, i * size, (i + 1) * size) for i in range(world_size)]
 
 
 def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:

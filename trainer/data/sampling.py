@@ -1,9 +1,8 @@
 """Which batches an epoch has, in which order, and which process gets which.
 
 An epoch is one global list of batches, a pure function of seed and epoch number. It is dealt out
-in rounds: with N processes, round *r* holds batches *rN … rN + N - 1*, and process *i* gets the
-*i*-th of them. The last round may be short. Every process walks the whole list of indices (which
-costs no reading), so each knows what the others have.
+in rounds, see `trainer.data.dealing`. Every process walks the whole list of indices (which costs no
+reading), so each knows what the others have.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.data.dealing import INDICES, Dealing, own_batches
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
 
@@ -119,11 +119,9 @@ class ShardedSampler(Sampler[Any]):
         world_size: How many there are.
         seed: The run's seed.
         shuffle: False takes the samples in their own order whatever the sampler wants.
-        even: Fill the last round with samples of the beginning, so that every process has the
-            same number of full batches.
-        split: A batch of the loader is a round, cut into one part for each process; else each
-            process gets whole batches.
-        drop_last: Leave out a last round in which not every process has a batch.
+        even: See `Dealing`.
+        split: See `Dealing`.
+        drop_last: See `Dealing`.
     """
 
     def __init__(
@@ -206,7 +204,7 @@ class ShardedSampler(Sampler[Any]):
         stream = iter(self._order())
         if type(self._sampler) is not BatchSampler:  # which makes lists by itself
             stream = map(self._as_batch, stream)
-        position = sum(len(_indices(batch)) for batch in islice(stream, self.start_batch))
+        position = sum(map(INDICES.count, islice(stream, self.start_batch)))
         for number, batch in enumerate(stream):
             size = len(batch) if isinstance(batch, list) else None
             if number >= self.start_round:
@@ -234,50 +232,21 @@ class ShardedSampler(Sampler[Any]):
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
-        stream = iter(self._order())
-        position = sum(
-            len(_indices(self._as_batch(batch))) for batch in islice(stream, self.start_batch)
+        stream = map(_listed if self.split else self._as_batch, self._order())
+        position = sum(map(INDICES.count, islice(stream, self.start_batch)))
+        dealing = Dealing(
+            kind=INDICES,
+            batch_size=self.batch_size,
+            world_size=self.world_size,
+            even=self.even,
+            split=self.split,
+            drop_last=self.drop_last,
         )
-        dealt = self._dealt(stream)
-        number = 0
-        beginning: list[Any] = []  # the first round's batches
-        while batches := next(dealt, []):
-            beginning = beginning or batches
-            real = sum(len(_indices(batch)) for batch in batches)
-            if self.drop_last and len(batches) < self.world_size:
-                return
-            if self.even and not self._is_full(batches):
-                following = next(dealt, [])
-                if following:  # a sampler with batches of many sizes: only the last is filled
-                    dealt = chain([following], dealt)
-                else:
-                    batches = self._filled(batches, beginning)
+        batches = ((batch, None) for batch in stream if not self.split or batch)
+        for number, (parts, real, _) in enumerate(dealing.rounds(batches)):
             if number >= self.start_round:
-                yield position, real, batches
-            number += 1
+                yield position, real, parts
             position += real
-
-    def _dealt(self, stream: Iterator[Any]) -> Iterator[list[Any]]:
-        """The batches of each round, as many of them as there are processes, or fewer."""
-        if not self.split:
-            listed = map(self._as_batch, stream)
-            while batches := list(islice(listed, self.world_size)):
-                yield batches
-            return
-        for batch in filter(None, map(_listed, stream)):
-            size = max(self._size or 1, -(-len(batch) // self.world_size))
-            yield [batch[start : start + size] for start in range(0, len(batch), size)]
-
-    @property
-    def _size(self) -> int | None:
-        """Samples in a full batch of one process."""
-        if self.batch_size is None or not self.split:
-            return self.batch_size
-        return self.batch_size // self.world_size
-
-    def _is_full(self, batches: list[Any]) -> bool:
-        sizes = {len(_indices(batch)) for batch in batches}
-        return len(batches) == self.world_size and (self._size is None or sizes == {self._size})
 
     def _order(self) -> Iterable[Any]:
         stream: Iterable[Any] = self._sampler
@@ -288,54 +257,6 @@ class ShardedSampler(Sampler[Any]):
             at_once = _drawn_at_once(self._sampler, seed)
             stream = seeded_iteration(self._sampler, seed) if at_once is None else at_once
         return stream if self.limit is None else islice(stream, self.limit)
-
-    def _filled(self, batches: list[Any], beginning: list[Any]) -> list[Any]:
-        """The last round with a full batch for every process, filled from the beginning."""
-        size = self._size
-        flat = list(chain.from_iterable(map(_indices, batches)))
-        if size is None or len(flat) > self.world_size * size:
-            # Batches of no size in particular are repeated whole.
-            missing = self.world_size - len(batches)
-            return batches + [beginning[i % len(beginning)] for i in range(missing)]
-        first = [index for batch in beginning for index in batch]
-        missing = self.world_size * size - len(flat)
-        flat += [first[i % len(first)] for i in range(missing)]
-        return [flat[i * size : (i + 1) * size] for i in range(self.world_size)]
-
-
-def own_batches(
-    batches: int,
-    samples: int | None,
-    batch_size: int | None,
-    *,
-    rank: int,
-    world_size: int,
-    even: bool,
-    split: bool,
-    drop_last: bool,
-) -> int:
-    """How many batches one process gets of an epoch.
-
-    Args:
-        batches: Batches in the epoch.
-        samples: Samples in it; needed for `split` without `even` alone, where None counts the
-            last batch as one of which every process gets a part.
-        batch_size: Samples in one of those batches.
-        rank: The process.
-        world_size: How many there are.
-        even: See `ShardedSampler`.
-        split: See `ShardedSampler`.
-        drop_last: See `ShardedSampler`.
-    """
-    if not split:
-        full, rest = divmod(batches, world_size)
-        if drop_last:
-            return full
-        return full + (rest > 0 if even else rank < rest)
-    if even or drop_last or not samples or not batch_size:
-        return batches
-    rest = samples % batch_size
-    return batches - (0 < rest <= rank * (batch_size // world_size))
 
 
 def _listed(batch: Any) -> Any:
@@ -348,10 +269,6 @@ def _listed(batch: Any) -> Any:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _indices(batch: Any) -> list[int]:
-    return batch if isinstance(batch, list) else [batch]
 
 
 def _tag(batch: Any, seed: int) -> BatchIndices | SampleIndex | SampleKey:

@@ -23,6 +23,22 @@ def by_hand(task: Any) -> None:
         optimizer.zero_grad()
 
 
+def by_hand_with_tensorboard(task: Any, *, every: int = 50) -> None:
+    """The same, with the loss in TensorBoard every so many steps."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    model, optimizer = task.model, task.optimizer()
+    model.train()
+    with tempfile.TemporaryDirectory() as folder, SummaryWriter(folder) as writer:
+        for step, batch in enumerate(task.loader, start=1):
+            loss = task.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % every == 0:
+                writer.add_scalar("train/loss", loss.item(), step)
+
+
 class Module(TrainModule):
     """A task as a module.
 

@@ -24,11 +24,15 @@ from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 
 STEPS, REPEATS = 500, 10
 PROCESSES = 2
+WIDTH = 1024  # of two hidden layers, which make about a million parameters
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of this benchmark alone."""
     parser.add_argument("--processes", type=int, default=PROCESSES, help="how many are started")
+    parser.add_argument(
+        "--wide-steps", type=int, default=100, help="of each turn with a million parameters"
+    )
 
 
 def by_hand(task: Task) -> None:
@@ -51,11 +55,12 @@ def defaults(task: Task) -> None:
         dist.barrier()
 
 
-def rows(steps: int) -> list[Contender]:
-    """The contenders, the reference first."""
+def rows(steps: int, *hidden: int) -> list[Contender]:
+    """The contenders, the reference first, with hidden layers of these widths."""
 
     def turn(train: Callable[[Task], None]) -> Lap:
-        task = Task(steps, rank=dist.get_rank(), world_size=dist.get_world_size())
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        task = Task(steps, hidden=hidden, rank=rank, world_size=world_size)
         dist.barrier()
         train(task)
         return task.lap()
@@ -71,11 +76,17 @@ def rows(steps: int) -> list[Contender]:
 
 def measure(options: Namespace) -> Result:
     """Measure it, as one of the processes; each has its own clock."""
+    small, wide = rows(options.steps, 64), rows(options.wide_steps, WIDTH, WIDTH)
+    groups = {"2,762 parameters": small, "1.1 million parameters": wide}
     return Result(
         benchmark="ddp",
         title=f"Time of a step on {dist.get_world_size()} processes with gloo, by the first one",
         columns=MICROSECONDS,
-        rows=take_turns(chosen(rows(options.steps), options.rows), options.repeats),
+        rows=[
+            row
+            for group, contenders in groups.items()
+            for row in take_turns(chosen(contenders, options.rows), options.repeats, group=group)
+        ],
         settings={
             "steps": options.steps,
             "repeats": options.repeats,
@@ -91,8 +102,8 @@ def run(options: Namespace) -> Result:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(options.processes), "-m", "benchmarks.ddp", folder),
-            *("--steps", str(options.steps), "--repeats", str(options.repeats)),
-            *("--rows", *options.rows),
+            *("--steps", str(options.steps), "--wide-steps", str(options.wide_steps)),
+            *("--repeats", str(options.repeats), "--rows", *options.rows),
         ]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
         return Result.load(Path(folder) / "ddp.json")
@@ -102,6 +113,7 @@ def _process() -> None:
     parser = ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--wide-steps", type=int)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--rows", nargs="*")
     options = parser.parse_args()

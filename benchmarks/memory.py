@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
 from benchmarks import contestants
 from benchmarks.report import Column, Result, Row
@@ -36,6 +35,7 @@ COLUMNS = (
 )
 KINDS: dict[str, Callable[[Any], None]] = {
     "PyTorch loop by hand": contestants.by_hand,
+    "the same, with TensorBoard": contestants.by_hand_with_tensorboard,
     "Cadence Trainer, everything off": contestants.barebones,
     "Cadence Trainer, defaults": contestants.defaults,
     "Cadence Trainer, defaults but TensorBoard": partial(contestants.defaults, log_with=None),
@@ -58,30 +58,12 @@ class Meter(Clock):
             self.bytes.append(psutil.Process().memory_info().rss)
 
 
-class Wide(nn.Module):
-    """Twenty million parameters, which make what is kept for each of them visible."""
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(32, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
-        )
-        self.clock = clock
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores, as of the perceptron."""
-        self.clock.tick()
-        return self.layers(x)
-
-
 def task_of(steps: int, *, wide: bool) -> tuple[Task, Meter]:
     """What is trained, its clock replaced by a meter."""
-    task = Task(steps, dataset="batched", optimizer="adamw")
+    hidden = (WIDTH, WIDTH) if wide else (64,)
+    task = Task(steps, dataset="batched", optimizer="adamw", hidden=hidden)
     meter = Meter(steps)
-    task.clock = meter
-    torch.manual_seed(2)
-    task.model = Wide(meter) if wide else task.model
-    task.model.clock = meter
+    task.clock = task.model.clock = meter
     return task, meter
 
 

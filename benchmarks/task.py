@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,11 +20,18 @@ OPTIMIZERS = ("sgd", "adamw")
 
 
 class Mlp(nn.Module):
-    """A perceptron of 2,762 parameters, about the smallest thing that anybody trains."""
+    """A perceptron; that of 2,762 parameters is about the smallest thing that anybody trains.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: Told of each forward pass.
+        hidden: The widths of its hidden layers.
+    """
+
+    def __init__(self, clock: Clock, hidden: Sequence[int] = (64,)) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        widths = [32, *hidden]
+        layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 10))
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,6 +70,7 @@ class Task:
             better; ``"batched"`` is read a batch at a time by everybody, so that the loop alone
             makes the difference.
         optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults.
+        hidden: The widths of the perceptron's hidden layers.
         rank: This process, which gets every n-th batch.
         world_size: Of so many.
     """
@@ -74,6 +84,7 @@ class Task:
         *,
         dataset: str = "tensors",
         optimizer: str = "sgd",
+        hidden: Sequence[int] = (64,),
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -83,7 +94,7 @@ class Task:
         y = torch.randint(10, (number,), generator=generator)
         self.clock = Clock(steps)
         torch.manual_seed(2)
-        self.model: nn.Module = Mlp(self.clock)
+        self.model: nn.Module = Mlp(self.clock, hidden)
         self.dataset: Dataset[Any]
         if dataset == "tensors":
             self.dataset, settings = TensorDataset(x, y), {}

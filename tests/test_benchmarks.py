@@ -419,13 +419,14 @@ def test_callbacks_are_called_and_trackers_write(tmp_path, monkeypatch):
 
 def test_ddp(ranks2):
     def measured():
-        result = ddp.measure(options("ddp", "--steps", 8, "--repeats", 1))
+        result = ddp.measure(options("ddp", "--steps", 8, "--wide-steps", 3, "--repeats", 1))
         assert result.settings["processes"] == dist.get_world_size()
         return result
 
     names = ["DDP loop by hand", "Cadence Trainer, everything off", "Cadence Trainer, defaults"]
     for result in ranks2(measured):
-        assert_measured(result, [*names, "Cadence Accelerator"])
+        assert_measured(result, [*names, "Cadence Accelerator"] * 2)
+        assert len({row.group for row in result.rows}) == 2
 
 
 def test_import(monkeypatch):
@@ -449,12 +450,13 @@ def test_memory(monkeypatch):
 
     monkeypatch.setattr(memory, "_measured_apart", measured)
     monkeypatch.setattr(memory, "WIDTH", 500)
-    narrow = ("--steps", 20, "--wide-steps", 3, "--rows", "accelerator")
+    narrow = ("--steps", 60, "--wide-steps", 3, "--rows", "accelerator", "the same")
     result = memory.run(options("memory", *narrow))
-    assert [row.name for row in result.rows] == ["PyTorch loop by hand", "Cadence Accelerator"] * 2
+    names = ["PyTorch loop by hand", "the same, with TensorBoard", "Cadence Accelerator"]
+    assert [row.name for row in result.rows] == names * 2
     assert result.rows[0].values["ratio"] == 1.0
-    assert result.rows[1].values.keys() == {"peak", "ratio", "growth", "per_step"}
-    assert result.rows[3].values.keys() == {"peak", "ratio"}
+    assert result.rows[2].values.keys() == {"peak", "ratio", "growth", "per_step"}
+    assert result.rows[5].values.keys() == {"peak", "ratio"}
 
 
 def test_growth_is_what_the_steps_leave_behind():

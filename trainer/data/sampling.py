@@ -27,6 +27,8 @@ from torch.utils.data import (
 from trainer.data.dealing import INDICES, Dealing, own_batches
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
+_AT_ONCE = 2**16  # Python's integers take four times the memory of a tensor's
+
 
 class SeededSampler(Sampler[int]):
     """The order of a ``RandomSampler``, but a pure function of seed and epoch.
@@ -51,17 +53,21 @@ class SeededSampler(Sampler[int]):
         return chain.from_iterable(self._orders())  # not through a frame of ours for each sample
 
     def _orders(self) -> Iterator[list[int]]:
+        for order in self._drawn():
+            for part in order.split(_AT_ONCE):
+                yield part.tolist()
+
+    def _drawn(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         if self.replacement:
             size = (self.num_samples,)
-            order = torch.randint(self.source_length, size, generator=generator)
-            yield order.tolist()
+            yield torch.randint(self.source_length, size, generator=generator)
             return
         left = self.num_samples
         while left > 0:  # more samples than there are: whole permutations, then a part of one
             order = torch.randperm(self.source_length, generator=generator)[:left]
             left -= len(order)
-            yield order.tolist()
+            yield order
 
     def __len__(self) -> int:
         return self.num_samples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tracemalloc
 from itertools import chain
 
 import numpy
@@ -19,6 +20,7 @@ from torch.utils.data import (
 )
 
 from trainer.data.sampling import BatchIndices, SampleIndex, SeededSampler, ShardedSampler
+from trainer.rng import mix
 
 
 def sequential(items: int, batch_size: int, *, drop_last: bool = False) -> BatchSampler:
@@ -115,6 +117,26 @@ def test_samples_with_replacement_and_more_of_them_than_there_are():
     assert len(set(many[10:])) == 2
     assert len(SeededSampler(RandomSampler(range(5), num_samples=3), 0)) == 3
     assert len(deal(RandomSampler(range(5), num_samples=3))[0]) == 3
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_long_order_is_made_of_integers_piece_by_piece(replacement):
+    sampler = SeededSampler(RandomSampler(range(300_000), replacement=replacement), 0)
+    generator = torch.Generator().manual_seed(mix(0, 0))
+    expected = (
+        torch.randint(300_000, (300_000,), generator=generator)
+        if replacement
+        else torch.randperm(300_000, generator=generator)
+    )
+    assert list(sampler) == expected.tolist()
+    tracemalloc.start()  # which does not see tensors
+    try:
+        for _ in zip(sampler, range(100_000), strict=False):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6e6  # whole it takes 12 MB
 
 
 class Coin(Sampler[int]):

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
-from trainer.data.rebuild import loader_kwargs
+from trainer.data.rebuild import LastingLoader, loader_kwargs
 from trainer.data.sampling import ShardedSampler, Share
 from trainer.data.seeding import draws_nothing
 from trainer.data.stateful import Item, Place
@@ -151,7 +151,7 @@ class Feed:
                 )
                 self.sampler.counts = source.collate_fn is default_collate
                 self.sampler.seeds = not draws_nothing(source.dataset, source.collate_fn)
-            self.loader = DataLoader(**loader_kwargs(source, self.sampler, self._generator))
+            self.loader = LastingLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
         if self.sampler is None:
             self._stream = Stream(

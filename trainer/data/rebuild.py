@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader
@@ -48,6 +52,41 @@ class LastingWorker:
         self._told = True
 
 
+class LastingLoader(DataLoader[Any]):
+    """A loader whose workers are `LastingWorker`.
+
+    Workers that a process still has when it ends are sent SIGTERM by multiprocessing, once, and
+    waited for; these go on at the first. So they are ended before, by the word that they wait for.
+    """
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        if self.num_workers:
+            _end_with_process(batches)
+        return batches
+
+
+_reading: dict[int, WeakSet[Any]] = {}  # by process: a fork inherits what is its parent's to end
+
+
+def _end_with_process(batches: Any) -> None:
+    process = os.getpid()
+    if process not in _reading:
+        _reading.clear()
+        _reading[process] = WeakSet()
+        if parent_process() is None:
+            atexit.register(_end_workers)  # so before torch's own, behind which it ends none
+        else:
+            # Such processes have no atexit; behind 10 the queues to the workers are closed.
+            Finalize(None, _end_workers, exitpriority=20)
+    _reading[process].add(batches)
+
+
+def _end_workers() -> None:
+    for batches in list(_reading.get(os.getpid(), ())):
+        batches._shutdown_workers()
+
+
 def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a ``DataLoader`` that say how it reads, without those that say what."""
     return {
@@ -75,6 +114,8 @@ def loader_kwargs(
     kwargs = users_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = LastingWorker(loader.worker_init_fn)
     if sampler is None:
+        if hasattr(loader.dataset, "set_epoch"):  # workers that stay would not hear of an epoch
+            kwargs["persistent_workers"] = False
         return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if not draws_nothing(loader.dataset, loader.collate_fn):
         kwargs["dataset"] = SeededDataset(loader.dataset, loader.collate_fn)

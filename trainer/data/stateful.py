@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainer.data.rebuild import LastingWorker, users_kwargs
+from trainer.data.rebuild import LastingLoader, LastingWorker, users_kwargs
 from trainer.data.seeding import as_fetched
 from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
 
@@ -233,7 +233,7 @@ class DatasetReading:
         states = list(place.states or [None] * workers)
         ended = list(place.ended or [False] * workers)
         requests = _Requests(place if load else replace(place, states=()), seed, workers)
-        loader: DataLoader[Any] = DataLoader(**self._kwargs, sampler=requests)
+        loader = LastingLoader(**self._kwargs, sampler=requests)
         try:
             for number, reply in enumerate(loader, begin):
                 if number < place.number:

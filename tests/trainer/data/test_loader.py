@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from itertools import chain
 
 import pytest
@@ -446,3 +448,43 @@ def test_batches_of_a_sampler_of_the_users_own_are_read():
     assert shards(DataLoader(Numbers(9), batch_sampler=sampler), 1) == [
         [[0, 1, 2, 3], [4, 5, 6, 7]]
     ]
+
+
+STILL_READING = """
+import multiprocessing
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from trainer import Accelerator
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.arange(40.0)
+
+def read():
+    settings = {"batch_size": 2, "num_workers": 1}
+    loaders = [
+        DataLoader(torch.arange(40.0), persistent_workers=True, **settings),
+        DataLoader(torch.arange(40.0), **settings),
+        DataLoader(Stream(), **settings),
+    ]
+    kept, half, stream = Accelerator(cpu=True).prepare(*loaders)
+    list(kept)
+    iterators = iter(half), iter(stream)
+    return kept, iterators, [next(each) for each in iterators]
+
+def read_and_keep():
+    global kept
+    kept = read()
+
+process = multiprocessing.get_context("fork").Process(target=read_and_keep)
+process.start()
+process.join()
+print("child", process.exitcode)
+read_and_keep()
+"""
+
+
+def test_a_process_ends_whatever_its_workers_still_read():
+    command = [sys.executable, "-W", "error", "-c", STILL_READING]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("child 0\n", "", 0)

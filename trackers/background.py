@@ -38,9 +38,17 @@ def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
 def _with_copies(
     values: Any, function: Callable[[GeneralTracker, Any], None]
 ) -> Callable[[GeneralTracker], None]:
-    """A call of `function` with the values as they are now."""
+    """A call of `function` with the values as they are now; one that fails where none can be had.
+
+    A figure that cannot be drawn, for one, must not end the run that it is about.
+    """
     arrivals: list[Any] = []
-    copies = frozen(values, arrivals)
+    try:
+        copies = frozen(values, arrivals)
+    except Exception as error:  # noqa: BLE001  # whatever their libraries raise
+        refused = ValueError(f"A value cannot be copied or drawn: {error!r}")
+        refused.__cause__ = error
+        return partial(_refuse, refused)
 
     def call(tracker: GeneralTracker) -> None:
         for event in arrivals:
@@ -48,6 +56,10 @@ def _with_copies(
         function(tracker, copies)
 
     return call
+
+
+def _refuse(error: ValueError, _: GeneralTracker) -> None:
+    raise error
 
 
 def _finish(tracker: GeneralTracker, *, status: Status) -> None:

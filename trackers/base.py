@@ -329,7 +329,8 @@ class GeneralTracker:
         """Be told, before `start`, that the run goes on from an earlier one.
 
         Args:
-            run_id: what `run_id` was then; None if it was not known.
+            run_id: what `run_id` was then; None if it was not known, as to an evaluation in a
+                process of its own.
             step: the update that it goes on from; what was logged for later ones by a run that was
                 killed is logged again. None if nothing is: an evaluation of what was trained.
         """

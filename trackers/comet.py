@@ -171,8 +171,10 @@ class CometMLTracker(GeneralTracker):
         names, rows = table_of(table_name, columns, data, dataframe)
         if step is not None:
             self.tracker.set_step(step)  # a table takes none
-        headers = [str(name) for name in names]
-        self.tracker.log_table(f"{table_name}.csv", tabular_data=rows, headers=headers, **kwargs)
+        table: dict[str, Any] = {"tabular_data": rows, "headers": [str(name) for name in names]}
+        if not rows:  # Comet looks at the first
+            table = {"tabular_data": [table["headers"]], "headers": False}
+        self.tracker.log_table(f"{table_name}.csv", **table, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a histogram over the steps, see `GeneralTracker.log_histogram`."""

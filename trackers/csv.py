@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker, register_tracker
-from trackers.jsonl import unused_name
+from trackers.jsonl import is_at, unused_name
 from trackers.media import one_level
+
+_logger = logging.getLogger("trackers")
 
 
 @register_tracker
@@ -23,11 +26,15 @@ class CSVTracker(GeneralTracker):
     reader always finds a whole table. The local record, `metrics.jsonl`, is what a run resumes
     from; this file is for reading.
 
+    Only a run that says that it goes on adds to a table that is there: what resumes, or evaluates,
+    by a `Trainer`, and what gives a `purge_step`. Any other keeps it under another name, because
+    rows of two runs could not be told apart; where no `Trainer` says so a warning does.
+
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.
-        purge_step: for a run that resumes, the first step that it logs again: the rows from there
-            on are dropped. None begins a new table, and keeps one that is there under another name.
+        purge_step: for a loop of one's own that resumes, the first step that it logs again: the
+            rows from there on are dropped.
     """
 
     name = "csv"
@@ -36,13 +43,15 @@ class CSVTracker(GeneralTracker):
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str], *, purge_step: int | None = None
     ) -> None:
-        self.path = Path(logging_dir) / run_name / "metrics.csv"
+        self.path = Path(logging_dir).absolute() / run_name / "metrics.csv"
         self.purge_step = purge_step
         self._kept: int | None = None  # the same, as `resume` says
+        self._anew = False
+        self._shares = True  # the last row that is there with values of its step
         self._file: io.FileIO | None = None
         self._columns = ["step"]
         self._last: dict[str, Any] = {}  # the row that values of the same step are added to
-        self._last_at = 0  # where it begins, in bytes
+        self._last_at = self._end = 0  # where it begins and ends, in bytes
 
     @property
     def tracker(self) -> Path:
@@ -50,21 +59,36 @@ class CSVTracker(GeneralTracker):
         return self.path
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
-        """Keep the rows up to a step, or all, unless the arguments give a `purge_step`."""
+        """Keep the rows up to a step, or all, unless the arguments give a `purge_step`.
+
+        What an evaluation logs then has rows of its own: the one before it may have been at the
+        same step, on other data.
+        """
         self._kept = sys.maxsize if step is None else step + 1
+        self._shares = step is not None
+
+    def begin_anew(self) -> None:
+        """Let `start` keep a table that is there under another name, unless `purge_step` is given.
+
+        That is what it does where nothing is said, but without a warning.
+        """
+        self._anew = True
 
     def start(self) -> None:
         """Open the table, after dropping what is logged again."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
+        self._columns = ["step"]  # this object may have written another table
         purge_step = self._kept if self.purge_step is None else self.purge_step
-        self._kept = None
         if self.path.exists():
             if purge_step is None:
-                self.path.rename(unused_name(self.path))
+                self._set_aside()
             else:
                 rows = [row for row in self._read() if int(row["step"] or 0) < purge_step]
         self._write_anew(rows, self._columns)
+        if not self._shares:
+            self._last = {}
+        self._kept, self._anew, self._shares = None, False, True
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         """Add values to the row of their step.
@@ -79,10 +103,12 @@ class CSVTracker(GeneralTracker):
             OSError: the disk refused.
         """
         row: dict[str, Any] = {"step": step, **one_level(values)}
-        # As texts: a row that a resumed run has read is of these.
-        same = step is not None and str(self._last.get("step")) == str(step)
+        at = self._opened().seek(0, os.SEEK_END)
+        # As texts: a row that a resumed run has read is of these. Another process may have added to
+        # the table, as an evaluation does.
+        same = step is not None and str(self._last.get("step")) == str(step) and at == self._end
         merged = {**self._last, **row} if same else row
-        at = self._last_at if same else self._opened().seek(0, os.SEEK_END)
+        at = self._last_at if same else at
         if new := [name for name in merged if name not in self._columns]:
             rows = self._read()
             self._write_anew([*(rows[:-1] if same else rows), merged], self._columns + new)
@@ -94,6 +120,16 @@ class CSVTracker(GeneralTracker):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _set_aside(self) -> None:
+        aside = self.path.rename(unused_name(self.path))
+        if not self._anew:
+            _logger.warning(
+                "The table %s was there and is %s now: this run begins another. One that goes on "
+                "says so by `purge_step`, the first step that it logs again.",
+                self.path,
+                aside.name,
+            )
 
     def _write(self, row: dict[str, Any], at: int) -> None:
         line = _line(row, self._columns)
@@ -107,7 +143,7 @@ class CSVTracker(GeneralTracker):
                 file.write(_line(self._last, self._columns))
             raise OSError(f"{self.path}: {written} of {len(line)} bytes could be written.")
         file.truncate(at + len(line))
-        self._last, self._last_at = row, at
+        self._last, self._last_at, self._end = row, at, at + len(line)
 
     def _write_anew(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         """Replace the table by these rows under these columns."""
@@ -118,20 +154,43 @@ class CSVTracker(GeneralTracker):
         os.replace(beside, self.path)
         self._file, self._columns = io.FileIO(self.path, "r+"), columns
         self._last = rows[-1] if rows else {}
-        self._last_at = sum(map(len, lines[:-1])) if rows else 0
+        self._end = sum(map(len, lines))
+        self._last_at = self._end - len(lines[-1]) if rows else 0
 
     def _read(self) -> list[dict[str, Any]]:
-        text = self.path.read_text(encoding="utf-8")
+        text = self.path.read_bytes().decode()  # with the line ends that texts have in them
         whole = text[: text.rfind("\n") + 1]  # a crash may have torn the last row
-        table = csv.DictReader(io.StringIO(whole, newline=""))
-        rows = list(table)
+        limit = csv.field_size_limit(sys.maxsize)  # of a cell: there are longer texts
+        try:
+            table = csv.DictReader(io.StringIO(whole, newline=""))
+            rows = list(table)
+        finally:
+            csv.field_size_limit(limit)
         self._columns = list(table.fieldnames or self._columns)
         return rows
 
     def _opened(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
+        if not is_at(self._file, self.path):  # what is written there now would be lost
+            self._open_anew()
         return self._file
+
+    def _open_anew(self) -> None:
+        """Go on in the table that another process has put there, or begin one where none is."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.exists():
+            self._write_anew([], self._columns)
+            _logger.warning(
+                "The table %s was deleted or moved while it was written. Another one has the rows "
+                "from here on.",
+                self.path,
+            )
+            return
+        left, self._file = self._file, io.FileIO(self.path, "r+")
+        if left is not None:
+            left.close()
+        self._read()
 
 
 def _line(row: dict[str, Any], columns: list[str]) -> bytes:

@@ -88,13 +88,22 @@ def unused_name(path: Path) -> Path:
     return aside
 
 
+def is_at(file: io.FileIO, path: Path) -> bool:
+    """Whether an open file is the one at a path: it may have been deleted, moved or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 class JsonlTracker(GeneralTracker):
     """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object a line.
 
     Every line is valid JSON: non-finite numbers are the texts "NaN", "Infinity" and "-Infinity",
     tensors and arrays of one element are numbers, longer ones lists, and other objects their `str`.
     Each record is one write to the operating system, so a crash can tear the last line alone, and
-    `start` cuts a torn one off.
+    `start` cuts a torn one off. Where the file is deleted or moved away meanwhile, the next record
+    begins another, which a warning says.
 
     Args:
         path: the file; it and its directory are made by `start` if they do not exist.
@@ -104,7 +113,7 @@ class JsonlTracker(GeneralTracker):
     requires_logging_directory = False  # it takes the path of its file instead
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # who changes the working folder leaves the file in its
         self._file: io.FileIO | None = None
         self._lacks = False  # the record that was to be written last
 
@@ -237,4 +246,13 @@ class JsonlTracker(GeneralTracker):
     def _opened(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
+        if not is_at(self._file, self.path):  # what is written there now would be lost
+            left = self._file
+            self.start()
+            left.close()
+            _logger.warning(
+                "%s was deleted, moved or replaced while it was written. The records go on in the "
+                "file that is there now; the earlier ones are where it was taken.",
+                self.path,
+            )
         return self._file

@@ -72,6 +72,16 @@ def image_layout(name: str, images: Any) -> str:
     return ("N" if len(shape) == 4 else "") + ("HWC" if last else "CHW")
 
 
+def image_bytes(images: Any) -> Any:
+    """The bytes of images that are floats in [0, 1], masks, or integers up to 255."""
+    import numpy as np
+
+    array = array_of(images)
+    if array.dtype.kind in "fb":
+        array = (np.nan_to_num(array.astype(np.float64)).clip(0, 1) * 255).round()
+    return array.clip(0, 255).astype(np.uint8)
+
+
 def pixels(name: str, images: Any) -> list[Any]:
     """Bytes of shape (height, width) or (height, width, channels), for each of some images.
 
@@ -87,11 +97,8 @@ def pixels(name: str, images: Any) -> list[Any]:
 
     if isinstance(images, (list, tuple)):
         return [one for item in images for one in pixels(name, item)]
-    array = array_of(images)
+    array = image_bytes(images)
     layout = image_layout(name, array)
-    if array.dtype.kind == "f":
-        array = (np.nan_to_num(array).clip(0, 1) * 255).round()
-    array = array.astype(np.uint8)
     if layout.endswith("CHW"):
         array = np.moveaxis(array, -3, -1)
     return list(array) if layout.startswith("N") else [array]

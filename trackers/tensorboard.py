@@ -10,7 +10,7 @@ from typing import Any
 from trackers.base import GeneralTracker, register_tracker
 from trackers.code import git_commit
 from trackers.jsonl import unused_name
-from trackers.media import finite, image_layout, one_level, plain, rendered, table_of
+from trackers.media import finite, image_bytes, image_layout, one_level, plain, rendered, table_of
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
@@ -68,7 +68,8 @@ class TensorBoardTracker(GeneralTracker):
         purge_step: int | None = None,
         **writer_options: Any,
     ) -> None:
-        self.log_dir = Path(logging_dir) / run_name
+        # The writer opens its file for each record, wherever the process is then.
+        self.log_dir = Path(logging_dir).absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False
@@ -169,7 +170,8 @@ class TensorBoardTracker(GeneralTracker):
             **kwargs: for `add_image` or `add_images`, for example `dataformats="HWC"`.
         """
         with self._written():
-            for name, images in values.items():
+            for name, given in values.items():
+                images = image_bytes(given)  # torch's writer multiplies integers by 255
                 layout = kwargs.get("dataformats") or image_layout(name, images)
                 add = self.tracker.add_images if "N" in layout else self.tracker.add_image
                 add(name, images, global_step=step, **{**kwargs, "dataformats": layout})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,8 @@ class WandBTracker(GeneralTracker):
 
         Args:
             path: the file or the folder.
-            name: of the artifact; that of the path by default.
+            name: of the artifact; that of the path by default, with dashes for what W&B takes in
+                no name.
             kind: what W&B calls its type.
             step: the number of optimizer updates so far: the version has the alias ``step-100``.
             **kwargs: for `wandb.Artifact`, for example `metadata`.
@@ -241,7 +243,8 @@ class WandBTracker(GeneralTracker):
         path = Path(path)
         if not path.exists():
             raise FileNotFoundError(f"There is no file and no folder at {path} for an artifact.")
-        artifact = wandb.Artifact(name or path.name, type=kind, **kwargs)
+        name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)
+        artifact = wandb.Artifact(name, type=kind, **kwargs)
         if path.is_dir():
             artifact.add_dir(str(path))
         else:

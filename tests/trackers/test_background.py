@@ -1014,3 +1014,25 @@ def test_a_run_id_that_cannot_be_told_is_waited_for_by_nobody(error, caplog):
     background.wrapped.run = "x"
     assert background.run_id == "x"
     background.finish()
+
+
+def test_a_figure_that_cannot_be_drawn_is_left_out_and_told(caplog):
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    figure.suptitle(r"$\nothing{$")  # a formula that has no end
+    tracker = Rich()
+    background = BackgroundTracker(tracker)
+    background.start()
+    background.store_init_configuration({"f": figure})
+    background.log_figure({"f": figure}, 1)
+    background.log({"f": figure}, 2)
+    background.log({"loss": 1.0}, 3)
+    background.finish()
+    assert [call for call in tracker.calls if call[0] != "start"] == [
+        ("log", {"loss": 1.0}, 3, {}),
+        ("finish",),
+    ]
+    assert background.failures == 3  # none was tried again
+    assert "cannot be copied or drawn" in caplog.messages[0]
+    assert "Error" in caplog.text  # with matplotlib's own

@@ -124,12 +124,15 @@ def test_images_and_figures(tracker, tmp_path):
 
 def test_tables_histograms_and_texts(tracker, tmp_path):
     tracker.log_table("t", columns=["a", "b"], data=[["x", torch.tensor(1)]], step=2)
+    tracker.log_table("none", columns=["a", 1], data=[])
     tracker.log_histogram({"h": torch.tensor([0.0, 1.0, float("inf")])}, 3)
     tracker.log_text({"sample": "once upon"}, 4)
     run = written(tracker, tmp_path)
     (table,) = (one for one in run.uploads if name_of(one) == "t.csv")
     assert run.content(table).decode().split() == ["a,b", "x,1"]
     assert table["additional_params"]["step"] == 2
+    (empty,) = (one for one in run.uploads if name_of(one) == "none.csv")
+    assert run.content(empty).decode().split() == ["a,1"]
     (histogram,) = uploads(run, "histogram3d")
     assert (name_of(histogram), histogram["additional_params"]["step"]) == ("h", 3)
     (text,) = uploads(run, "text-sample")

@@ -1,6 +1,7 @@
 import csv
 import errno
 import math
+import shutil
 
 import pytest
 import torch
@@ -94,14 +95,101 @@ def test_a_resumed_run_has_no_step_twice_and_none_missing(started):
     assert [row["step"] for row in table(tracker.path)] == [str(step) for step in range(1, 9)]
 
 
-def test_a_new_run_keeps_the_table_of_another(started):
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_new_run_keeps_the_table_of_another(started, tmp_path, caplog, says_so):
+    tracker = started()
+    tracker.log({"val": 1.0}, 1)
+    tracker.finish()
+    for other in (CSVTracker("run", tmp_path), tracker):
+        if says_so:  # as a fit of the Trainer does
+            other.begin_anew()
+        other.start()
+        other.log({"loss": 2.0}, 1)
+        other.finish()
+    assert table(tracker.path) == [{"step": "1", "loss": "2.0"}]
+    assert table(tracker.path.with_name("metrics.1.csv")) == [{"step": "1", "val": "1.0"}]
+    assert table(tracker.path.with_name("metrics.2.csv")) == [{"step": "1", "loss": "2.0"}]
+    assert len(caplog.messages) == (0 if says_so else 2)
+    assert all("purge_step" in m and "metrics.csv" in m for m in caplog.messages)
+
+
+def test_who_gives_a_purge_step_goes_on_even_where_a_fit_begins_anew(started, tmp_path):
+    started().log({"loss": 1.0}, 1)
+    other = CSVTracker("run", tmp_path, purge_step=2)
+    other.begin_anew()
+    other.start()
+    other.log({"loss": 2.0}, 2)
+    other.finish()
+    assert other.path.read_text() == "step,loss\n1,1.0\n2,2.0\n"
+
+
+def test_evaluations_of_a_step_have_a_row_each(tmp_path):
+    tracker = CSVTracker("run", tmp_path)
+    tracker.start()
+    tracker.log({"loss": 1.0}, 5)
+    for score in (2.0, 3.0):
+        tracker.resume(None, None)
+        tracker.start()
+        tracker.log({"score": score}, 5)
+        tracker.log({"more": score}, 5)
+        tracker.finish()
+    assert tracker.path.read_text() == "step,loss,score,more\n5,1.0,,\n5,,2.0,2.0\n5,,3.0,3.0\n"
+
+
+def test_a_table_that_another_process_adds_to_loses_nothing(started, caplog):
+    fit, evaluation = started(), started(purge_step=100)
+    fit.log({"loss": 1.0}, 1)
+    evaluation.log({"score": 0.5}, 1)  # it replaces the file by one with another column
+    fit.log({"loss": 2.0}, 2)
+    evaluation.log({"score": 0.6}, 2)
+    fit.log({"lr": 0.1}, 2)  # the row that it belongs to is no longer the last
+    fit.log({"lr": 0.2}, 2)
+    evaluation.log({"score": 0.7}, 3)
+    assert fit.path.read_text().splitlines() == [
+        "step,loss,score,lr",
+        "1,1.0,,",
+        "1,,0.5,",
+        "2,2.0,,",
+        "2,,0.6,",
+        "2,,,0.2",
+        "3,,0.7,",
+    ]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_table_that_is_deleted_meanwhile_begins_again_and_says_so(started, caplog, what):
     tracker = started()
     tracker.log({"loss": 1.0}, 1)
+    shutil.rmtree(tracker.path.parent) if what == "folder" else tracker.path.unlink()
+    tracker.log({"loss": 2.0}, 2)
+    tracker.log({"loss": 3.0, "val": 4.0}, 3)
+    assert tracker.path.read_text() == "step,loss,val\n2,2.0,\n3,3.0,4.0\n"
+    (told,) = caplog.messages
+    assert "was deleted or moved" in told
+
+
+def test_long_texts_and_their_line_ends_stay_when_a_column_is_added(started):
+    tracker = started()
+    limit = csv.field_size_limit()
+    tracker.log({"text": "a\r\nb\rc\nd" + "x" * (limit + 1)}, 1)
+    tracker.log({"loss": 1.0}, 2)
+    assert csv.field_size_limit() == limit
+    head, tail = tracker.path.read_bytes().split(b"x" * (limit + 1))
+    assert head == b'step,text,loss\n1,"a\r\nb\rc\nd'
+    assert tail == b'",\n2,,1.0\n'
+
+
+def test_who_changes_the_working_folder_leaves_the_table_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "else").mkdir()
+    tracker = CSVTracker("run", "logs")
+    tracker.start()
+    monkeypatch.chdir(tmp_path / "else")
+    tracker.log({"loss": 1.0}, 1)
     tracker.finish()
-    other = started()
-    other.log({"loss": 2.0}, 1)
-    assert table(other.path) == [{"step": "1", "loss": "2.0"}]
-    assert table(other.path.with_name("metrics.1.csv")) == [{"step": "1", "loss": "1.0"}]
+    assert (tmp_path / "logs/run/metrics.csv").read_text() == "step,loss\n1,1.0\n"
+    assert list((tmp_path / "else").iterdir()) == []
 
 
 def test_a_full_disk_leaves_whole_rows(started):

@@ -121,7 +121,8 @@ def test_one_that_raises(check, options, caplog):
     options(finish_timeout=0.2)
     check(fit("run", [Raising(), well := Listed()]))
     assert len(well.told) == STEPS + 2
-    assert "lost 18 records, which are in run/metrics.jsonl, and failed in" in caplog.text
+    kept = Path("run/metrics.jsonl").absolute()
+    assert f"lost 18 records, which are in {kept}, and failed in" in caplog.text
 
 
 def test_one_that_sleeps(check):

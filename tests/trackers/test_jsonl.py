@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 
@@ -162,6 +163,7 @@ def test_a_full_disk_leaves_no_half_of_a_record(tracker, monkeypatch):
 
     class FullDisk:
         truncate = staticmethod(real.truncate)
+        fileno = staticmethod(real.fileno)
 
         def write(self, line):
             return real.write(line[:5])
@@ -183,3 +185,47 @@ def test_logging_to_a_closed_record_is_an_error(tmp_path):
         tracker.log({"x": 1}, 1)
     tracker.finish()
     assert not tracker.tracker.exists()
+
+
+@pytest.mark.parametrize("what", ["deleted", "folder", "moved", "replaced"])
+def test_a_record_that_is_taken_away_goes_on_at_its_place(tracker, caplog, what):
+    tracker.log({"x": 1}, 1)
+    taken = tracker.path.with_name("taken.jsonl")
+    if what == "folder":
+        shutil.rmtree(tracker.path.parent)
+    else:
+        tracker.path.rename(taken)
+    if what == "replaced":
+        shutil.copy(taken, tracker.path)
+    tracker.log({"x": 2}, 2)
+    assert tracker.sync() == tracker.offset > 0
+    tracker.log({"x": 3}, 3)
+    kept = [1] if what == "replaced" else []
+    assert [record["x"] for record in read_metrics(tracker.path)] == [*kept, 2, 3]
+    if what != "folder":
+        assert [record["x"] for record in read_metrics(taken)] == [1]
+    (told,) = caplog.messages
+    assert "was deleted, moved or replaced" in told
+
+
+def test_a_record_that_is_deleted_and_cannot_be_begun_again_is_an_error_until_it_can(tracker):
+    tracker.path.unlink()
+    tracker.path.mkdir()
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            tracker.log({"x": 1}, 1)
+    tracker.path.rmdir()
+    tracker.log({"x": 2}, 2)
+    assert [record["x"] for record in read_metrics(tracker.path)] == [2]
+
+
+def test_who_changes_the_working_folder_leaves_the_record_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "else").mkdir()
+    tracker = JsonlTracker("own.jsonl")
+    tracker.start()
+    monkeypatch.chdir(tmp_path / "else")
+    tracker.log({"x": 1}, 1)
+    tracker.finish()
+    assert [record["x"] for record in read_metrics(tmp_path / "own.jsonl")] == [1]
+    assert list((tmp_path / "else").iterdir()) == []

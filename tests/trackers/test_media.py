@@ -34,6 +34,14 @@ def test_floats_are_between_zero_and_one():
     assert image.tolist() == [[0, 255], [128, 255], [0, 0]]
 
 
+def test_masks_and_integers_are_shown_as_they_are():
+    (mask,) = pixels("x", torch.tensor([[True, False]]))
+    (wide,) = pixels("x", torch.tensor([[7, 255, 300, -1]]))
+    assert mask.tolist() == [[255, 0]]
+    assert wide.tolist() == [[7, 255, 255, 0]]
+    assert mask.dtype == wide.dtype == np.uint8
+
+
 def test_a_list_is_a_batch_of_images_that_may_differ_in_size():
     one, two, three = pixels("x", [torch.zeros(2, 3, 4, 5), np.zeros((6, 7))])
     assert (one.shape, two.shape, three.shape) == ((4, 5, 3), (4, 5, 3), (6, 7))

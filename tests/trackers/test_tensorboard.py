@@ -1,9 +1,12 @@
+import io
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -119,6 +122,33 @@ def test_images(tracker, kind):
     for name, step, width in [("gray", 5, 5), ("one", 5, 6), ("batch", 5, 14), ("last", 6, 8)]:
         (event,) = events.Images(name)
         assert (event.step, event.width, event.height) == (step, width, 4)
+
+
+def test_masks_integers_and_floats_that_are_not_finite_are_seen_as_they_are(tracker):
+    shown = {
+        "mask": (torch.tensor([[True, False]]), [255, 0]),
+        "integers": (torch.tensor([[7, 255]]), [7, 255]),
+        "floats": (torch.tensor([[0.5, math.nan]]), [128, 0]),
+    }
+    tracker.log_images({name: image for name, (image, _) in shown.items()}, 1)
+    events = read(tracker)
+    for name, (_, expected) in shown.items():
+        (event,) = events.Images(name)
+        picture = Image.open(io.BytesIO(event.encoded_image_string)).convert("L")
+        assert list(picture.tobytes()) == expected
+
+
+def test_who_changes_the_working_folder_leaves_the_files_where_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "else").mkdir()
+    tracker = TensorBoardTracker("run", "logs")
+    tracker.start()
+    monkeypatch.chdir(tmp_path / "else")
+    tracker.log({"loss": 1.0}, 1)
+    assert scalars(read(tracker), "loss") == [(1, 1.0)]
+    tracker.finish()
+    assert len(list((tmp_path / "logs/run").iterdir())) == 1
+    assert list((tmp_path / "else").iterdir()) == []
 
 
 def test_resuming_hides_the_steps_that_are_logged_again(tmp_path):

@@ -195,9 +195,14 @@ def test_a_checkpoint_is_a_model_with_its_step(tracker, tmp_path):
     (folder / "model.safetensors").write_bytes(b"weights")
     tracker.log_model(folder, step=100)
     tracker.log_artifact(folder / "model.safetensors", "data", "dataset")
+    named = tmp_path / "Bär 1 (neu).txt"  # W&B takes no such name
+    named.write_text("x")
+    tracker.log_artifact(named)
     shutil.rmtree(folder)  # a later checkpoint takes its place
     run = written(tracker, tmp_path)
-    model, data = run.artifacts
+    model, data, renamed = run.artifacts
+    assert renamed.name == "B-r-1-neu-.txt"
+    assert [entry.path for entry in renamed.manifest.contents] == [named.name]
     assert (model.type, model.name) == ("model", f"model-{run.run.run_id}")
     assert set(model.aliases) == {"latest", "step-100"}
     (entry,) = model.manifest.contents

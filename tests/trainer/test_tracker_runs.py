@@ -1,5 +1,7 @@
 """A run that goes on does so in the same run of each service, and tells no step twice."""
 
+import csv
+
 import pytest
 import torch
 import wandb
@@ -9,8 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, ModelCheckpoint
 from tests.helpers.services import comet_runs, wandb_runs
 from tests.numerics.running import quiet_trainer
-from trackers import CometMLTracker, GeneralTracker, TensorBoardTracker, WandBTracker
+from trackers import CometMLTracker, CSVTracker, GeneralTracker, TensorBoardTracker, WandBTracker
 from trainer import TrainModule
+from trainer.rng import isolated_rng
 
 COMET = {
     "online": False,
@@ -217,6 +220,53 @@ def test_a_test_in_the_folder_of_a_fit_leaves_its_curves_there(tmp_path):
     curves = set((tmp_path / "logs/run").iterdir())
     quiet_trainer(log_with=tracker(), project_dir=tmp_path / "run").test(Line(), data())
     assert curves < set((tmp_path / "logs/run").iterdir())
+
+
+def table(path):
+    with open(path, newline="") as text:
+        return list(csv.DictReader(text))
+
+
+def test_an_evaluation_adds_to_the_table_of_a_fit_that_it_is_given(tmp_path):
+    class Tested(Line):
+        def test_step(self, batch, batch_idx):
+            self.log("tested", self.net(batch[0]).abs().mean())
+
+    class Beside(Line):
+        def on_train_step_start(self):
+            if self.trainer.global_step == 4:
+                for tracker in self.trainer.trackers:
+                    tracker.settle(60)  # the rows of the update before are whole
+                evaluate()
+
+    def evaluate():
+        tracker = CSVTracker("run", tmp_path / "logs")  # as in a process of its own
+        other = quiet_trainer(log_with=tracker, project_dir=tmp_path / "run")
+        with isolated_rng():
+            other.test(Tested(), data(), ckpt_path="last")
+
+    def fit_twice(folder, logs, kind, between):
+        for steps in (3, 6):
+            torch.manual_seed(0)
+            fit(tmp_path / folder, CSVTracker("run", tmp_path / logs), steps, module=kind())
+            if steps == 3:
+                between()
+
+    fit_twice("whole", "expected", Line, lambda: None)
+    fit_twice("run", "logs", Beside, evaluate)
+    rows = table(tmp_path / "logs/run/metrics.csv")
+    assert [row["step"] for row in rows if row["tested"]] == ["3", "3"]
+    of_fit = [row for row in rows if not row.pop("tested")]
+    assert of_fit == table(tmp_path / "expected/run/metrics.csv")
+    fit(tmp_path / "other", CSVTracker("run", tmp_path / "logs"), 2)  # it begins anew
+    assert [row["step"] for row in table(tmp_path / "logs/run/metrics.csv")] == ["1", "2"]
+    assert len(table(tmp_path / "logs/run/metrics.1.csv")) == len(rows)
+
+
+def test_an_evaluation_in_a_process_of_its_own_is_told_so(tmp_path):
+    quiet_trainer(log_with=Service(), project_dir=tmp_path).test(Line(), data())
+    (told, *_) = Service.runs["run 0"]
+    assert told == (None, None)
 
 
 def test_the_trackers_are_at_hand_for_what_log_cannot_take(tmp_path):

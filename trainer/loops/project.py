@@ -348,6 +348,7 @@ class Project:
 
     def _make_recorder(self, evaluates: bool) -> Recorder:
         alone = evaluates and self._fitted is None
+        run_ids = {} if self._fitted is None else self._fitted.run_ids
         trackers = resolve_trackers(
             self._log_with,
             project_name=self._name or self.folder.name,
@@ -360,8 +361,8 @@ class Project:
         recorder = Recorder(record, services, AboutRun(self.about))
         if not evaluates:
             self._fitted = recorder
-        elif self._fitted is not None:
-            recorder.resume(self._fitted.run_ids, None)
+        else:
+            recorder.resume(run_ids, None)
         return recorder
 
 

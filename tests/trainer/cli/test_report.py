@@ -436,6 +436,23 @@ def test_the_axes_are_updates_time_and_epochs():
     assert epochs.place(run, series) == pytest.approx(np.arange(1, 41) / 10)
 
 
+@pytest.mark.parametrize(
+    ("axis", "labels"),
+    [("step", ["1", "2", "3"]), ("time", ["0", "0.4", "0.8", "1.2", "1.6", "2"])],
+)
+def test_places_between_hours_are_no_thousandths_and_updates_are_whole(axis, labels):
+    write_run("run", [(1 + hour, 0, hour * 3600, {"lr": 0.1}) for hour in range(3)])
+    (box,) = report("run").all("div", f"axis-{axis}")
+    shown = [each.text for each in box.all("text")]  # those of the vertical axis come behind
+    assert shown[: shown.index("0.0950")] == labels
+
+
+def test_large_numbers_of_updates_are_short():
+    write_run("run", [(step, 0, step, {"lr": 0.1}) for step in (0, 2_000_000)])
+    (box,) = report("run").all("div", "axis-step")
+    assert {"400k", "2M"} <= {each.text for each in box.all("text")}
+
+
 def test_an_epoch_that_was_cut_short_is_as_long_as_the_one_before():
     write_run("run", noisy(33))
     (run,) = read_runs([Path("run")])

@@ -167,6 +167,7 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
         _set_up(
             axes,
             [run.metrics[name] for run in runs for name in chart.members if name in run.metrics],
+            whole=axis.name == "step",
         )
         for index, run in enumerate(runs):
             for name, dash in chart.dashes.items():
@@ -179,15 +180,19 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
     return _for_page(text.getvalue(), f"{', '.join(chart.members)} over {axis.label}")
 
 
-def _set_up(axes: Axes, drawn: Sequence[Series]) -> None:
+def _set_up(axes: Axes, drawn: Sequence[Series], *, whole: bool) -> None:
+    """The frame of a chart; `whole` numbers are all that its horizontal axis has."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(length=0, pad=3)
     axes.grid(visible=True)
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=False))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole))
+    large = EngFormatter(sep="")  # below 1 it would write m for thousandths, as in 400m hours
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: large(value) if abs(value) >= 1000 else f"{value:g}")
+    )
     if is_logarithmic(drawn):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=6))

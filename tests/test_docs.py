@@ -123,6 +123,15 @@ def test_every_block_runs(page, tmp_path):
                     run_shell(command)
 
 
+def test_the_source_distribution_has_what_the_readme_and_make_need():
+    settings = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^include = \[(.*?)^\]", settings, re.MULTILINE | re.DOTALL)
+    packed = {"LICENSE", "pyproject.toml", *re.findall(r'"/([^"]+)"', listed)}  # those two always
+    linked = {link.split("/")[0] for link in LINK.findall((ROOT / "README.md").read_text())}
+    assert {"docs", "CONTRIBUTING.md"} <= linked
+    assert linked | {"Makefile", "constraints.txt", "tests"} <= packed
+
+
 @each_page
 def test_every_block_says_what_it_is(page):
     assert [b.line for b in blocks_of(page.read_text()) if b.language not in LANGUAGES] == []

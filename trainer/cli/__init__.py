@@ -8,6 +8,8 @@ that was asked for is loaded.
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -60,6 +62,8 @@ def program() -> int:
         SystemExit: As in `main`; or an error ends the process, which is told once however many
             processes end with it.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is no failure
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:])
     except CommandError as error:
@@ -86,15 +90,20 @@ def _run(argv: list[str]) -> int:
 
 
 def _run_command(name: str, argv: list[str]) -> int:
+    _check_folder(name)
     with ended_at_once():
         command = import_module(f"{__name__}.{COMMANDS[name][0]}")
         parser = command.parser(f"trainer {name}")
     try:
         code: int = command.run(parser.parse_args(argv))
+        print(end="", flush=True)
     except UsageError:
         raise
     except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:
         parser.error(str(error))  # what was named is not there
+    except BrokenPipeError:  # who reads the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again
+        return 128 + 13  # as of a program that SIGPIPE has ended
     except OSError as error:
         raise CommandError(f"trainer {name}: {error}") from error
     except CommandError as error:
@@ -102,6 +111,15 @@ def _run_command(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _check_folder(name: str) -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # without which torch ends the process while it is loaded
+        raise CommandError(
+            f"trainer {name}: the current folder is not there any more; change to one that is."
+        ) from None
 
 
 def _parser() -> argparse.ArgumentParser:

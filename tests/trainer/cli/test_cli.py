@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ import callbacks
 import trackers
 import trainer
 from trainer import environment
-from trainer.cli import COMMANDS, main
+from trainer.cli import COMMANDS, main, program
 from trainer.cli.completion import SHELLS
 from trainer.cli.env import VARIABLES
 from trainer.cli.launch import entry
@@ -74,6 +75,33 @@ def test_an_unknown_command_is_an_error_that_names_the_choices(capsys):
 def test_an_unknown_option_names_the_nearest(capsys):
     assert main(["--hlep"]) == 2
     assert capsys.readouterr().err.endswith("--hlep. Did you mean --help?\n")
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word(monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        monkeypatch.setattr("sys.argv", ["trainer", "completion", "bash"])
+        assert program() == 141
+    assert capfd.readouterr().err == ""
+
+
+def test_signs_that_a_terminal_does_not_have_are_escaped(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
+    monkeypatch.setattr("sys.argv", ["trainer", "launch", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        program()
+    assert b"KEY=VALUE,\\u2026" in shown.getvalue()
+
+
+def test_a_folder_that_is_gone_is_told(monkeypatch, tmp_path, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["env"]) == 1
+    assert "trainer env: the current folder is not there any more" in capsys.readouterr().err
 
 
 # Ctrl-C comes while torch is loaded, by code that catches what it raises and goes on.

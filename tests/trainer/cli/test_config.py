@@ -151,6 +151,8 @@ def test_what_means_nothing_here_is_noted():
         ("dynamo_config: {dynamo_use_regional_compilation: true}", "not supported"),
         ("- 1", "must be a mapping"),
         ("a: [", "is not YAML"),
+        ("distributed_type: [NO]", "Did you mean|it must be one of"),
+        ("dynamo_config: 3", "dynamo_config is 3; it must be a mapping"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
@@ -176,6 +178,11 @@ def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
         ({"use_cpu": "yes"}, TypeError, "true or false"),
         ({"monitor_interval": 0}, ValueError, "above 0"),
         ({"monitor_interval": "1"}, TypeError, "number of seconds"),
+        ({"monitor_interval": float("nan")}, ValueError, "above 0"),
+        ({"monitor_interval": float("inf")}, ValueError, "above 0"),
+        ({"rdzv_conf": {"timeout": 600}}, TypeError, "rdzv_conf is {.*it must be text"),
+        ({"main_process_ip": 10}, TypeError, "main_process_ip is 10; it must be text"),
+        ({"dynamo_backend": 4}, TypeError, "it must be text"),
     ],
 )
 def test_a_configuration_checks_itself(wrong, kind, said):
@@ -285,3 +292,23 @@ def test_questions_are_asked_with_what_is_known_as_the_answer(home, monkeypatch,
         dynamo_backend="inductor",
         debug=True,
     )
+
+
+@pytest.mark.parametrize("key", ["dynamo_backend: NO", "dynamo_config: {dynamo_backend: no}"])
+def test_a_bare_no_compiles_nothing(key):
+    configuration, _ = read(key)
+    assert configuration.variables == {"ACCELERATE_DYNAMO_BACKEND": "no"}
+
+
+def test_the_end_of_the_answers_writes_nothing(home, monkeypatch, capsys):
+    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+    master, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
+        monkeypatch.setattr("sys.stdin", stdin)
+        keyboard.write(b"1\n\x04")
+        keyboard.flush()
+        assert main(["config"]) == 1
+    assert capsys.readouterr().err.endswith(
+        "the answers ended before the questions; none is kept.\n"
+    )
+    assert not home.exists()

@@ -7,6 +7,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from callbacks import EarlyStopping, ModelCheckpoint, PredictionWriter
 from trainer import DataLoaderConfiguration, DistributedDataParallelKwargs, Trainer
 from trainer.cli import main
 from trainer.cli.fit.configured import ConfiguredLine, Made
+from trainer.cli.fit.saved import SavedConfiguration
 from trainer.cli.parsing import import_from_here
 
 SCRIPT = '''
@@ -245,7 +247,7 @@ def test_a_tracker_may_be_a_class_path():
     tracker = "{class_path: trackers.CSVTracker, init_args: {run_name: a, logging_dir: b}}"
     trainer = made("base.yaml", f"--trainer.log_with=[{tracker}, tensorboard]").trainer
     (csv, tensorboard) = trainer._parts.project._log_with
-    assert csv.path == Path("b/a/metrics.csv")
+    assert csv.path.absolute() == Path("b/a/metrics.csv").absolute()
     assert tensorboard.name == "tensorboard"
 
 
@@ -441,6 +443,25 @@ def test_a_script_is_no_configuration(capsys):
     assert "The files are: base.yaml, words.yaml." in error_of(
         capsys, "fit", "base.yaml", "words.yaml", "--trainer.max_epochs=1"
     )
+
+
+def test_a_file_of_another_encoding_is_told(capsys):
+    Path("old.yaml").write_bytes("# für später\n".encode("latin-1"))
+    assert main(["fit", "old.yaml"]) == 2
+    shown = capsys.readouterr().err
+    assert "'utf-8' codec can't decode byte 0xfc" in shown
+    assert "The files are: old.yaml.\n" in shown
+    assert "Traceback" not in shown
+
+
+def test_a_configuration_that_somebody_has_spoilt_is_kept_beside():
+    run = SimpleNamespace(project_dir=Path("runs/spoilt"))
+    run.project_dir.mkdir(parents=True)
+    (run.project_dir / "config.yaml").write_bytes(b"seed: 1 # \xff\n")
+    SavedConfiguration("seed: 1 # ü\nmodel: é\n").on_fit_start(run, None)
+    saved = (run.project_dir / "config.yaml").read_text(encoding="utf-8")
+    assert saved == "seed: 1 # ü\nmodel: é\n"
+    assert (run.project_dir / "config.1.yaml").read_bytes() == b"seed: 1 # \xff\n"
 
 
 def test_a_module_is_required(capsys):

@@ -397,6 +397,17 @@ def test_what_several_say_is_said_once():
     assert "likewise" not in report(dead, 0.1)[0]
 
 
+def test_a_process_that_the_launcher_had_to_kill_is_no_sign_of_full_memory():
+    first = failure(0, 7, seen=100)
+    told, code = report([first, failure(1, -9, seen=130)], 0.1)
+    assert told.startswith(" did not end within 30 seconds after that, and was killed.\n")
+    assert code == 7
+    earlier, _ = report([first, failure(1, -9, seen=129)], 0.1)
+    assert earlier.startswith(" failed after that: it was ended by SIGKILL")
+    noted = replace(failure(1, -9, seen=130, raised=101), text="ValueError: late")
+    assert " failed after that: ValueError: late\n" in report([first, noted], 0.1)[0]
+
+
 def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
     words = "--model trainer.TrainModule --trainer.max_epochs=-3"
     options = ("--num_processes", "2", "--max_restarts", "1", "--monitor_interval", "1")
@@ -729,7 +740,8 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--tee 3 train.py", 2, "belongs to --log_dir"),
         ("--machine_rank 1 train.py", 2, "from 0 to 0"),
         ("--num_processes 2 --rdzv_conf join_timeout=soon train.py", 1, "did not meet at"),
-        ("--num_processes 2 --no_python ./nothing", 2, "No such file"),
+        ("--num_processes 2 --no_python ./nothing", 2, "there is no program './nothing'"),
+        ("--cpu --no_python nothing", 2, "there is no program 'nothing'"),
     ],
 )
 def test_what_makes_no_sense_is_told(capsys, words, code, said):

@@ -198,7 +198,11 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
     else:
         shown = "" if default is None else str(default)
     while True:
-        text = input(f"{what} [{shown}]: ").strip()
+        try:
+            text = input(f"{what} [{shown}]: ").strip()
+        except EOFError:
+            print()  # ends the line of the question
+            raise CommandError("the answers ended before the questions; none is kept.") from None
         if not text and default is not None:
             return default
         try:

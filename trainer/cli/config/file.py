@@ -7,6 +7,7 @@ The file is that of the documented API, at its place and with its keys, so that 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -63,6 +64,15 @@ _DYNAMO = {
     "dynamo_use_fullgraph": "dynamo_use_fullgraph",
     "dynamo_use_dynamic": "dynamo_use_dynamic",
 }
+_TEXTS = (
+    "main_process_ip",
+    "gpu_ids",
+    "mixed_precision",
+    "dynamo_backend",
+    "dynamo_mode",
+    "rdzv_backend",
+    "rdzv_conf",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +132,9 @@ class LaunchConfiguration:
         for name in ("use_cpu", "debug", "dynamo_use_fullgraph", "dynamo_use_dynamic"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false.")
+        for name in _TEXTS:
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be text.")
         for name, minimum in (
             ("num_processes", 1),
             ("num_machines", 1),
@@ -135,7 +148,7 @@ class LaunchConfiguration:
         interval = self.monitor_interval
         if isinstance(interval, bool) or not isinstance(interval, (int, float)):
             raise TypeError(f"monitor_interval is {interval!r}; it must be a number of seconds.")
-        if interval <= 0:
+        if not 0 < interval < math.inf:
             raise ValueError(f"monitor_interval is {interval!r}; it must be above 0 seconds.")
         self._check_choices()
         self._check_machines()
@@ -258,8 +271,8 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     given |= _dynamo(found.get("dynamo_config") or {})
     if found.get("fp16") and "mixed_precision" not in given:  # its name of long ago
         given["mixed_precision"] = "fp16"
-    if "mixed_precision" in given:  # YAML reads a bare `no` as False
-        given["mixed_precision"] = str(given["mixed_precision"] or "no")
+    for name in {"mixed_precision", "dynamo_backend"} & given.keys():
+        given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
     if "gpu_ids" in given:  # and a bare 0 as a number
         given["gpu_ids"] = str(given["gpu_ids"])
     if found.get("distributed_type") == "MULTI_CPU":
@@ -276,7 +289,7 @@ def _refuse(found: Mapping[str, Any]) -> None:
             f"compute_environment is {where!r}; it must be 'LOCAL_MACHINE'. For Amazon SageMaker "
             "use its own launcher, which starts the processes as torchrun does."
         )
-    kind = found.get("distributed_type") or "NO"
+    kind = str(found.get("distributed_type") or "NO")
     if kind in _REFUSED_TYPES:
         raise ValueError(
             f"distributed_type is {kind!r}, which asks for {_REFUSED_TYPES[kind]}; that is not "
@@ -292,7 +305,9 @@ def _refuse(found: Mapping[str, Any]) -> None:
             )
 
 
-def _dynamo(found: Mapping[str, Any]) -> dict[str, Any]:
+def _dynamo(found: Any) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise ValueError(f"dynamo_config is {found!r}; it must be a mapping of settings.")
     for key in found:
         if key not in _DYNAMO and key != "dynamo_use_regional_compilation":
             raise ValueError(choose("a key of dynamo_config", key, _DYNAMO))

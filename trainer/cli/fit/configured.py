@@ -142,6 +142,10 @@ class ConfiguredLine:
             return self._parser.parse_args(words)
         except argparse.ArgumentError as error:
             raise readable.explained(str(error), self._parser, words) from None
+        except UnicodeDecodeError as error:
+            raise readable.explained(
+                f"Problems parsing config: {error}", self._parser, words
+            ) from None
 
     def make(self, config: Namespace) -> Made:
         """The objects of a configuration.

@@ -38,17 +38,21 @@ class SavedConfiguration(Callback):
 
     def _write(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists() and _content(file.read_text()) != _content(self._text):
+        if file.exists() and _content(_text_of(file)) != _content(self._text):
             aside = unused_name(file)
             os.replace(file, aside)
             logger.info("%s differs from that of the start before, now %s.", file, aside.name)
         write_whole(file, lambda path: path.write_text(self._text, encoding="utf-8"))
 
 
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")  # somebody may have written in it
+
+
 def _content(text: str) -> Any:
     """What a configuration says, but for where a start begins."""
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:  # somebody has written in it: it is another one
+    except yaml.YAMLError:  # it is another one
         return text
     return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else text

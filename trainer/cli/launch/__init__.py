@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         argparse.ArgumentTypeError: The arguments make no sense; nothing was started.
-        CommandError: The configuration file is wrong, or the script is not there.
+        CommandError: The configuration file is wrong, or the script or the program is not there.
         OSError: A program cannot be started.
     """
     _check(arguments)
@@ -87,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         _show(plan)
         return 0
+    if arguments.no_python and shutil.which(arguments.script) is None:
+        raise CommandError(f"there is no program {arguments.script!r} that could be run.", 2)
     with environment.patch_environment(**plan.variables):
         if plan.here:
             sys.stdout.flush()

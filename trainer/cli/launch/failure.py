@@ -13,6 +13,7 @@ from trainer.cli.launch.entry import REFUSED
 
 # How the libraries of collectives say that a peer has gone, in the last line of an exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
+_PATIENCE = 30  # seconds that torch's agent leaves the others to end, before it kills them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +133,20 @@ def report(failures: list[Failure], interval: float) -> tuple[str, int]:
         if each is not first and not each.told_to_end
     ]
     alike = [each for each in others if each.text and each.text == first.text]
-    lines = [
-        f"{each.who} failed after that: {summary(each)}" for each in others if each not in alike
-    ]
+    lines = [f"{each.who} {_then(each, first)}" for each in others if each not in alike]
     if alike:
         ranks = "ranks" if len(alike) > 1 else "rank"
         lines.append(f"{ranks} {', '.join(str(each.rank) for each in alike)} failed likewise.")
     lines.append(f"{first.who} failed first:")
     lines.append(first.text if first.text else summary(first))
     return "\n".join(lines), first.exit_code
+
+
+def _then(failure: Failure, first: Failure) -> str:
+    killed = failure.raised is None and failure.code == -signal.SIGKILL
+    if killed and failure.seen >= first.seen + _PATIENCE:
+        return f"did not end within {_PATIENCE} seconds after that, and was killed."
+    return f"failed after that: {summary(failure)}"
 
 
 def summary(failure: Failure) -> str:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trackers import GeneralTracker
 from trainer.checkpoint import project as states
-from trainer.checkpoint.model import save_model
+from trainer.checkpoint.model import parse_size, save_model
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.restore import Prepared
 from trainer.configuration import (
@@ -766,6 +766,7 @@ class Accelerator:
         safe_serialization: bool = True,
     ) -> None:
         """Write a model's weights once, under its own names; see `checkpoint.save_model`."""
+        parse_size(max_shard_size, "max_shard_size")  # refused by all, not by those that write
         if self._writes:
             save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
 
@@ -884,6 +885,7 @@ class Accelerator:
             scaler=None if self.scaler is None else self.precision,
             step=self.step,
             window_open=not self.sync_gradients,
+            communication=[hook for hook in map(models.communication_of, self._models) if hook],
         )
 
     # -- tracking ------------------------------------------------------------------------------

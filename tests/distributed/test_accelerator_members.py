@@ -618,6 +618,8 @@ def test_names_on_disk_are_the_users_own(ranks, world, backend):
         with torch.no_grad():
             outputs = prepared(torch.ones(2, 3))
         accelerator.save_state("state")
+        with pytest.raises(ValueError, match="max_shard_size is '70B'"):  # on every process
+            accelerator.save_model(prepared, "weights", max_shard_size="70B")
         accelerator.save_model(prepared, "weights", max_shard_size=70)
         accelerator.save_model(prepared, "pickled", safe_serialization=False)
         accelerator.save(accelerator.get_state_dict(prepared), "by_hand.safetensors", True)

@@ -27,6 +27,7 @@ from trainer.state import PartialState
 from trainer.strategies.choose import choose_engine
 from trainer.strategies.communication import for_processes
 from trainer.strategies.ddp import DataParallel
+from trainer.strategies.model import communication_of
 
 CPU = torch.device("cpu")
 CLOCK = 123457.0  # seconds, more than fp16 has a number for
@@ -207,21 +208,38 @@ def test_several_buckets_are_sent_in_sixteen_bits(ranks2):
 
 
 def test_powersgd_is_refused_where_it_would_hang(ranks2):
-    def refused(model: nn.Module) -> str:
+    def refused(model: nn.Module, **kwargs: Any) -> str:
         PartialState(cpu=True)
-        handler = DistributedDataParallelKwargs(comm_hook="power_sgd")
-        with pytest.raises(ValueError, match="PowerSGD over gloo hangs") as caught:
+        handler = DistributedDataParallelKwargs(comm_hook="power_sgd", **kwargs)
+        with pytest.raises(ValueError, match="PowerSGD over gloo") as caught:
             Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(model)
         return str(caught.value)
 
     def run() -> list[str]:
         mixed = Net()
         mixed.left.double()
-        return [refused(Wide()), refused(mixed)]
+        return [refused(Wide()), refused(mixed), refused(Net(), find_unused_parameters=True)]
 
-    for wide, mixed in ranks2(run):
+    for wide, mixed, searching in ranks2(run):
         assert "one bucket is 1048576 bytes of one type. Use NCCL" in wide
         assert "of 2 types" in mixed
+        assert "fails inside torch with find_unused_parameters=True" in searching
+
+
+def test_hooks_are_refused_for_sparse_gradients(ranks2):
+    """torch's fp16 hook fails on them in backward, PowerSGD leaves each process its own."""
+
+    def run() -> None:
+        for hook in ("fp16", "power_sgd"):
+            handler = DistributedDataParallelKwargs(comm_hook=hook)
+            accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+            with pytest.raises(ValueError, match=f"comm_hook='{hook}' cannot send the sparse"):
+                accelerator.prepare(nn.Embedding(4, 2, sparse=True))
+            frozen = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
+            frozen[0].weight.requires_grad_(False)
+            accelerator.prepare(frozen)
+
+    ranks2(run)
 
 
 def test_bfloat16_is_refused_where_torch_cannot_send_it(ranks2):
@@ -369,6 +387,72 @@ def test_a_run_with_powersgd_goes_on_on_another_number_of_processes(ranks2, rank
     ranks2(lambda: fit("power_sgd", 5, project_dir=tmp_path))
     found = ranks3(lambda: fit("power_sgd", 9, project_dir=tmp_path))
     assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
+
+
+# -- the Accelerator ---------------------------------------------------------------------------
+
+
+def loop(
+    first: int, last: int, load: Any = None, save: Any = None, steps: int = 2, **kwargs: Any
+) -> list[Any]:
+    """Updates by a loop of one's own, the weights and the hook's residual behind them."""
+    handler = DistributedDataParallelKwargs(
+        comm_hook="power_sgd",
+        comm_state_option={"start_powerSGD_iter": 2, "matrix_approximation_rank": 1},
+        **kwargs,
+    )
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=steps, kwargs_handlers=[handler]
+    )
+    model = Net()
+    model, optimizer = accelerator.prepare(model, model.configure_optimizers())
+    if load is not None:
+        accelerator.load_state(load)
+    rank = accelerator.process_index
+    for number in range(2 * first, 2 * last):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows(rank, number)))
+            optimizer.step()
+            optimizer.zero_grad()
+    if save is not None:
+        accelerator.save_state(save)
+    hook = communication_of(model)
+    errors = {} if hook is None else hook.state_dict()["error_dict"]
+    return [*(p.detach().clone() for p in model.parameters()), *errors.values()]
+
+
+def test_a_loop_of_ones_own_with_powersgd_goes_on_to_the_last_bit(ranks2, tmp_path):
+    whole = ranks2(lambda: loop(0, 9, save=tmp_path / "whole"))
+    ranks2(lambda: loop(0, 5, save=tmp_path / "half"))
+    resumed = ranks2(lambda: loop(5, 9, load=tmp_path / "half"))
+    for one, other in zip(whole, resumed, strict=True):
+        assert len(one) == 5  # four parameters, and what was left out
+        assert one[-1].any()
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_powersgd_begins_anew_where_ddp_orders_gradients_by_its_first_update(ranks2, tmp_path):
+    def run(*args: Any, **kwargs: Any) -> list[list[Any]]:
+        return ranks2(lambda: loop(*args, **kwargs, steps=1, static_graph=True))
+
+    run(0, 5, save=tmp_path / "half")
+    first, second = run(5, 9, load=tmp_path / "half")
+    assert len(first) == 4
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_loop_of_ones_own_with_powersgd_goes_on_on_another_number_of_processes(
+    ranks2, ranks3, tmp_path
+):
+    saved = ranks2(lambda: loop(0, 5, save=tmp_path / "half"))
+    given = ranks3(lambda: loop(5, 5, load=tmp_path / "half"))
+    for each in given:
+        assert torch.equal(each[-1], (saved[0][-1] + saved[1][-1]) / 2)
+    on = ranks3(lambda: loop(5, 7, load=tmp_path / "half"))
+    for each in on:
+        assert all(torch.equal(a, b) for a, b in zip(each[:4], on[0][:4], strict=True))
+    # One process averages nothing: it leaves what was saved where it is.
+    assert len(loop(5, 6, load=tmp_path / "half")) == 4
 
 
 def test_hooks_that_cannot_work_are_refused(ranks2):

@@ -350,6 +350,55 @@ def test_what_the_user_keeps_from_ddp_stays_apart(ranks2):
     assert ranks2(run) == [[0, 0, 0.0], [1, 0, 1.0]]
 
 
+def train_on(model: nn.Module, first: int, last: int) -> list[torch.Tensor]:
+    for number in range(first, last):
+        model(rows(dist.get_rank(), number).float()).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_model_prepared_anew_half_way_goes_on_to_the_last_bit(ranks3):
+    """DDP arranges gradients anew, once: another order is another sum, of three or more."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(3 + 7 * n, 10 + 7 * n) for n in range(6)))
+
+    def run() -> bool:
+        whole = train_on(prepare(make()), 0, 6)
+        half = make()
+        train_on(prepare(half), 0, 3)
+        resumed = train_on(prepare(copy.deepcopy(half)), 3, 6)
+        return all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+    assert ranks3(run) == [True] * 3
+
+
+def test_preparing_calls_no_hooks_of_the_users_and_leaves_gradients(ranks2):
+    """A hook may be an update, which a gradient of zero would decay by its momentum."""
+
+    def run() -> tuple[list[str], list[str], bool, list[str]]:
+        called: list[str] = []
+        model = Net()
+        handle = model.left.weight.register_hook(lambda gradient: called.append("gradient"))
+        model.left.bias.register_post_accumulate_grad_hook(lambda weight: called.append("done"))
+        kept = model.right.weight.grad = torch.ones_like(model.right.weight)
+        prepared = prepare(model)
+        before = [*called]
+        same = model.right.weight.grad is kept and model.left.weight.grad is None
+        prepared(rows(dist.get_rank(), 0)).sum().backward()
+        during = sorted(called)
+        handle.remove()
+        called.clear()
+        prepared(rows(dist.get_rank(), 0)).sum().backward()
+        return before, during, same, called
+
+    assert ranks2(run) == [([], ["done", "gradient"], True, ["done"])] * 2
+
+
 def test_four_processes_average_too(ranks4):
     def run() -> list[Any]:
         rank, model = dist.get_rank(), prepare(Net())

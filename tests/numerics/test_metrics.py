@@ -166,6 +166,36 @@ def test_validations_of_a_fit_start_anew_each_time(ranks, world):
             assert_metrics(metrics, expected(numbers(7), 4, objects=True))
 
 
+class LoggingAround(Measuring):
+    """Logs before and behind the batches of a validation; a batch of one sample has no items."""
+
+    def count_items(self, batch: Any) -> int:
+        return len(batch[0]) - 1
+
+    def on_validation_start(self) -> None:
+        self.log("start", self.global_rank + 1.0)
+
+    def on_validation_epoch_start(self) -> None:
+        self.log("epoch_start", self.global_rank + 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("epoch_end", self.global_rank + 1.0)
+
+
+def logged_around() -> dict[str, float]:
+    trainer, loader = quiet_trainer(max_epochs=1), DataLoader(numbers(7), batch_size=3)
+    trainer.fit(LoggingAround(), loader, loader)
+    return trainer.callback_metrics
+
+
+@every_world
+def test_values_around_a_validation_are_not_weighted_by_the_training_before_it(ranks, world):
+    # The last batch of the training is one sample, on one process of several.
+    for metrics in on_processes(ranks, world, logged_around):
+        for name in ("start", "epoch_start", "epoch_end"):
+            assert metrics[name] == pytest.approx((world + 1) / 2)
+
+
 class LoggingTraining(Measuring):
     """Logs the same values on the step, on the epoch, and on both."""
 

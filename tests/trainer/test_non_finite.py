@@ -70,6 +70,31 @@ def fit(module, *callbacks, folder="run", val=None, **arguments):
     return trainer
 
 
+class Large(TrainModule):
+    """In float16, where the sum of two of its losses is infinite."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones((), dtype=torch.float16))
+        self.losses = losses
+
+    def training_step(self, batch, batch_idx):
+        return self.weight * 1e-3 + self.losses[batch_idx % len(self.losses)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("last", [4e4, -4e4, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_losses_of_a_window_are_looked_at_one_by_one(last, place):
+    losses = [4e4, 4e4]
+    losses.insert(place, last)
+    trainer = fit(Large(losses), gradient_accumulation_steps=3, non_finite="skip")
+    assert trainer.skipped_updates == (0 if math.isfinite(last) else trainer.global_step)
+    assert trainer.global_step == 2
+
+
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_run_stops_before_a_bad_update_and_says_what_it_was(value, accumulation):

@@ -20,11 +20,12 @@ weights, and ``save`` what the ranks do together. ``lock`` keeps a second run ou
 ``branch`` sets aside what a run leaves behind that goes back. ``portions`` are what one rank adds,
 copied if training goes on while ``writer`` writes.
 
-The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``restore`` puts it
-back, with what ``gradients`` has kept of a window, ``folder`` commits it where other files lie,
-``project`` names it, and ``accelerate_format`` reads the folders of accelerate. Weights for other
-libraries are ``model`` and ``load`` (with ``weightfiles`` and ``offload``), single objects
-``objects``; below them are ``atomic`` and ``torchfile``.
+The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads what is
+each process's own, ``restore`` puts it back, with what ``gradients`` has kept of a window,
+``folder`` commits it where other files lie, ``project`` names it, and ``accelerate_format`` reads
+the folders of accelerate. Weights for other libraries are ``model`` and ``load`` (with
+``weightfiles`` and ``offload``), single objects ``objects``; below them are ``atomic`` and
+``torchfile``.
 """
 
 from importlib import import_module

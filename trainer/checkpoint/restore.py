@@ -48,6 +48,7 @@ class Prepared:
         scaler: The gradient scaler, if there is one.
         step: Micro-batches since the last update of the accumulation's count.
         window_open: Gradients have been gathered for an update that is still to come.
+        communication: The hooks whose state on this process its averages of gradients go on from.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -58,6 +59,7 @@ class Prepared:
     scaler: Stateful | None = None
     step: int = 0
     window_open: bool = False
+    communication: Sequence[Stateful] = ()
 
 
 @dataclass(kw_only=True)
@@ -78,6 +80,7 @@ class Stored:
         step: See `Prepared`.
         gradients: Those of an open window, see `trainer.checkpoint.gradients`; None if there was
             none, or the folder's format does not say.
+        communication: This rank's states of the communication hooks.
         lost: What the folder holds that cannot be put back, each in a sentence.
     """
 
@@ -92,6 +95,7 @@ class Stored:
     first_rng: dict[str, Any] | None
     step: int
     gradients: dict[str, torch.Tensor] | None = None
+    communication: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 
 
@@ -163,6 +167,12 @@ def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str
         notes.append(text)
     if prepared.scaler is None and stored.scaler is not None:
         notes.append("The gradient scaler's state is not loaded: this precision has none.")
+    if prepared.communication and len(stored.communication) != len(prepared.communication):
+        notes.append(
+            f"It holds the state of {len(stored.communication)} communication hooks, but "
+            f"{len(prepared.communication)} are registered: these stay as they are."
+        )
+        stored.communication.clear()
     loaders = stored.loaders
     if loaders is not None and len(loaders) != len(prepared.dataloaders):
         notes.append(
@@ -248,7 +258,8 @@ def apply(
             loader.set_epoch(state["iteration"])
     if prepared.scaler is not None and stored.scaler is not None:
         prepared.scaler.load_state_dict(stored.scaler)
-    for obj, state in zip(prepared.custom_objects, stored.custom_objects, strict=True):
+    others = [*prepared.custom_objects, *prepared.communication]
+    for obj, state in zip(others, [*stored.custom_objects, *stored.communication], strict=False):
         obj.load_state_dict(state)
     if stored.rng is not None:
         load_rng_state(stored.rng)

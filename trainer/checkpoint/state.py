@@ -9,7 +9,8 @@ The documented names, with tensors and JSON in place of pickles::
     sampler.json                      the prepared loaders' epochs
     scaler.json                       the gradient scaler's state, where there is one
     custom_checkpoint_0.json          the registered objects' state dicts
-    random_states_0.json              for each rank, with its gradients inside a window
+    random_states_0.json              for each rank, with its gradients inside a window and the
+                                      states of its communication hooks
 
 The folder may hold other files; see :mod:`trainer.checkpoint.folder`.
 """
@@ -25,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.checkpoint import accelerate_format, gradients
+from trainer.checkpoint import accelerate_format, gradients, ranks
 from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
 from trainer.checkpoint.layout import MANIFEST, verify
 from trainer.checkpoint.model import write_weights_file
@@ -107,8 +108,9 @@ def save_state(
             "step": prepared.step,
             "rng": rng_state(),
             "gradients": gradients.take(_named(prepared)) if prepared.window_open else None,
+            "communication": [hook.state_dict() for hook in prepared.communication],
         }
-        save_tree(own, staging, _random_states(processes.process_index))
+        save_tree(own, staging, ranks.name_of(processes.process_index))
         return len(weights)
 
     def commit() -> None:
@@ -210,7 +212,8 @@ def load_state(
         if manifest is None:
             stored = accelerate_format.read(path, rank, processes.local_process_index)
         else:
-            stored = _read(path, manifest, rank, processes.num_processes)
+            hooked = bool(prepared.communication)
+            stored = _read(path, manifest, rank, processes.num_processes, hooked=hooked)
         notes = check(stored, models, prepared, strict=strict, model_kwargs=load_model_func_kwargs)
         if stored.gradients is not None:
             notes += _check_gradients(stored, prepared)
@@ -277,10 +280,6 @@ def _numbered(name: str, number: int) -> str:
     return name if number == 0 else f"{name}_{number}"
 
 
-def _random_states(rank: int) -> str:
-    return f"random_states_{rank}"
-
-
 def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
     """Each tree to save by its stem, with whose it is."""
     owners: dict[str, Any] = {}
@@ -344,34 +343,15 @@ def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
     return gradients.named_parameters(prepared.models, prepared.optimizers)
 
 
-def _gradients(
-    path: Path,
-    own: dict[str, Any] | None,
-    first: dict[str, Any],
-    rank: int,
-    saved_by: int,
-    here: int,
-) -> dict[str, torch.Tensor] | None:
-    """This rank's gradients, or what stands for those of another number of processes."""
-    if (own or first).get("gradients") is None:
-        return None
-    if own is not None and saved_by == here:
-        return gradients.given([own["gradients"]], 0, 1)
-    files = [path / f"{_random_states(rank)}.json" for rank in range(saved_by)]
-    if missing := [file.name for file in files if not file.exists()]:  # on another machine's disk
-        raise CheckpointError(
-            f"{path} was saved inside a window of micro-batches by {saved_by} processes, and "
-            f"{', '.join(missing)} with their gradients are not here. Load it with {saved_by} "
-            "processes."
-        )
-    return gradients.given([load_tree(path, file.stem)["gradients"] for file in files], rank, here)
+def _read(
+    path: Path, manifest: dict[str, Any], rank: int, processes: int, *, hooked: bool
+) -> Stored:
+    saved_by = manifest["world_size"]
 
-
-def _read(path: Path, manifest: dict[str, Any], rank: int, processes: int) -> Stored:
     def trees(name: str, key: str) -> list[Any]:
         return [load_tree(path, _numbered(name, number)) for number in range(manifest[key])]
 
-    own = load_tree(path, _random_states(rank)) if rank < manifest["world_size"] else None
+    own = load_tree(path, ranks.name_of(rank)) if rank < saved_by else None
     first = own or load_tree(path, min(file.stem for file in path.glob("random_states_*.json")))
     return Stored(
         path=path,
@@ -389,5 +369,8 @@ def _read(path: Path, manifest: dict[str, Any], rank: int, processes: int) -> St
         rng=None if own is None else own["rng"],
         first_rng=first["rng"],
         step=first["step"],
-        gradients=_gradients(path, own, first, rank, manifest["world_size"], processes),
+        gradients=ranks.gradients_of(path, own, first, rank, saved_by, processes),
+        communication=ranks.communication_of(path, own, first, rank, saved_by, processes)
+        if hooked
+        else [],
     )

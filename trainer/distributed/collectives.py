@@ -198,7 +198,8 @@ def pad_across_processes(
     """Pad each tensor to its largest size over the processes, so that `gather` takes it.
 
     Args:
-        tensor: Tensors in nested containers; the processes' may differ in size along `dim` only.
+        tensor: Tensors in nested containers. The processes' may differ in any size: what differs
+            beside `dim` can be padded by further calls.
         dim: The dimension to pad; from the end if negative. A tensor that has no such dimension
             stays as it is; so does a nested tensor, with a `CannotPadNestedTensorWarning`.
         pad_index: The value to pad with.
@@ -212,7 +213,7 @@ def pad_across_processes(
         ValueError: A tensor lies where the processes cannot send from.
         DistributedOperationException: The processes' calls do not fit together.
     """
-    _agree("pad_across_processes", tensor, free=dim, nested=True)
+    _agree(f"pad_across_processes along dimension {dim}", tensor, sized=False, nested=True)
 
     def size_of(leaf: Tensor) -> int | None:
         return None if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim]
@@ -251,6 +252,7 @@ def _agree(
     tree: Any,
     *,
     free: int | None = None,
+    sized: bool = True,
     means: bool = False,
     others: bool = False,
     nested: bool = False,
@@ -259,7 +261,7 @@ def _agree(
     problem = _problem(operation, tree, means=means, others=others, nested=nested)
     if PartialState().num_processes > 1 and is_checked():
         where = "" if free is None else f" along dimension {free}"
-        meet(f"{operation}{where} ({describe(tree, free=free)})", problem=problem)
+        meet(f"{operation}{where} ({describe(tree, free=free, sized=sized)})", problem=problem)
     elif problem is not None:
         raise problem
 

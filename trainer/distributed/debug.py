@@ -21,22 +21,25 @@ def is_checked() -> bool:
     return PartialState().debug or meeting.side_device().type == "cpu"
 
 
-def describe(tree: Any, *, free: int | None = None) -> str:
+def describe(tree: Any, *, free: int | None = None, sized: bool = True) -> str:
     """Structure, types and shapes of a tree, as text.
 
     Args:
         tree: Tensors in nested containers; of other leaves the type is told.
         free: A dimension in which sizes may differ; it is written as ``*``.
+        sized: False writes all of them so.
     """
     parts = children(tree)
     if parts is not None:
-        inside = ", ".join(f"{key!r}: {describe(value, free=free)}" for key, value in parts)
+        inside = ", ".join(
+            f"{key!r}: {describe(value, free=free, sized=sized)}" for key, value in parts
+        )
         return f"{type(tree).__name__}{{{inside}}}"
     if not isinstance(tree, Tensor):
         return type(tree).__name__
     if tree.is_nested:  # its shape differs from process to process, and may not be asked for
         return f"nested {tree.dtype}"
-    sizes = list(map(str, tree.shape))
+    sizes = list(map(str, tree.shape)) if sized else ["*"] * tree.ndim
     if free is not None and -tree.ndim <= free < tree.ndim:
         sizes[free] = "*"
     return f"{str(tree.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"

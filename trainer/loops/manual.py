@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import isolated_rng
 from trainer.tree import detach, to_host
+
+logger = logging.getLogger(__name__)
 
 
 def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
@@ -56,6 +59,12 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
             run.found = None
         see_if_log_is_due(run)
         run.counters.global_step += 1
+    elif micro.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
+        logger.warning(
+            "training_step of %s made no update in the first epoch: in manual optimisation it "
+            "calls self.manual_backward(loss) and step() of self.optimizers().",
+            type(run.module).__name__,
+        )
     if micro.present:
         hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
     hooks.on_train_step_end()
@@ -96,11 +105,15 @@ def stand_in(run: FitRun, batch_idx: int) -> None:
         )
     buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
     run.weightless = True
+    for optimizer in run.optimizers:
+        optimizer.weightless = True
     try:
         with isolated_rng(), run.metrics.muted(), run.precision.autocast():
             run.engine.step("training_step", run.last_batch, batch_idx)
     finally:
         run.weightless = False
+        for optimizer in run.optimizers:
+            optimizer.weightless = False
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -33,7 +33,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
     items_everywhere: float | None = 0.0  # where each process knows what the others have
-    losses: Tensor | None = None  # their sum, which is finite if they all are
+    losses: Tensor | None = None  # the largest, which is finite if they all are; a sum overflows
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
     hooks.on_train_step_start()
@@ -58,7 +58,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if items:
             loss = loss_of(outputs)
             seen = loss.detach()
-            losses = seen if losses is None else losses + seen
+            losses = seen if losses is None else torch.maximum(losses.abs(), seen.abs())
             hooks.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
@@ -188,11 +188,30 @@ def drop_unused(run: FitRun) -> None:
         for group in optimizer.optimizer.param_groups:
             number += len(group["params"])
     if number != run.optimized:  # since the last time a group was added
+        run.parameters = list(run.module.parameters())  # the module may have got them just now
         used = {id(parameter) for parameter in parameters_of(run.optimizers)}
+        refuse_strangers(run)
         run.unused = [parameter for parameter in run.parameters if id(parameter) not in used]
         run.optimized = number
     for parameter in run.unused:
         parameter.grad = None
+
+
+def refuse_strangers(run: FitRun) -> None:
+    """Refuse an optimizer's parameters that are not the module's.
+
+    Raises:
+        ValueError: There are such: they would be neither averaged over the processes nor saved.
+    """
+    own = {id(parameter) for parameter in run.parameters}
+    shapes = [tuple(p.shape) for p in parameters_of(run.optimizers) if id(p) not in own]
+    if shapes:
+        raise ValueError(
+            f"An optimizer has parameters, of the shapes {', '.join(map(str, shapes))}, that "
+            f"{type(run.module).__name__} does not have: they would be neither averaged over the "
+            "processes nor saved. Assign them, or the module that they are of, to an attribute of "
+            "the module; a list of them as an nn.ParameterList or nn.ModuleList."
+        )
 
 
 def clip(run: FitRun) -> None:

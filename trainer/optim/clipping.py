@@ -64,7 +64,8 @@ def clip_(
         The norm before clipping by it; None without `max_norm`.
     """
     parameters = as_list(parameters)
-    if max_value is not None:
+    # Torch refuses to clip the values of no gradient at all.
+    if max_value is not None and any(parameter.grad is not None for parameter in parameters):
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
         return None

@@ -180,7 +180,7 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
     elif isinstance(returned, (list, tuple)) and len(returned) == 2 and _two_lists(returned):
         optimizers = [OptimizerEntry(optimizer=each) for each in returned[0]]
         entries = [_entry(scheduler) for scheduler in returned[1]]
-    elif isinstance(returned, list):
+    elif isinstance(returned, list) or _dicts(returned):
         parts = [_one(part) for part in returned]
         optimizers = [optimizer for optimizer, _ in parts]
         entries = [entry for _, entry in parts if entry is not None]
@@ -190,6 +190,11 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
     if not optimizers:
         raise TypeError(_unreadable(returned))
     return optimizers, entries
+
+
+def _dicts(returned: Any) -> bool:
+    """A tuple of dicts, which may be two but are no pair."""
+    return isinstance(returned, tuple) and all(isinstance(part, Mapping) for part in returned)
 
 
 def _two_lists(pair: Sequence[Any]) -> bool:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer.distributed.collectives import reduce as reduce_
 from trainer.optim.bare_step import step
 from trainer.optim.lomo import is_lomo
 from trainer.optim.state import place_state
 from trainer.precision import Precision
-from trainer.state import GradientState
+from trainer.state import GradientState, PartialState
 
 # What belongs to one object in one process: state that the process shares, and the `step` that a
 # torch scheduler puts before the class's own, which would go on stepping the original of a copy.
@@ -40,9 +41,11 @@ class AcceleratedOptimizer(Optimizer):
         steps: How many updates were asked for at the end of a window, made or skipped.
         before_step: Called with this optimizer before each update, when its gradients are averaged
             and unscaled; with a closure, whenever that has computed them.
+        weightless: This process has no batch; the losses of closures count as zero.
     """
 
     before_step: Callable[[AcceleratedOptimizer], None] | None = None
+    weightless = False
 
     def __init__(
         self,
@@ -203,7 +206,9 @@ class AcceleratedOptimizer(Optimizer):
             self._note_call()
             return
         if not self._updates_in_backward:
-            if self._reduce is not None:
+            if self._reduce is not None and closure is not None:
+                closure = partial(self._call_together, closure)
+            elif self._reduce is not None:
                 self.synchronize()
             if self.before_step is not None and closure is not None:
                 closure = _followed_by(closure, partial(self.before_step, self))
@@ -219,6 +224,19 @@ class AcceleratedOptimizer(Optimizer):
         self._note_call()
         self._reduced = False
         self.steps += 1
+
+    def _call_together(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure for gradients and a loss that are the mean over the processes.
+
+        By the loss, too, an optimizer decides how often it calls the closure.
+        """
+        self._reduced = False
+        loss = closure()
+        self.synchronize()
+        if loss is None:
+            return None
+        own = torch.as_tensor(loss, device=PartialState().device).detach()
+        return reduce_(torch.zeros_like(own) if self.weightless else own, "mean")
 
     @property
     def skipped(self) -> bool | Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +31,7 @@ _WRAPPERS: dict[str, Any] = {
     Kind.FP16: default_hooks.fp16_compress_wrapper,
     Kind.BF16: default_hooks.bf16_compress_wrapper,
 }
+POWER_SGD = (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD)
 _FIRST_BUCKET = 2**20  # bytes, DDP's own limit for the gradients that it sends first
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
@@ -64,7 +65,7 @@ class Hook:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Put it back; that of other options, or of other buckets, is left out and told of."""
-        if self._state is None:
+        if self._state is None or not saved:
             return
         if saved["made_by"] != self._made_by:
             logger.warning(
@@ -91,13 +92,14 @@ def register(
     if kwargs is None or kwargs.comm_hook == Kind.NO:
         return None
     trained = [p for p in model.parameters() if p.requires_grad]
+    _check_dense(model, kwargs.comm_hook)
     hook, state = _HOOKS[kwargs.comm_hook], None
     if kwargs.comm_wrapper != Kind.NO:
         hook = _WRAPPERS[kwargs.comm_wrapper](hook)
     if kwargs.comm_hook == Kind.BATCHED_POWER_SGD:
         _check_batched()
-    if kwargs.comm_hook in (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD):
-        _check_one_bucket(trained)
+    if kwargs.comm_hook in POWER_SGD:
+        _check_over_gloo(trained, searches=model.find_unused_parameters)
         state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option)
     try:
         model.register_comm_hook(state, hook)
@@ -117,18 +119,43 @@ def register(
     return Hook(made_by, state, trained[0].device)
 
 
-def _check_one_bucket(trained: Sequence[Tensor]) -> None:
-    """Refuse PowerSGD over gloo where it would hang.
+def _check_dense(model: DistributedDataParallel, kind: str) -> None:
+    """Refuse a hook for gradients that it cannot send.
 
-    While its hook waits for what it has sent it keeps one of gloo's two threads, so that two
-    buckets wait for each other. DDP puts a megabyte of one type into its first.
+    Those of 16 bits fail on a sparse gradient in backward; PowerSGD leaves it as it is on each
+    process, so that their weights part.
 
     Raises:
-        ValueError: The gradients may need several buckets.
+        ValueError: A sparse embedding is trained.
     """
-    gloo = trained[0].device.type == "cpu" or dist.get_backend() == "gloo"
+    parts = (each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
+    if any(part.sparse and part.weight.requires_grad for part in parts):
+        raise ValueError(
+            f"comm_hook={str(kind)!r} cannot send the sparse gradients of an embedding with "
+            "sparse=True. Make it without sparse=True, or leave out comm_hook."
+        )
+
+
+def _check_over_gloo(trained: Sequence[Tensor], *, searches: bool) -> None:
+    """Refuse PowerSGD over gloo where it would hang, or end the process.
+
+    While its hook waits for what it has sent it keeps one of gloo's two threads, so that two
+    buckets wait for each other. DDP puts a megabyte of one type into its first. What it sends from
+    that thread also meets, on another process, DDP's own exchange of which parameters were unused.
+
+    Raises:
+        ValueError: The gradients may need several buckets, or DDP searches for unused parameters.
+    """
+    if not (trained[0].device.type == "cpu" or dist.get_backend() == "gloo"):
+        return
+    if searches:
+        raise ValueError(
+            "PowerSGD over gloo fails inside torch with find_unused_parameters=True: what both "
+            "send is taken for one another. Use NCCL, comm_hook='fp16', or a loss that depends on "
+            "every parameter."
+        )
     size, types = sum(p.nbytes for p in trained), {p.dtype for p in trained}
-    if gloo and (size > _FIRST_BUCKET or len(types) > 1):
+    if size > _FIRST_BUCKET or len(types) > 1:
         raise ValueError(
             f"PowerSGD over gloo hangs inside torch as soon as gradients fill several buckets, and "
             f"these are {size} bytes of {len(types)} types; one bucket is "

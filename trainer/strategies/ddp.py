@@ -25,6 +25,7 @@ from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
 from trainer.strategies import communication
+from trainer.strategies.zeros import give_nothing, look_up_nothing, sparse_weights, zeros_for
 
 # What DDP can send with every backend.
 _SENDABLE = {
@@ -103,17 +104,21 @@ class _Stage(nn.Module):
 
     The ballot is a parameter that no optimizer knows. Its "gradient" is this process's numbers,
     so that their sum comes with the gradients' own reduction.
+
+    Attributes:
+        tables: Weights of sparse embeddings that the graph is to reach in any case.
     """
 
     def __init__(self, module: nn.Module, ballot: Tensor) -> None:
         super().__init__()
         self.module = module
         self.ballot = nn.Parameter(torch.zeros_like(ballot))
+        self.tables: list[Tensor] = []
 
-    def forward(self, name: str | None, *args: Any) -> tuple[Any, Tensor]:
+    def forward(self, name: str | None, *args: Any) -> tuple[Any, list[Tensor]]:
         output = None if name is None else getattr(self.module, name)(*args)
         # A copy, since DDP looks for the parameters that a graph of outputs reaches.
-        return output, self.ballot.clone()
+        return output, [self.ballot.clone(), *map(look_up_nothing, self.tables)]
 
 
 class DataParallel:
@@ -162,7 +167,12 @@ class DataParallel:
         self._ballot: Tensor = stage.ballot
         self._ddp = wrap(stage, self._kwargs)
         self._searches = self._ddp.find_unused_parameters
-        if not self._searches:
+        self._tables: list[nn.Parameter] = []
+        if self._searches:  # DDP fills in for what the graph does not reach, but only dense zeros
+            sparse = sparse_weights(self.module)
+            self._tables = [parameter for parameter in trained if id(parameter) in sparse]
+            stage.tables = [*self._tables]
+        else:
             self._fix_bucket_layout()
         # Not before: PowerSGD counts the iterations.
         self._hook = communication.register(self._ddp, self._kwargs)
@@ -190,13 +200,7 @@ class DataParallel:
 
     def _zeros(self, parameters: list[Tensor]) -> list[Tensor]:
         """A gradient of zero for each, in the layout that DDP expects of it."""
-        parts = self.module.modules()
-        sparse = {
-            id(part.weight)
-            for part in parts
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-        }
-        return [_no_rows(p) if id(p) in sparse else torch.zeros_like(p) for p in parameters]
+        return list(zeros_for(self.module, parameters))
 
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
         """Backward through the ballot, and zero for every parameter, so that all buckets fill."""
@@ -205,7 +209,7 @@ class DataParallel:
 
     def step(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by its name, through DDP's forward."""
-        output, self._ride = self._ddp(name, *args)
+        output, self._rides = self._ddp(name, *args)
         return output
 
     def begin_micro_batch(self, *, sync: bool) -> None:
@@ -224,13 +228,14 @@ class DataParallel:
         else:
             ballot = self._apart
         if loss is not None:
-            torch.autograd.backward([loss, self._ride], [None, ballot])
+            nothing = map(torch.zeros_like, self._rides[1:])
+            torch.autograd.backward([loss, *self._rides], [None, ballot, *nothing])
         else:
-            _, ride = self._ddp(None)
-            if self._searches:  # DDP itself fills in for parameters that the graph does not reach
-                torch.autograd.backward([ride], [ballot])
+            _, rides = self._ddp(None)
+            if self._searches:
+                torch.autograd.backward(rides, [ballot, *map(torch.zeros_like, rides[1:])])
             else:
-                self._backward_nothing(ride, ballot)
+                self._backward_nothing(rides[0], ballot)
         self._check_reduced()
         if self._apart is None:
             assert self._ballot.grad is not None
@@ -239,7 +244,13 @@ class DataParallel:
             total = self._agreement.ballot(own)
             dist.all_reduce(total)
         self._ballot.grad = None
-        return self._agreement.count(total)
+        items = self._agreement.count(total)
+        for table in self._tables:
+            if table.grad is not None and table.grad.is_sparse and not table.grad._nnz():
+                table.grad = None  # as on one process: nobody has used it
+        if self._searches and not own.items and not items:  # to unused ones DDP has given none
+            give_nothing(self.module)
+        return items
 
     def _check_reduced(self) -> None:
         """See that DDP has not kept waiting for gradients that this loss does not have.
@@ -285,11 +296,28 @@ class DataParallel:
         broadcast_(list(self.module.buffers()))
 
 
-def _no_rows(weight: Tensor) -> Tensor:
-    """The gradient of a sparse embedding, (rows, width), of which no row was used."""
-    rows = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
-    values = weight.new_empty(0, weight.shape[1])
-    return torch.sparse_coo_tensor(rows, values, weight.shape, check_invariants=False)
+def fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
+    """Let DDP rebuild its buckets over gradients of zero, as `DataParallel` does; collective.
+
+    A graph that DDP has to see first, to find unused parameters or because it is static, is left to
+    its first update. Gradients that are there stay, and the parameters' own hooks are not called:
+    they may update, as those of LOMO do.
+    """
+    if wrapped.find_unused_parameters or wrapped.static_graph:
+        return
+    trained = [p for p in reversed(list(wrapped.parameters())) if p.requires_grad]
+    held = [(p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in trained]
+    wrapped.reducer.prepare_for_forward()
+    wrapped.reducer.prepare_for_backward([])
+    for parameter, zero in zip(trained, zeros_for(wrapped.module, trained), strict=True):
+        parameter.grad = None
+        parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
+        parameter.backward(zero)
+    wrapped.reducer._rebuild_buckets()
+    for parameter, (gradient, hooks, later) in zip(trained, held, strict=True):
+        parameter.grad = gradient
+        parameter._backward_hooks = hooks
+        parameter._post_accumulate_grad_hooks = later
 
 
 class Replicas:

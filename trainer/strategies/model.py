@@ -18,6 +18,8 @@ from trainer.state import PartialState
 from trainer.strategies import communication, ddp
 from trainer.strategies.compile import compile_model, uncompiled
 
+_HOOK = "_communication"  # an attribute of the DDP that `prepare_model` makes
+
 
 def prepare_model(
     model: nn.Module,
@@ -65,10 +67,31 @@ def prepare_model(
         model = model.to(device)
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if state.use_distributed and trains and not evaluation_mode and find_ddp(model) is None:
-        model = ddp.wrap(model, ddp_kwargs)
-        communication.register(model, ddp_kwargs)
+        model = wrapped = ddp.wrap(model, ddp_kwargs)
+        vars(wrapped)[_HOOK] = _register(wrapped, ddp_kwargs)
     compile_model(model, dynamo_plugin)
     return model
+
+
+def _register(
+    wrapped: DistributedDataParallel, ddp_kwargs: DistributedDataParallelKwargs | None
+) -> communication.Hook | None:
+    """Register the communication hook; return it if what it keeps can be resumed.
+
+    The order of gradients in a bucket decides how PowerSGD leaves them out, and with three
+    processes or more how they are added up: it is fixed before, so that a resumed run has the order
+    of the one that it resumes. Of a static graph no order is known before its first update.
+    """
+    ddp.fix_bucket_layout(wrapped)  # before the hook is there, which counts the updates
+    hook = communication.register(wrapped, ddp_kwargs)
+    kind = "no" if ddp_kwargs is None else ddp_kwargs.comm_hook
+    return hook if kind in communication.POWER_SGD and not wrapped.static_graph else None
+
+
+def communication_of(model: nn.Module) -> communication.Hook | None:
+    """The hook whose state a prepared model's averages go on from; None for most."""
+    hook: communication.Hook | None = vars(find_ddp(model) or model).get(_HOOK)
+    return hook
 
 
 def verify_device_map(model: nn.Module) -> bool:

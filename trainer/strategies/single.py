@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from trainer.distributed.agreement import Agreement, Tally
+from trainer.strategies.zeros import give_nothing
 
 
 class SingleDevice:
@@ -49,9 +49,7 @@ class SingleDevice:
         if loss is not None:
             loss.backward()
         elif not own.items:  # the gradient is zero, as among several processes, and not missing
-            for parameter in self.module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            give_nothing(self.module)
         self._agreement.count_alone(own)
         return own.items
 

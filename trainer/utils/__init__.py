@@ -6,7 +6,7 @@ here for scripts alone. Nothing of Cadence imports this package.
 
 from typing import Any
 
-from torch import nn
+from torch import Generator, nn
 
 from trainer.checkpoint import load_checkpoint_in_model
 from trainer.checkpoint.model import BIN_NAME as WEIGHTS_NAME
@@ -154,8 +154,10 @@ __all__ = [
     "set_seed",
     "slice_tensors",
     "str_to_bool",
+    "synchronize_rng_state",
     "synchronize_rng_states",
     "tqdm",
+    "wait_for_everyone",
 ]
 
 WEIGHTS_INDEX_NAME = WEIGHTS_NAME + INDEX_SUFFIX
@@ -165,6 +167,16 @@ SAFE_WEIGHTS_INDEX_NAME = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """As `Accelerator.reduce`, except that the mean is the default."""
     return _reduce(tensor, reduction, scale)
+
+
+def wait_for_everyone() -> None:
+    """As `Accelerator.wait_for_everyone`."""
+    PartialState().wait_for_everyone()
+
+
+def synchronize_rng_state(rng_type: str | RNGType, generator: Generator | None = None) -> None:
+    """As `synchronize_rng_states`, for one type."""
+    synchronize_rng_states([rng_type], generator)
 
 
 def extract_model_from_parallel(

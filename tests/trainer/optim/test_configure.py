@@ -90,6 +90,15 @@ def test_lightnings_two_lists(sgd, other, steps):
     assert read(([sgd], [])) == ([sgd], [])
 
 
+def test_lightnings_tuple_of_dicts(sgd, other, steps):
+    optimizers, schedulers = read_optimizers(
+        ({"optimizer": sgd, "lr_scheduler": {"scheduler": steps}}, {"optimizer": other})
+    )
+    assert [entry.optimizer for entry in optimizers] == [sgd, other]
+    assert [entry.scheduler for entry in schedulers] == [steps]
+    assert len(read_optimizers(({"optimizer": sgd},))[0]) == 1
+
+
 def test_a_list_of_pairs_and_dicts(sgd, other, steps):
     optimizers, entries = read([{"optimizer": sgd, "scheduler": steps}, other])
     assert optimizers == [sgd, other]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def test_the_mean_is_the_default_of_the_function_and_not_of_the_method(ranks2):
         return [result.item() for result in results]
 
     assert ranks2(body) == [[1.5, 3.0, 3.0, 3.0]] * 2
+
+
+def test_helpers_that_are_another_name(ranks2):
+    def body():
+        rank = Accelerator(cpu=True).process_index
+        torch.manual_seed(rank)
+        utils.synchronize_rng_state("torch")
+        own = torch.Generator().manual_seed(rank)
+        utils.synchronize_rng_state("generator", own)
+        if rank == 1:
+            Path("written").touch()
+        utils.wait_for_everyone()
+        seen = Path("written").exists()
+        utils.wait_for_everyone()
+        return torch.rand(2).tolist(), torch.rand(2, generator=own).tolist(), seen
+
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(0)).tolist()
+    assert ranks2(body) == [(expected, expected, True)] * 2
 
 
 def test_a_model_comes_out_of_what_wraps_it():

@@ -120,7 +120,10 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After ``training_step``, backward and, at the end of a window, the update."""
+        """After ``training_step``, backward and, at the end of a window, the update.
+
+        ``outputs`` is what ``training_step`` returned, detached.
+        """
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
         """Before backward of one micro-batch."""
@@ -141,6 +144,7 @@ class Callback:
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Once an update, when everything due at it is done: the place to save or to stop.
 
+        Both are for all processes alike: one that saves or stops here alone waits for the others.
         A run that goes on from what one callback saves here calls those behind it first.
         """
 

@@ -45,7 +45,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: Also log ``<name>-weight_decay``.
     """
 
-    def __init__(self, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
+    def __init__(self, *, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
 

@@ -51,7 +51,9 @@ class Monitor:
         if self.name in trainer.logged_names:
             return None  # logged on the step: it is there at the next log interval
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
-            near = difflib.get_close_matches(self.name, metrics, n=1)
+            of_epoch = f"{self.name}_epoch"  # its name where there is one of the step beside it
+            near = [of_epoch] if of_epoch in metrics else []
+            near = near or difflib.get_close_matches(self.name, metrics, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             if not trainer.has_validation:
                 hint += " No validation runs in this fit."

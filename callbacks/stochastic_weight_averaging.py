@@ -144,6 +144,8 @@ class StochasticWeightAveraging(Callback):
             trainer.check_batch_norm()
         if self._started is not None:
             trainer.pause_schedulers()
+        if trainer.ending:  # a resumed run has saves of its last boundary left, this hook's is over
+            self._finish(trainer, module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Set this epoch's rates."""

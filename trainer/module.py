@@ -233,7 +233,8 @@ class TrainModule(nn.Module):
 
         Nothing is read from the device here. A step's value is the mean over its window of
         micro-batches; an epoch's is the mean over all items of all processes. A metric object
-        (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset.
+        (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset; on the
+        step its value is what its call returned.
 
         Args:
             name: The metric's name, such as ``"train/loss"``. With both `on_step` and `on_epoch`
@@ -286,7 +287,16 @@ class TrainModule(nn.Module):
     def log_dict(
         self, dictionary: Mapping[str, Any], prog_bar: bool = False, **kwargs: Any
     ) -> None:
-        """`log` each of them, with the same further arguments."""
+        """`log` each of them, with the same further arguments.
+
+        Raises:
+            TypeError: It is no dict; see `log` for the rest.
+        """
+        if not hasattr(dictionary, "items"):
+            raise TypeError(
+                f"log_dict was given {dictionary!r} of type {type(dictionary).__name__}; it must "
+                "be a dict of names and values, or a MetricCollection."
+            )
         for name, value in dictionary.items():
             self.log(name, value, prog_bar, **kwargs)
 
@@ -465,13 +475,13 @@ class TrainModule(nn.Module):
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
 
-    def freeze(self) -> None:
-        """Let no parameter require gradients, in evaluation mode."""
-        self.requires_grad_(False).eval()
+    def freeze(self: M) -> M:
+        """Let no parameter require gradients, in evaluation mode; returns the module."""
+        return self.requires_grad_(False).eval()
 
-    def unfreeze(self) -> None:
-        """Let every parameter require gradients, in training mode."""
-        self.requires_grad_(True).train()
+    def unfreeze(self: M) -> M:
+        """Let every parameter require gradients, in training mode; returns the module."""
+        return self.requires_grad_(True).train()
 
     def clip_gradients(
         self,
@@ -545,7 +555,10 @@ class TrainModule(nn.Module):
         """Before `training_step`."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch; the last of a window sees its update made."""
+        """After a micro-batch; the last of a window sees its update made.
+
+        `outputs` is what `training_step` returned, detached.
+        """
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Before the backward pass of a micro-batch."""
@@ -639,7 +652,14 @@ def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
     """The folder of one checkpoint; what else a path may be is an error that says what to give."""
     folder = Path(path).expanduser()
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file; give the checkpoint's folder, {folder.parent}.")
+        hint = f"give the checkpoint's folder, {folder.parent}."
+        if folder.suffix not in (".json", ".safetensors"):
+            hint = (
+                "a checkpoint is a folder. Files such as .ckpt and .pt are pickles, which are "
+                "never loaded: take their weights with the library that wrote them, and load "
+                "them by module.load_state_dict."
+            )
+        raise CheckpointError(f"{folder} is a file; {hint}")
     for root in (folder, folder / "checkpoints"):
         if found := disk.committed(root):
             raise CheckpointError(

@@ -211,10 +211,14 @@ def refuse_step_signature(module: nn.Module, name: str, loaders: int) -> None:
     try:
         takes.bind(*arguments)
     except TypeError:
+        if name == "training_step":
+            fitting, fix = "", f"{name}(self, batch, batch_idx)."
+        else:
+            fitting = f" does not fit {loaders} loader{'s' * (loaders > 1)}: it"
+            fix = f"{name}(self, batch, batch_idx, dataloader_idx=0) to take one or several."
         raise TypeError(
-            f"{type(module).__name__}.{name}{takes} does not fit {loaders} loader"
-            f"{'s' * (loaders > 1)}: it is called with {', '.join(arguments)}. Define "
-            f"{name}(self, batch, batch_idx, dataloader_idx=0) to take one or several."
+            f"{type(module).__name__}.{name}{takes}{fitting} is called with "
+            f"{', '.join(arguments)}. Define {fix}"
         ) from None
 
 
@@ -298,30 +302,45 @@ def _reduction(function: Any) -> str | None:
 _TRAINER_ARGUMENTS = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "amp_backend": "mixed_precision",
+    "auto_lr_find": "Tuner(...).lr_find(module, loader)",
+    "auto_scale_batch_size": "Tuner(...).scale_batch_size(module, loader)",
     "benchmark": "torch.backends.cudnn.benchmark = True",
     "check_val_every_n_epoch": "val_every='2 epochs'",
     "checkpoint_callback": "checkpointing",
     "default_root_dir": "project_dir",
     "devices": "trainer launch --num_processes 2 script.py",
+    "enable_autolog_hparams": "self.save_hyperparameters(logger=False)",
     "enable_checkpointing": "checkpointing",
     "enable_model_summary": "callbacks=[ModelSummary()]",
     "enable_progress_bar": "progress_bar",
     "gpus": "trainer launch --num_processes 2 script.py",
     "gradient_clip_algorithm": "max_grad_norm or max_grad_value",
     "gradient_clip_val": "max_grad_norm or max_grad_value",
+    "ipus": "trainer launch --num_processes 2 script.py",
     "inference_mode": "nothing in its place: evaluations record no gradients",
     "log_every_n_steps": "log_every",
     "logger": "log_with",
+    "move_metrics_to_cpu": "nothing in its place: totals are numbers of one element",
+    "multiple_trainloader_mode": "one loader, of torch.utils.data.StackDataset or ConcatDataset",
     "num_nodes": "trainer launch --num_machines 2 script.py",
     "num_processes": "trainer launch --num_processes 2 script.py",
+    "plugins": "mixed_precision, kwargs_handlers or fsdp_plugin",
     "precision": "mixed_precision='bf16' or 'fp16'",
     "profiler": "profile='simple', or callbacks=[Profiler()] for a trace",
     "progress_bar_refresh_rate": "progress_bar",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
+    "replace_sampler_ddp": "nothing in its place: the Trainer shares the loaders out",
     "resume_from_checkpoint": "fit(ckpt_path=...)",
+    "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
     "strategy": "trainer launch --num_processes 2 script.py, or fsdp_plugin",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "terminate_on_nan": "non_finite='stop', which it is unless given",
+    "tpu_cores": "trainer launch --num_processes 2 script.py",
+    "track_grad_norm": "callbacks=[GradientNormMonitor()]",
+    "truncated_bptt_steps": f"nothing in its place: {_MANUAL}, splitting the batch there",
     "use_distributed_sampler": "nothing in its place: the Trainer shares the loaders out",
     "val_check_interval": "val_every='500 steps'",
+    "weights_save_path": "project_dir",
     "weights_summary": "callbacks=[ModelSummary()]",
 }
 
@@ -346,21 +365,70 @@ NO_LOGGER = (
     "to them through self.log; name them in Trainer(log_with=...), and give one of your own for "
     "images and tables (see register_tracker)"
 )
+_LOOK_UP = "look it up in trainer.callbacks"
+_LOADER = "keep it where you make it; trainer.datamodule is the datamodule, trainer.{} the lengths"
+_STAGE = (
+    "steps and hooks are named after what runs, setup is told it, and trainer.training is true "
+    "between the validations of a fit"
+)
+_ARGUMENT = "arguments are no attributes, but for max_epochs and max_steps: keep the value yourself"
 _TRAINER_ATTRIBUTES = {
-    "checkpoint_callback": "look it up in trainer.callbacks",
+    **dict.fromkeys(
+        (
+            "check_val_every_n_epoch",
+            "gradient_clip_algorithm",
+            "gradient_clip_val",
+            "limit_predict_batches",
+            "limit_test_batches",
+            "limit_train_batches",
+            "limit_val_batches",
+            "log_every_n_steps",
+            "min_epochs",
+            "min_steps",
+            "num_sanity_val_steps",
+            "overfit_batches",
+            "reload_dataloaders_every_n_epochs",
+            "val_check_interval",
+        ),
+        _ARGUMENT,
+    ),
+    "accumulate_grad_batches": "use trainer.gradient_accumulation_steps",
+    "checkpoint_callback": _LOOK_UP,
+    "checkpoint_callbacks": _LOOK_UP,
     "current_step": "use trainer.global_step",
     "default_root_dir": "use trainer.project_dir",
-    "early_stopping_callback": "look it up in trainer.callbacks",
+    "early_stopping_callback": _LOOK_UP,
+    "early_stopping_callbacks": _LOOK_UP,
+    "evaluating": _STAGE,
+    "fit_loop": "for a longer run make another Trainer, whose fit goes on by ckpt_path",
+    "interrupted": "a callback's on_preemption is called",
     "is_last_batch": "trainer.epoch_complete is true after the last update of an epoch",
     "lightning_module": "use trainer.module",
     "log_dir": "use trainer.logs_dir",
     "logger": NO_LOGGER,
     "loggers": NO_LOGGER,
+    "lr_scheduler_configs": "use trainer.schedulers",
     "lr_schedulers": "use trainer.schedulers",
     "model": "use trainer.module",
     "num_devices": "use trainer.world_size",
+    "num_predict_batches": "use trainer.num_eval_batches",
+    "num_sanity_val_batches": "use trainer.num_eval_batches",
+    "num_test_batches": "use trainer.num_eval_batches",
     "num_val_batches": "use trainer.num_eval_batches",
+    "precision": "use mixed_precision of trainer.accelerator",
+    "predict_dataloaders": _LOADER.format("num_eval_batches"),
+    "predicting": _STAGE,
+    "print": "use print of trainer.accelerator",
+    "progress_bar_callback": _LOOK_UP,
+    "received_sigterm": "a callback's on_preemption is called",
+    "scaler": "use scaler of trainer.accelerator",
+    "state": _STAGE,
     "strategy": "use trainer.accelerator",
+    "test_dataloaders": _LOADER.format("num_eval_batches"),
+    "testing": _STAGE,
+    "train_dataloader": _LOADER.format("num_training_batches"),
+    "val_dataloaders": _LOADER.format("num_eval_batches"),
+    "validating": _STAGE,
 }
 
 

@@ -816,7 +816,7 @@ class Trainer:
     def should_stop(self, stop: bool) -> None:
         self._stop_requested = stop
         run = self._run
-        if isinstance(run, FitRun) and (run.in_boundary or run.world_size == 1):
+        if isinstance(run, FitRun) and (run.deciding or run.world_size == 1):
             # At a boundary decisions follow from values that all processes share.
             run.stop_now = stop
 
@@ -824,10 +824,14 @@ class Trainer:
     def ending(self) -> bool:
         """This boundary is the last of the fit, as far as it is decided; alike on all processes.
 
-        A limit on the time may still be reached between this question and the end of the boundary.
+        In ``on_train_start`` it is the one inside which a resumed run stands, if it does. A limit
+        on the time may still be reached between this question and the end of the boundary.
         """
         run = self._run
-        return isinstance(run, FitRun) and run.in_boundary and finished(run)
+        if not isinstance(run, FitRun):
+            return False
+        inside = run.in_boundary or bool(run.hooks.boundary.left)
+        return inside and finished(run)
 
     @property
     def optimizers(self) -> list[AcceleratedOptimizer]:
@@ -960,8 +964,9 @@ class Trainer:
         return isinstance(self._run, FitRun) and self._run.log_due
 
     def progress_values(self) -> dict[str, float]:
-        """The latest values logged with ``prog_bar``, of this process."""
-        return {} if self._run is None else self._run.metrics.progress_values()
+        """The latest values logged with ``prog_bar``, of this process; also after a fit."""
+        run = self._run or self._fit
+        return {} if run is None else run.metrics.progress_values()
 
     @property
     def project_dir(self) -> Path:

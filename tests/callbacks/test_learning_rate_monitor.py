@@ -110,3 +110,8 @@ def test_a_rate_in_a_tensor_is_logged_as_it_was():
     value = logged([optimizer])["lr-AdamW"]
     optimizer.param_groups[0]["lr"].fill_(0.25)
     assert value == 0.5
+
+
+def test_what_lightning_takes_first_is_not_taken_for_something_else():
+    with pytest.raises(TypeError, match="positional"):
+        LearningRateMonitor("epoch")

@@ -265,6 +265,24 @@ def test_the_last_checkpoint_holds_the_mean():
     assert int(kept["calls"]) == 36
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_save_that_is_left_at_the_last_boundary_holds_the_mean_too(killed):
+    def start(epochs: int = 6) -> dict[str, Any]:
+        savers = ModelCheckpoint(), ModelCheckpoint(dirpath="run/second")
+        train(StochasticWeightAveraging(0.05, 4), *savers, ckpt_path="auto", max_epochs=epochs)
+        (folder,) = Path("run/second").iterdir()
+        return {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+
+    whole = start()
+    assert "trained.safetensors" in whole
+    if killed:  # behind the first of the two saves
+        shutil.rmtree("run/second")
+    assert_same(start(), whole)
+    longer = start(7)
+    shutil.rmtree("run")
+    assert_same(longer, start(7))
+
+
 def test_a_run_that_is_stopped_early_ends_with_the_mean():
     watch = Watch()
     stop = EarlyStopping("val/flat", patience=3)

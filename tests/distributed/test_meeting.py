@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,6 +258,32 @@ def test_who_has_not_come_is_named_in_a_warning(ranks3, own_group):
         assert [each[: len(text)] for each in texts] == ([text] if rank == 0 else [])
         assert numbers == [10, 11, 12]
         assert left
+
+
+def test_who_has_not_come_is_named_where_the_groups_own_limit_is_shorter(ranks2):
+    def body() -> tuple[list[str], str]:
+        group = dist.new_group()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), group)
+        heard, said = _Heard(), ""
+        logger = logging.getLogger("trainer.distributed.meeting")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting, "_ANNOUNCED_AFTER", 0.001)
+            logger.addHandler(heard)
+            try:
+                if dist.get_rank() == 0:
+                    meeting.meet("save_state (begin)", group=group)
+            except RuntimeError as error:
+                said = str(error)
+            finally:
+                logger.removeHandler(heard)
+        meeting.meet("the end")
+        dist.destroy_process_group(group)
+        return heard.texts, said
+
+    (texts, said), silent = ranks2(body)
+    assert texts == ["save_state has waited for rank 1 and fails."]
+    assert "200ms" in said
+    assert silent == ([], "")
 
 
 class _Heard(logging.Handler):

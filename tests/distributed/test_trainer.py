@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from callbacks import Callback
+from tests.helpers.ranks import RankError
 from trainer import Trainer, TrainModule
 
 
@@ -85,6 +88,69 @@ def test_a_stop_asked_of_one_process_is_agreed_within_two_updates(ranks2, rank):
     first, second = ranks2(stop_on_one_rank, rank, timeout=30)
     assert first == second
     assert 3 <= first[0] <= 5
+
+
+def stop_by_another_thread(rank: int) -> tuple[int, list[bool]]:
+    """At the third boundary of one rank, where decisions of callbacks hold at once."""
+    here = []
+
+    class Elsewhere(Callback):
+        def on_boundary(self, trainer, module):
+            if trainer.accelerator.process_index == rank and trainer.global_step == 3:
+                other = threading.Thread(target=setattr, args=(trainer, "should_stop", True))
+                other.start()
+                other.join()
+                here.extend((trainer.should_stop, trainer.ending))
+
+    trainer = Trainer(
+        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Elsewhere()]
+    )
+    trainer.fit(Line(), loader(40))
+    return trainer.global_step, here
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stop_that_another_thread_asks_of_one_process_at_its_boundary_is_agreed(ranks2, rank):
+    found = ranks2(stop_by_another_thread, rank, timeout=30)
+    assert [steps for steps, _ in found] == [4, 4]
+    assert found[rank][1] == [True, False]
+
+
+def stop_together_at_a_boundary() -> int:
+    class Together(Callback):
+        def on_boundary(self, trainer, module):
+            trainer.should_stop = trainer.global_step == 3
+
+    trainer = Trainer(
+        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Together()]
+    )
+    trainer.fit(Line(), loader(40))
+    return trainer.global_step
+
+
+def test_a_stop_of_all_at_a_boundary_holds_at_once(ranks2):
+    assert ranks2(stop_together_at_a_boundary, timeout=30) == [3, 3]
+
+
+def stop_alone_at_a_boundary() -> None:
+    class Alone(Callback):
+        def on_boundary(self, trainer, module):
+            if trainer.is_global_zero:
+                trainer.should_stop = True
+            else:
+                trainer.accelerator.wait_for_everyone()
+
+    trainer = Trainer(
+        max_epochs=5, cpu=True, progress_bar=False, checkpointing=False, callbacks=[Alone()]
+    )
+    trainer.fit(Line(), loader(40))
+
+
+def test_who_stops_alone_at_a_boundary_waits_at_the_end_of_the_training(ranks2):
+    with pytest.raises(RankError) as error:
+        ranks2(stop_alone_at_a_boundary)
+    for text in error.value.failures.values():
+        assert "rank 0: on_train_end\n  rank 1: wait_for_everyone" in text
 
 
 def time_out_on_rank_0() -> int:

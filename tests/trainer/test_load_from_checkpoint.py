@@ -229,6 +229,9 @@ def test_other_paths_are_refused_with_what_to_give():
     path = weights_only(Net(encoder(), 4))
     with pytest.raises(CheckpointError, match=r"is a file; give the checkpoint's folder, alone\."):
         Net.load_from_checkpoint(path / "model.safetensors", encoder=encoder())
+    Path("epoch=1.ckpt").touch()
+    with pytest.raises(CheckpointError, match=r"epoch=1\.ckpt is a file; a check.*\.ckpt.*pickles"):
+        Net.load_from_checkpoint("epoch=1.ckpt", encoder=encoder())
     with pytest.raises(CheckpointError, match=r"no checkpoint at nowhere: no such folder"):
         Net.load_from_checkpoint("nowhere", encoder=encoder())
     Path("empty").mkdir()

@@ -280,6 +280,84 @@ def test_a_torchmetrics_metric_is_exact_over_uneven_batches():
     assert returned == {"accuracy": pytest.approx(3 / 5)}
 
 
+class Judged(Net):
+    """Logs the accuracies of its steps, whose labels are all right but those of one batch."""
+
+    def __init__(self, log):
+        super().__init__(log)
+        self.accuracy = torchmetrics.classification.BinaryAccuracy()
+
+
+def test_a_metric_object_logged_on_the_step_is_the_value_of_the_batch_alone():
+    def log(module, batch, batch_idx):
+        module.accuracy(batch.flatten(), (batch.flatten() > 0.5) == (batch_idx != 1))
+        module.log("alone", module.accuracy, on_step=True, on_epoch=False)
+        module.log("both", module.accuracy, on_step=True, on_epoch=True, prog_bar=True)
+
+    trainer = make(max_epochs=2, log_every=1)
+    trainer.fit(Judged(log), loader(6, batch_size=2))
+    lines = records(trainer)
+    assert [line["alone"] for line in lines if "alone" in line] == [1.0, 0.0, 1.0] * 2
+    assert [line["both_step"] for line in lines if "both_step" in line] == [1.0, 0.0, 1.0] * 2
+    epochs = [line["both_epoch"] for line in lines if "both_epoch" in line]
+    assert epochs == [pytest.approx(2 / 3)] * 2
+
+
+def test_a_step_is_the_mean_of_what_a_metric_object_returned_in_its_window():
+    def log(module, batch, batch_idx):
+        module.accuracy(batch.flatten(), (batch.flatten() > 0.5) == (batch_idx != 1))
+        module.log("alone", module.accuracy, on_step=True)
+
+    trainer = make(gradient_accumulation_steps=2, log_every=1)
+    trainer.fit(Judged(log), loader(5, batch_size=3))
+    assert [line["alone"] for line in records(trainer)] == [pytest.approx(3 / 5)]
+
+
+def test_a_metric_object_logged_on_steps_alone_starts_anew_with_each_epoch():
+    def log(module, batch, batch_idx):
+        module.accuracy(batch.flatten(), torch.ones(len(batch)))
+        module.log("alone", module.accuracy, on_step=True)
+
+    counts = []
+
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            counts.append(module.accuracy.update_count)
+
+    make(callbacks=Watch(), max_epochs=2).fit(Judged(log), loader(3))
+    assert counts == [0, 0]
+
+
+def test_a_metric_object_that_was_not_called_has_no_value_of_the_step():
+    def log(module, batch, batch_idx):
+        module.accuracy.update(batch.flatten(), torch.ones(len(batch)))
+        module.log("alone", module.accuracy, on_step=True)
+
+    with pytest.raises(ValueError, match=r"log\('alone', on_step=True\).*metric\(preds, target\)"):
+        make().fit(Judged(log), loader(3))
+
+
+def test_the_bar_shows_a_metric_object_of_the_latest_epoch():
+    shown = []
+
+    class Watch(Callback):
+        def on_boundary(self, trainer, module):
+            if trainer.epoch_complete:
+                shown.append(trainer.progress_values())
+
+    largest, hidden = Largest(), Largest()
+
+    def log(module, batch, batch_idx):
+        largest.update(batch.max().item() - module.current_epoch)
+        module.log("largest", largest, prog_bar=True)
+        module.log("hidden", hidden)
+
+    trainer = make(callbacks=Watch(), max_epochs=2)
+    trainer.fit(Net(log), loader(3))
+    assert shown == [{"largest": 3.0}, {"largest": 2.0}]
+    assert trainer.progress_bar_metrics == {"largest": 2.0}  # also when the fit is over
+
+
 # -- what callbacks and users see ------------------------------------------------------------------
 
 

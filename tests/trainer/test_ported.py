@@ -291,6 +291,37 @@ def test_the_number_of_the_loader_must_fit_their_number():
     make().validate(Insists(), [loader(), loader()])
 
 
+def test_a_training_step_with_other_arguments_is_refused_before_anything_runs():
+    def three(self, batch, batch_idx, more):
+        pass
+
+    def none(self):
+        pass
+
+    for step in (three, none):
+        with pytest.raises(
+            TypeError, match=r"training_step\(.*is called with batch, batch_idx\. D"
+        ):
+            make(max_epochs=0).fit(with_method(Net, "training_step", step), loader())
+
+
+@pytest.mark.parametrize("name", ["setup", "prepare_data", "on_save_checkpoint"])
+def test_what_is_called_once_a_run_is_refused_with_other_arguments(name):
+    def wrong(self, this, and_that, too, much):
+        pass
+
+    bases = [Net, DataModule] if name == "prepare_data" else [Net, DataModule, Callback]
+    for base in bases if name != "on_save_checkpoint" else [Net, Callback]:
+        owner = with_method(base, name, wrong)
+        module = owner if base is Net else Net()
+        trainer = make(callbacks=[owner] if base is Callback else [])
+        data = {"datamodule": owner} if base is DataModule else {"dataloaders": loader()}
+        with pytest.raises(
+            TypeError, match=rf"{name}\(.*called with other arguments.*def {name}\("
+        ):
+            trainer.validate(module, **data)
+
+
 def test_the_module_is_called_on_the_batches_of_several_loaders():
     class Doubled(TrainModule):
         def forward(self, batch):
@@ -600,6 +631,12 @@ def test_freezing_a_module():
     assert all(p.requires_grad for p in module.parameters())
 
 
+def test_freezing_returns_the_module():
+    module = Net()
+    assert module.freeze() is module
+    assert module.unfreeze() is module
+
+
 def test_attributes_of_the_run_and_outside_it(capsys):
     module = Net()
     assert (module.global_rank, module.local_rank) == (0, 0)
@@ -662,6 +699,10 @@ def test_attributes_that_a_trainer_does_not_have_are_hinted_at():
     trainer = make()
     with pytest.raises(AttributeError, match=r"'log_dir': use trainer\.logs_dir"):
         trainer.log_dir
+    with pytest.raises(AttributeError, match=r"'testing': .*trainer\.training is true"):
+        trainer.testing
+    with pytest.raises(AttributeError, match=r"'limit_val_batches': .*keep the value yourself"):
+        trainer.limit_val_batches
     with pytest.raises(AttributeError, match=r"no attribute 'anything'\.$"):
         trainer.anything
     assert not hasattr(trainer, "num_nodes")
@@ -677,6 +718,8 @@ def test_attributes_that_a_trainer_does_not_have_are_hinted_at():
         ("gradient_clip_val", 1.0, "max_grad_norm"),
         ("logger", True, "log_with"),
         ("check_val_every_n_epoch", 2, "val_every='2 epochs'"),
+        ("auto_lr_find", True, r"Tuner\(\.\.\.\)\.lr_find"),
+        ("track_grad_norm", 2, r"GradientNormMonitor\(\)"),
         ("max_epoch", 2, "Did you mean 'max_epochs'"),
     ],
 )
@@ -735,3 +778,32 @@ def test_a_flag_with_the_name_of_a_refused_hook_is_no_hook():
     module = Net()
     module.log_grad_norm = True
     make().validate(module, loader())
+
+
+def test_another_trainer_in_a_hook_leaves_the_module_to_its_own():
+    class Points(DataModule):
+        def train_dataloader(self):
+            return loader(8)
+
+        val_dataloader = train_dataloader
+
+    class Looks(Net):
+        looks = True
+
+        def on_train_epoch_end(self):
+            if self.looks:
+                other = Trainer(progress_bar=False, project_dir="other", checkpointing=False)
+                other.validate(self, datamodule=self.trainer.datamodule)
+            seen.append((self.trainer, self.trainer.datamodule.trainer))
+
+    fits = []
+    for looks in (True, False):
+        seen = []
+        torch.manual_seed(0)
+        module, points, trainer = Looks(), Points(), make(max_epochs=2)
+        module.looks = looks
+        trainer.fit(module, datamodule=points)
+        assert seen == [(trainer, trainer)] * 2
+        assert points.trainer is None
+        fits.append([*module.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*fits, strict=True))

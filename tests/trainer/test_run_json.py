@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -157,6 +158,29 @@ def test_warnings_of_the_log_are_kept_and_those_of_others_and_of_later_are_not()
     kept = [(each["logger"], each["text"]) for each in about()["warnings"]]
     assert kept == [("trainer.some", "a first one"), ("callbacks", "worse")]
     assert all(logging.getLogger(n).handlers == [] for n in ("trainer", "callbacks", "trackers"))
+
+
+def test_where_nobody_has_set_up_logging_warnings_are_still_on_stderr(monkeypatch, capsys):
+    """Python writes them there only as long as there is no handler, as `run.json` has one."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+    def warn(trainer):
+        logging.getLogger("trainer.some").warning("at %d", trainer.global_step)
+        if trainer.global_step == 2:
+            logging.getLogger("trainer").addHandler(handler)
+
+    handler = logging.StreamHandler(sys.stdout)
+    nested = Listener(lambda _: None)  # of a second run in the first one
+    nested.listen()
+    try:
+        fit(At(1, warn), At(2, warn), At(3, warn))
+    finally:
+        nested.close()
+        logging.getLogger("trainer").removeHandler(handler)
+    told = capsys.readouterr()
+    assert told.err == "at 1\nat 2\n"
+    assert told.out == "at 3\n"
+    assert len(about()["warnings"]) == 3
 
 
 def test_a_run_that_goes_on_keeps_its_warnings():

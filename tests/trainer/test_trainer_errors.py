@@ -11,6 +11,7 @@ from callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpo
 from trainer import (
     Accelerator,
     DataLoaderConfiguration,
+    DataModule,
     FullyShardedDataParallelPlugin,
     ProjectConfiguration,
     Trainer,
@@ -811,3 +812,77 @@ def test_batches_of_a_mapping_are_batches():
     trainer = make()
     trainer.fit(net(training_step=training_step), batches)
     assert trainer.global_step == 3
+
+
+def test_a_schedule_of_an_optimizer_that_was_not_returned_is_refused():
+    class Wraps(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner, self.param_groups = inner, inner.param_groups
+            self.state, self.defaults = inner.state, inner.defaults
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    def other(self):
+        mine, others = (torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2))
+        return [mine], [StepLR(others, 1)]
+
+    fit_fails(net(configure_optimizers=other), ValueError, "a StepLR of a SGD", "did not return")
+
+    def wrapped(self):
+        inner = torch.optim.SGD(self.parameters(), lr=0.1)
+        return Wraps(inner), StepLR(inner, 1)
+
+    make(checkpointing=False).fit(net(configure_optimizers=wrapped), loader())
+
+
+@pytest.mark.parametrize(
+    ("data", "parts"),
+    [
+        ([None], ["train_dataloaders is a list with None in it"]),
+        ([None, loader()], ["train_dataloaders is a list with None in it"]),
+        (DataModule, ["train_dataloaders is the class DataModule", "DataModule()"]),
+    ],
+)
+def test_places_without_a_loader_are_refused(data, parts):
+    fit_fails(net(), TypeError, *parts, train=data)
+
+
+def test_what_is_no_datamodule_is_refused():
+    test = lambda *given, **named: lambda: make().test(net(), *given, **named)  # noqa: E731
+    fails(test(datamodule=DataModule), TypeError, "datamodule is the class DataModule")
+    # Lightning's third argument is the checkpoint
+    fails(test(loader(), "best"), TypeError, "datamodule is 'best' of type str", "ckpt_path=")
+    fails(test(datamodule=net()), ValueError, "test has no data")
+
+
+@pytest.mark.parametrize(
+    ("count", "kind", "part"),
+    [
+        (None, TypeError, "count_items returned None;"),
+        ("3", TypeError, "count_items returned '3';"),
+        (torch.ones(2, 3), ValueError, "count_items returned a tensor of shape (2, 3)"),
+    ],
+)
+def test_a_count_that_is_no_number_is_refused(count, kind, part):
+    fit_fails(net(count_items=lambda self, batch: count), kind, part)
+
+
+def test_a_list_of_metrics_is_no_dict():
+    def log(self, batch, batch_idx):
+        self.log_dict([("a", 1.0)])
+
+    fit_fails(net(training_step=log), TypeError, "log_dict was given [('a', 1.0)] of type list")
+
+
+@pytest.mark.parametrize("steps_at", [None, 0])
+def test_a_manual_fit_that_never_steps_is_told(caplog, steps_at):
+    def step(self, batch, batch_idx):
+        self.manual_backward(self.layer(batch[0]).square().mean())
+        if batch_idx == steps_at:
+            self.optimizers().step()
+
+    manual = net(training_step=step, automatic_optimization=False)
+    make(checkpointing=False, max_epochs=2).fit(manual, loader())
+    told = [text for text in caplog.messages if "made no update in the first epoch" in text]
+    assert len(told) == (1 if steps_at is None else 0)

@@ -74,15 +74,17 @@ class SeededSampler(Sampler[int]):
 
 
 class BatchIndices(list[int]):
-    """The indices of one batch, with the seed that it is fetched under."""
+    """The indices of one batch, with the seed that it is fetched under, and its epoch."""
 
     seed: int
+    epoch: int
 
 
 class SampleIndex(int):
     """The index of a ready-made batch (a loader with ``batch_size=None``), with its seed."""
 
     seed: int
+    epoch: int
 
 
 class SampleKey(NamedTuple):
@@ -90,6 +92,7 @@ class SampleKey(NamedTuple):
 
     key: Any
     seed: int
+    epoch: int
 
 
 class Share(NamedTuple):
@@ -203,7 +206,7 @@ class ShardedSampler(Sampler[Any]):
         for share, batch, position in self._alone() if alone else self._together():
             shares.append(share)
             if share.present:
-                yield _tag(batch, mix(seed, epoch, position)) if self.seeds else batch
+                yield _tag(batch, mix(seed, epoch, position), epoch) if self.seeds else batch
 
     def _alone(self) -> Iterator[tuple[Share, Any, int]]:
         """As `_together` for one process: each batch is a round."""
@@ -277,15 +280,15 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _tag(batch: Any, seed: int) -> BatchIndices | SampleIndex | SampleKey:
+def _tag(batch: Any, seed: int, epoch: int) -> BatchIndices | SampleIndex | SampleKey:
     tagged: BatchIndices | SampleIndex
     if isinstance(batch, list):
         tagged = BatchIndices(batch)
     elif type(batch) is int:
         tagged = SampleIndex(batch)
     else:
-        return SampleKey(batch, seed)
-    tagged.seed = seed
+        return SampleKey(batch, seed, epoch)
+    tagged.seed, tagged.epoch = seed, epoch
     return tagged
 
 

@@ -44,6 +44,7 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
+        self._epoch: int | None = None  # that the dataset of a worker stands in
 
     __getattr__ = attribute_of_dataset
 
@@ -58,22 +59,31 @@ class SeededDataset(Dataset[Any]):
             plain = int(index) if isinstance(index, SampleIndex) else list(index)
         else:
             return self.dataset[index]
-        return self._seeded(index.seed, lambda: self.collate_fn(self.dataset[plain]))
+        return self._seeded(index, lambda: self.collate_fn(self.dataset[plain]))
 
     def __getitems__(self, indices: BatchIndices) -> Any:
-        return self._seeded(indices.seed, lambda: self.collate_fn(self._fetch(list(indices))))
+        return self._seeded(indices, lambda: self.collate_fn(self._fetch(list(indices))))
 
     def _fetch(self, indices: list[int]) -> Any:
         dataset = self.dataset
         fetch = getattr(dataset, "__getitems__", None)
         return fetch(indices) if fetch else [dataset[index] for index in indices]
 
-    def _seeded(self, seed: int, fetch: Callable[[], Any]) -> Any:
+    def _seeded(
+        self, place: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
+    ) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
-            seed_local(seed)
+            self._tell(place.epoch)
+            seed_local(place.seed)
             return sent(fetch())
-        put_back = set_rng_aside(seed)
+        put_back = set_rng_aside(place.seed)
         try:
             return fetch()
         finally:
             put_back()
+
+    def _tell(self, epoch: int) -> None:
+        """Let a dataset in a worker that outlasts the epoch hear of the next one."""
+        if self._epoch not in (None, epoch) and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._epoch = epoch

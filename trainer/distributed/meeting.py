@@ -194,7 +194,13 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
     # The store may have ended with its process. Then there is nobody to ask, and nobody who asks.
     with suppress(RuntimeError):
         store.set(_key(own), operation)
-    if not _ends_within(work, _WARNED_AFTER - _ANNOUNCED_AFTER):
+    try:
+        ended = _ends_within(work, _WARNED_AFTER - _ANNOUNCED_AFTER)
+    except RuntimeError:  # the group's own limit is shorter, or a peer has gone
+        with suppress(RuntimeError):
+            _warn(operation, _waiting(store, size), size, own, failed=True)
+        raise
+    if not ended:
         with suppress(RuntimeError):
             _warn(operation, _waiting(store, size), size, own)
         work.wait()
@@ -217,15 +223,19 @@ def _waiting(store: Any, size: int) -> list[int]:
     return [rank for rank, key in keys.items() if store.check([key]) and store.get(key)]
 
 
-def _warn(operation: str, waiting: list[int], size: int, own: int) -> None:
+def _warn(operation: str, waiting: list[int], size: int, own: int, *, failed: bool = False) -> None:
     missing = ", ".join(str(rank) for rank in range(size) if rank not in waiting)
-    if missing and own == min(waiting):  # one of them speaks
-        logger.warning(
-            "%s has waited %g seconds for rank %s. It ends when every process has called it.",
-            operation,
-            _WARNED_AFTER,
-            missing,
-        )
+    if not missing or own != min(waiting):  # one of them speaks
+        return
+    if failed:
+        logger.warning("%s has waited for rank %s and fails.", operation, missing)
+        return
+    logger.warning(
+        "%s has waited %g seconds for rank %s. It ends when every process has called it.",
+        operation,
+        _WARNED_AFTER,
+        missing,
+    )
 
 
 def _ends_within(work: dist.Work, seconds: float) -> bool:

@@ -115,6 +115,9 @@ class AboutRun:
 class Listener(logging.Handler):
     """Hands on the warnings and errors of our loggers; attached by `listen` until `close`.
 
+    Where nobody has set up logging, Python writes them to stderr as long as a logger has no handler
+    at all. They go there from here then, as if this one were not there.
+
     Args:
         tell: Takes each, on the thread that it came from.
 
@@ -133,6 +136,11 @@ class Listener(logging.Handler):
 
         There no thread would take it, and a lock that one held at the fork is never released.
         """
+        handlers = _handlers_of(record.name)
+        listeners = [each for each in handlers if isinstance(each, Listener)]
+        speaks = handlers == listeners and self is listeners[0]
+        if speaks and (last := logging.lastResort) and record.levelno >= last.level:
+            last.handle(record)
         if os.getpid() == self._process:
             self._tell(record)
 
@@ -147,6 +155,16 @@ class Listener(logging.Handler):
         for name in _OURS:
             logging.getLogger(name).removeHandler(self)
         super().close()
+
+
+def _handlers_of(name: str) -> list[logging.Handler]:
+    """All that a record of this logger comes to."""
+    found: list[logging.Handler] = []
+    at: logging.Logger | None = logging.getLogger(name)
+    while at is not None:
+        found += at.handlers
+        at = at.parent if at.propagate else None
+    return found
 
 
 def text_of(error: BaseException | None) -> str | None:

@@ -32,7 +32,7 @@ from trainer.loops.project import Project
 from trainer.loops.record import Recorder
 from trainer.loops.resume import load_datamodule, load_run, load_weights
 from trainer.loops.run import Counters, FitRun, Run
-from trainer.loops.settings import Settings
+from trainer.loops.settings import Settings, refuse_differing
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import NO_LIMITS, Limits
@@ -91,9 +91,10 @@ def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
     Before the loaders are made, which may depend on the datamodule's state.
 
     Raises:
-        ValueError: Another run's checkpoints are in the folder.
+        ValueError: Another run's checkpoints are in the folder; or each process was told otherwise.
         CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
     """
+    refuse_differing(parts.settings, parts.callbacks, ckpt_path)
     if ckpt_path is None:
         parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path, sweeps=True)
@@ -125,9 +126,11 @@ def prepare_fit(
 
     Raises:
         ValueError: The module's answers cannot make a run.
+        TypeError: ``training_step`` takes other arguments.
         CheckpointError: The checkpoint is damaged or does not fit.
     """
     settings, accelerator = parts.settings, parts.accelerator
+    check_step("fit", module, [feed])
     if not module.automatic_optimization:
         _check_manual(settings)
     accelerator.gradient_state.sync_gradients = True
@@ -313,6 +316,7 @@ def prepare_optimizers(
                 f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
                 f"parameters of {type(module).__name__}; pass it self.parameters()."
             )
+    _check_attached(schedulers, optimizers)
     if module.automatic_optimization:
         _check_apart(optimizers, names, module)
     else:
@@ -324,6 +328,24 @@ def prepare_optimizers(
         for optimizer in optimizers
     ]
     return prepared, entries, schedulers
+
+
+def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
+    """Refuse a schedule whose optimizer is not trained: its learning rates would change nothing.
+
+    Raises:
+        ValueError: There is one.
+    """
+    trained = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    for entry in schedulers:
+        scheduled = getattr(entry.scheduler, "optimizer", None)
+        # Groups, not optimizers: one that wraps another shares them with it.
+        if isinstance(scheduled, Optimizer) and trained.isdisjoint(map(id, scheduled.param_groups)):
+            raise ValueError(
+                f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
+                f"{type(scheduled).__name__} that it did not return, whose learning rates nobody "
+                "uses: make the scheduler with the optimizer that you return."
+            )
 
 
 def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:

@@ -72,6 +72,7 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase.name, None)
+        metrics.begin_epoch_values()  # what was at hand is a batch of the training
         getattr(hooks, f"on_{phase.name}_start")()
         getattr(hooks, f"on_{phase.name}_epoch_start")()
         metrics.scope = Scope(phase.name, False)

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.meeting import meet
 from trainer.errors import Preempted
 from trainer.loops.due import refuse_missed, tell_of_missed
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
@@ -48,6 +49,8 @@ def fit(run: FitRun) -> None:
     restore_rng(run)
     metrics.scope = None  # no epoch is left that could record what is logged
     run.in_boundary = True
+    if run.world_size > 1:
+        meet("on_train_end")  # one that has decided to stop alone waits here, and is told for whom
     run.asked.make(run.world_size)
     hooks.on_train_end()
     if counters.global_step > run.last_logged:

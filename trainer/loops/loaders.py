@@ -15,7 +15,7 @@ from trainer.loops.lengths import apply_limit
 from trainer.loops.settings import Settings
 from trainer.misspelt import tell_of_misspelt
 from trainer.module import TrainModule
-from trainer.ported import refuse_step_signature, refuse_uncalled
+from trainer.ported import refuse_signature, refuse_step_signature, refuse_uncalled
 
 # what a phase needs of the module, and where its data may come from
 _STEPS = {
@@ -24,6 +24,17 @@ _STEPS = {
     "test": ("test_step", "test_dataloader", "dataloaders"),
     "predict": ("predict_step", "predict_dataloader", "dataloaders"),
 }
+
+# what is called once a run, or so, of the module, the datamodule and the callbacks
+_RARELY_CALLED = (
+    "prepare_data",
+    "setup",
+    "teardown",
+    "configure_model",
+    "configure_optimizers",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+)
 
 
 def steps_of(stage: str, module: TrainModule) -> list[str]:
@@ -67,7 +78,7 @@ def check_module(module: Any, stage: str) -> None:
 def check_hooks(
     module: TrainModule, callbacks: Iterable[Callback], datamodule: Any, *, tells: bool
 ) -> None:
-    """Refuse hooks of Lightning's that nobody would call, and tell of names that look misspelt.
+    """Refuse hooks that cannot be called or never would be, and tell of names that look misspelt.
 
     Args:
         module: The user's.
@@ -76,13 +87,17 @@ def check_hooks(
         tells: Whether this process is the one that tells, of a run that does.
 
     Raises:
-        TypeError: There is one; the text says what to use.
+        TypeError: There is one: it takes other arguments, or is one of Lightning's that has no
+            place here; the text says what to use.
     """
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
     owners += [] if datamodule is None else [(datamodule, "datamodule", DataModule)]
     for owner, kind, base in owners:
         refuse_uncalled(owner, kind)
+        for name in _RARELY_CALLED:
+            if hasattr(base, name) and is_overridden(owner, name, base):
+                refuse_signature(getattr(owner, name), name, getattr(base, name))
         if tells:
             tell_of_misspelt(owner, base)
 
@@ -92,7 +107,18 @@ def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, An
 
     Raises:
         ValueError: There are two.
+        TypeError: The datamodule is a class, or has none of the methods of one.
     """
+    for name, value in ((argument, given), ("datamodule", datamodule)):
+        if isinstance(value, type):
+            raise TypeError(f"{name} is the class {value.__name__}; make one: {value.__name__}().")
+    methods = [name for name in vars(DataModule) if not name.startswith("_") and name != "trainer"]
+    if datamodule is not None and not any(hasattr(datamodule, name) for name in methods):
+        raise TypeError(
+            f"datamodule is {datamodule!r} of type {type(datamodule).__name__}, which has none of "
+            f"a DataModule's methods, such as {_STEPS['fit'][1]}. (Weights to load are passed by "
+            "name: ckpt_path=….)"
+        )
     if not isinstance(given, DataModule):
         return given, datamodule
     if datamodule is not None:
@@ -137,6 +163,8 @@ def find_loaders(
         given = getattr(module, hook)()
     if given is None:
         return []
+    if isinstance(given, (list, tuple)) and any(one is None for one in given):
+        raise TypeError(f"{argument} is a list with None in it; give a loader in each place.")
     if isinstance(given, (str, bytes, Mapping)):
         raise TypeError(
             f"{argument} is a {type(given).__name__}; give a DataLoader, another iterable of "
@@ -228,7 +256,7 @@ def validation_loaders(
 
 
 def check_step(stage: str, module: TrainModule, feeds: Sequence[Feed]) -> None:
-    """Refuse the step of an evaluation that does not fit the number of loaders.
+    """Refuse a step that does not fit the number of loaders.
 
     Raises:
         TypeError: It lacks ``dataloader_idx``, or insists on it.

@@ -186,6 +186,11 @@ def _start_reading(count: float | Tensor) -> Callable[[], float]:
     """
     if not isinstance(count, Tensor):
         return lambda: _checked(count)
+    if count.numel() != 1:
+        raise ValueError(
+            f"count_items returned a tensor of shape {tuple(count.shape)}; it must be one number, "
+            "for example its .sum()."
+        )
     if count.device.type == "cpu":
         return lambda: _checked(float(count))
     host = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
@@ -200,10 +205,14 @@ def _start_reading(count: float | Tensor) -> Callable[[], float]:
     return read
 
 
-def _checked(items: float) -> float:
-    if not 0 <= items < float("inf"):
-        raise ValueError(
-            f"count_items returned {items}; it must be the number of items that the loss is a "
-            "mean over: 0 or more, and finite."
-        )
-    return float(items)
+def _checked(items: Any) -> float:
+    what = (
+        f"count_items returned {items!r}; it must be the number of items that the loss is a mean "
+        "over: 0 or more, and finite."
+    )
+    if not hasattr(items, "__float__"):
+        raise TypeError(what)
+    number = float(items)
+    if not 0 <= number < float("inf"):
+        raise ValueError(what)
+    return number

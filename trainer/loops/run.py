@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -217,6 +218,7 @@ class FitRun(Run):
         monitored: See `trainer.loops.due.monitors_of`.
         last_logged: The update whose values were recorded last.
         epoch_length: Batches of all processes in the epoch at hand, None where only reading tells.
+        thread: The one that trains.
         data_ended: There is no further batch for this process in the epoch, and nobody but it can
             know: a stream is over, or a dataset has ended early.
         last_batch: In manual optimisation, for a round in which this process has none.
@@ -263,6 +265,12 @@ class FitRun(Run):
     last_logged: int = 0
     epoch_length: int | None = _UNKNOWN
     started: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+
+    @property
+    def deciding(self) -> bool:
+        """A callback is asked at a boundary, on all processes; not another thread meanwhile."""
+        return self.in_boundary and self.thread == threading.get_ident()
 
     @property
     def clock(self) -> float:

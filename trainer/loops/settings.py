@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-from callbacks import Interval
+from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
+from callbacks.monitor import Monitor
+from trainer.distributed.collectives import all_gather_object
 from trainer.loops.lengths import Length, check_limit, seconds_of
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
@@ -20,6 +23,9 @@ LIMITS = {  # the argument that limits each kind of data
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
+# what each process may have for itself: it neither decides nor changes a number
+_OF_A_PROCESS = {"deterministic", "detect_anomaly", "profile"}
+_DECIDERS = (EarlyStopping, ModelCheckpoint, SpikeDetection, Timer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,3 +166,42 @@ def _whole(name: str, value: Any, least: int, hint: str) -> None:
         raise TypeError(f"{name} is {value!r}; it must be an int ({hint}).")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")
+
+
+def refuse_differing(
+    settings: Settings, callbacks: Iterable[Callback], ckpt_path: str | os.PathLike[str] | None
+) -> None:
+    """Refuse a fit that processes are told differently, before one waits for the others in vain.
+
+    Compared is what decides how the loop goes; collective.
+
+    Raises:
+        ValueError: On all processes alike; it names the argument and what each process has.
+    """
+    own = {name: repr(value) for name, value in settings.describe().items()}
+    for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
+        own.pop(name, None)
+    deciders = [each for each in callbacks if isinstance(each, _DECIDERS)]
+    own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
+    word = ckpt_path in (None, "auto", "best", "last")  # paths may lie on disks of their own
+    own["ckpt_path"] = repr(ckpt_path) if word else "a path"
+    told = all_gather_object(own)
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each.get(name, "None") for each in told]
+        if any(value != values[0] for value in values):
+            shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise ValueError(
+                f"fit was told something else on each process, {name}: {shown}. Give all the same; "
+                "what one process has to do alone, such as writing, it does by itself."
+            )
+
+
+def _decides_by(callback: Callback) -> str:
+    """The class, with its numbers, intervals and metric."""
+    kinds = (int, float, Interval, Monitor)
+    parts = [
+        f"{name}={value if not isinstance(value, Monitor) else value.name + ' ' + value.mode}"
+        for name, value in vars(callback).items()
+        if isinstance(value, kinds) and not isinstance(value, bool) and not name.startswith("_")
+    ]
+    return f"{type(callback).__name__}({', '.join(parts)})"

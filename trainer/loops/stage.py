@@ -43,8 +43,11 @@ def stage_of(
     """
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     steps = without_batch_idx(module)
+    # Another Trainer's, if one of its hooks called this one: the module goes on there.
+    owns_data = isinstance(datamodule, DataModule)
+    outer = module.__dict__.get("_trainer"), datamodule.trainer if owns_data else None
     module.__dict__.update(steps, _trainer=trainer)
-    if isinstance(datamodule, DataModule):
+    if owns_data:
         datamodule.trainer = trainer
     status: Status = "finished"
     cause: BaseException | None = None
@@ -76,11 +79,11 @@ def stage_of(
         errors = _errors_of(tear_down)
         cause = cause or next(iter(errors), None)
         errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
-        module.__dict__["_trainer"] = None
+        module.__dict__["_trainer"] = outer[0]
         for step in steps:
             module.__dict__.pop(step, None)
-        if isinstance(datamodule, DataModule):
-            datamodule.trainer = None
+        if owns_data:
+            datamodule.trainer = outer[1]
         if errors and status == "finished":  # else something is on its way up already
             raise errors.pop(0)
         for other in errors:

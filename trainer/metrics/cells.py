@@ -119,6 +119,22 @@ def weight_of(name: str, batch_size: float) -> float:
     return float(batch_size)
 
 
+def value_of_call(name: str, metric: Any) -> Value:
+    """What the latest call of a metric object returned: its value for that batch alone.
+
+    Raises:
+        ValueError: It was not called, so that only what it has taken in altogether is known.
+    """
+    value = getattr(metric, "_forward_cache", None)  # torchmetrics gives it no other name
+    if value is None:
+        raise ValueError(
+            f"log({name!r}, on_step=True) was given a {type(metric).__name__} that has no value of "
+            "this step alone, but one of all that it has taken in: call it, metric(preds, target), "
+            "in place of metric.update, or leave on_step out for its value of the epoch."
+        )
+    return scalar(name, value)
+
+
 def scalar(name: str, value: Any) -> Value:
     """The value without its graph.
 

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from trainer.errors import MetricError, choose
-from trainer.metrics.cells import EMPTY, KINDS, Cell, Cells, Kind, Scope, Value, scalar, weight_of
+from trainer.metrics.cells import (
+    EMPTY,
+    KINDS,
+    Cell,
+    Cells,
+    Kind,
+    Scope,
+    Value,
+    scalar,
+    value_of_call,
+    weight_of,
+)
 from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
@@ -60,6 +71,8 @@ class MetricStore:
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
         self._shown: dict[str, Tensor] = {}
+        self._objects_shown: set[str] = set()  # metric objects that the bar shows
+        self._stepwise: dict[str, Any] = {}  # those logged on steps, which keep what they took in
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -129,10 +142,13 @@ class MetricStore:
             value = scalar(name, value)
         weight = self.items if batch_size is None else weight_of(name, batch_size)
         for place in places:
-            if is_object:
-                self._keep_object(place, value)
-            else:
+            if not is_object:
                 self._keep(place, value, weight, reduce, prog_bar)
+            elif place.cells is self.step:
+                self._keep(place, value_of_call(name, value), weight, "mean", prog_bar)
+                self._stepwise[name] = value
+            else:
+                self._keep_object(place, value, prog_bar)
 
     def _find_places(
         self,
@@ -187,9 +203,11 @@ class MetricStore:
             value = value.to(self._dtype)
         cell.add(value, weight)
 
-    def _keep_object(self, place: _Place, value: Any) -> None:
+    def _keep_object(self, place: _Place, value: Any, prog_bar: bool) -> None:
         cells, key = place
         self.names.add(_told(key))
+        if prog_bar:
+            self._objects_shown.add(key)
         if self._world_size > 1 and not hasattr(value, "sync_on_compute"):
             raise TypeError(
                 f"The metric {key!r} is a {type(value).__name__}, which cannot combine the "
@@ -216,10 +234,15 @@ class MetricStore:
         cells = self.epoch(phase)
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
+        shown += self._objects_shown.intersection(cells.objects)
         self._kept.update({_told(name): values[name] for name in shown if name in values})
         for name, kind in self._reduction.pairs(cells):
             if kind == "object":
                 cells.known[name].reset()
+        if phase == "train":
+            for metric in self._stepwise.values():
+                metric.reset()
+            self._stepwise.clear()
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()

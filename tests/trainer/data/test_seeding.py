@@ -387,3 +387,46 @@ def test_a_dataset_is_asked_by_the_very_keys_of_its_sampler():
     assert len({batch[2] for batch in alone}) == len(KEYS)
     assert found(1) == [alone]
     assert found(0, world_size=2) == [alone[0::2], alone[1::2]]
+
+
+class Epochs(Dataset):
+    """Every sample is the epoch that the dataset stands in."""
+
+    epoch = told = 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, key):
+        return self.epoch, self.told
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        self.told += 1
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"batch_size": 2, "shuffle": True},
+        {"batch_size": None, "sampler": range(2)},
+        {"batch_size": None, "sampler": ["a", "b"]},
+    ],
+)
+def test_a_dataset_hears_of_the_epoch_in_workers_that_stay(how):
+    def seen(*epochs, **workers):
+        feed = Feed(DataLoader(Epochs(), collate_fn=itself, **how, **workers))
+        found = []
+        for epoch in epochs:
+            feed.set_epoch(epoch)
+            found.append([each.batch for each in feed.rounds()])
+        feed.close()
+        return found
+
+    expected = seen(3, 4, 6)
+    assert [set(found[0]) if how["batch_size"] else {found[0]} for found in expected] == [
+        {(3, 1)},
+        {(4, 2)},
+        {(6, 3)},
+    ]
+    assert seen(3, 4, 6, num_workers=1, persistent_workers=True) == expected

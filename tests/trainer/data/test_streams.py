@@ -301,6 +301,10 @@ def test_loaders_of_every_kind_go_on(workers, options):
 def test_workers_that_would_stay_begin_every_epoch_afresh():
     seen = assert_resumes(lambda: loader(Onward(), num_workers=2, persistent_workers=True), limit=3)
     assert {item[2] for _, _, batch, _ in seen for item in batch} == {0, 1, 2}  # set_epoch arrived
+    # Without a state too: the workers of a resumed run would know an epoch that others did not.
+    staying = {"num_workers": 1, "persistent_workers": True}
+    seen = assert_resumes(lambda: loader(Plain(), **staying), limit=2, epochs=2)
+    assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
 
 
 @pytest.mark.parametrize("limit", [None, 4, 1])

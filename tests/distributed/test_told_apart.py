@@ -1,0 +1,133 @@
+"""Processes that are told different things: refused on all before one waits in vain."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+from tests.helpers.ranks import RankError
+from trainer import PartialState, Trainer, TrainModule
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[:, 0].tolist()
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(told, ckpt_path=(None, None)):
+    """A fit of which each of two processes is told its own; the samples that it saw."""
+    rank = PartialState(cpu=True).process_index
+    arguments = {"max_epochs": 2, "project_dir": "run", "progress_bar": False, "cpu": True}
+    trainer = Trainer(**(arguments | told[rank]))
+    module = Line()
+    samples = torch.arange(16.0)[:, None].expand(16, 2)
+    trainer.fit(module, DataLoader(samples, 2, shuffle=True), ckpt_path=ckpt_path[rank])
+    return module.seen[: len(module.seen) // 2]  # of the first epoch
+
+
+@pytest.mark.parametrize(
+    ("told", "name", "values"),
+    [
+        (({"max_epochs": 2}, {"max_epochs": 3}), "max_epochs", ("2", "3")),
+        (({}, {"max_steps": 4}), "max_steps", ("None", "4")),
+        (({}, {"max_grad_norm": 1.0}), "max_grad_norm", ("None", "1.0")),
+        (({"seed": 1}, {"seed": 2}), "seed", ("1", "2")),  # of the order of the data
+        (({"log_every": 2}, {"log_every": 3}), "log_every", ("'2 steps'", "'3 steps'")),
+        (
+            (
+                {"max_epochs": None, "max_time": "1 hour"},
+                {"max_epochs": None, "max_time": "2 hours"},
+            ),
+            "max_time",
+            ("'1 hour'", "'2 hours'"),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_differ_are_named_on_all(ranks2, told, name, values):
+    with pytest.raises(RankError) as error:
+        ranks2(fit, told)
+    assert sorted(error.value.failures) == [0, 1]
+    for text in error.value.failures.values():
+        assert f"{name}: rank 0: {values[0]}; rank 1: {values[1]}." in text
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "shown"),
+    [
+        (lambda: ModelCheckpoint(every=2), lambda: Timer(None), "ModelCheckpoint(every=2 steps"),
+        (
+            lambda: ModelCheckpoint(every=2),
+            lambda: ModelCheckpoint(every=3),
+            "ModelCheckpoint(every=3 steps",
+        ),
+        (
+            lambda: EarlyStopping("loss"),
+            lambda: EarlyStopping("loss", mode="max"),
+            "EarlyStopping(monitor=loss max",
+        ),
+    ],
+    ids=["one alone", "interval", "mode"],
+)
+def test_callbacks_that_decide_otherwise_are_named_on_all(ranks2, own, others, shown):
+    def run():
+        rank = PartialState(cpu=True).process_index
+        callbacks = {"callbacks": [(own, others)[rank]()]}
+        fit((callbacks, callbacks))
+
+    with pytest.raises(RankError) as error:
+        ranks2(run)
+    assert sorted(error.value.failures) == [0, 1]
+    for text in error.value.failures.values():
+        assert (
+            "ValueError: fit was told something else on each process, callbacks that save" in text
+        )
+        assert shown in text
+
+
+def test_another_place_to_go_on_from_is_named_on_all(ranks2):
+    with pytest.raises(RankError) as error:
+        ranks2(fit, ({}, {}), ("auto", None))
+    assert sorted(error.value.failures) == [0, 1]
+    for text in error.value.failures.values():
+        assert "ckpt_path: rank 0: 'auto'; rank 1: None." in text
+
+
+class Look(Callback):
+    def __init__(self, every):
+        self.every = every
+
+
+def test_what_each_process_may_have_for_itself_passes(ranks2):
+    """Its folder, its generators, how loud it is, when its time is over, callbacks that look on."""
+
+    def run():
+        rank = PartialState(cpu=True).process_index
+        torch.manual_seed(rank)
+        own = {
+            "callbacks": [EarlyStopping("loss", verbose=rank == 0), *[Look(2)] * rank],
+            "project_dir": Path(f"run-{rank}"),
+            "progress_bar": rank == 0,
+            "deterministic": rank == 0,
+            "max_time": timedelta(hours=1, microseconds=rank),
+            "checkpointing": False,
+        }
+        own["callbacks"][0].on_boundary = lambda *_: None  # its metric never comes
+        return fit((own, own))
+
+    first, second = ranks2(run)
+    assert sorted(first + second) == list(range(16))  # the order is that of rank 0

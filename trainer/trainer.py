@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -32,6 +33,7 @@ from trainer.configuration import (
     ProjectConfiguration,
 )
 from trainer.data.loader import Feed
+from trainer.distributed.watchdog import watched
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops import assemble
@@ -1054,6 +1056,7 @@ class Trainer:
         self._datamodule = datamodule
         settings = self._parts.settings
         with (
+            watched(partial(self._place, name)),
             deterministic(settings.deterministic),
             detecting_anomalies(settings.detect_anomaly and name == "fit"),
             stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish) as hooks,
@@ -1065,6 +1068,10 @@ class Trainer:
             ),
         ):
             yield hooks
+
+    def _place(self, stage: str) -> str:
+        run = self._run
+        return f"{stage}, outside its loop" if run is None else run.place(stage)
 
     def _profiling(self, stage: str) -> AbstractContextManager[Begin]:
         """Around everything that a run does, so that its table is the last thing that it says."""

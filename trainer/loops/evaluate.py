@@ -112,6 +112,7 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
             rounds_here += not current.ended
             if not current.present:
                 continue
+            run.batch_idx = batch_idx
             batch, items = items_of(current)
             run.metrics.begin_batch(items, suffix)
             where = (batch_idx, index) if several else (batch_idx,)

@@ -33,7 +33,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     (micro,) = window
     batch, items = items_of(micro)
-    batch_idx = counters.rounds
+    batch_idx = run.batch_idx = counters.rounds
     steps = sum(optimizer.steps for optimizer in run.optimizers)
     outputs: Any = None
     metrics.scope = TRAIN_STEP

@@ -58,6 +58,7 @@ def predict_feed(
             rounds_here += not current.ended
             if not current.present:
                 continue
+            run.batch_idx = batch_idx
             batch = current.batch
             where = (batch_idx, index) if several else (batch_idx,)
             run.hooks.on_predict_batch_start(batch, *where)

@@ -132,6 +132,7 @@ class Run:
         rank: This one.
         counters: Where the fit stands; all zero outside one.
         eval_lengths: Batches of each loader in the evaluation at hand, over all processes.
+        batch_idx: The number of the batch at hand, as its step receives it.
         sanity_checking: The evaluation at hand is the trial before training.
         datamodule: The user's, or None.
         timing: Told what is no call of the objects above; see `trainer.loops.timing`.
@@ -147,6 +148,7 @@ class Run:
     rank: int = 0
     counters: Counters = field(default_factory=Counters)
     eval_lengths: list[int | None] = field(default_factory=list)
+    batch_idx: int = 0
     sanity_checking: bool = False
     datamodule: Any = None
     timing: Timing = field(default_factory=Untimed)
@@ -165,6 +167,14 @@ class Run:
         """A step of the user's module in which the engine has no part."""
         step: Callable[..., Any] = getattr(self.module, name)
         return step
+
+    def place(self, stage: str) -> str:
+        """Where this process is, for people; asked by another thread.
+
+        Args:
+            stage: fit, validate, test or predict.
+        """
+        return f"{stage}, batch {self.batch_idx}"
 
     def told_to_end(self, round_idx: int) -> bool:
         """Whether to abandon the evaluation at hand before this round, alike on all processes."""
@@ -276,6 +286,14 @@ class FitRun(Run):
     def clock(self) -> float:
         """Training time of the whole run by this process's clock, in seconds."""
         return self.counters.seconds + time.monotonic() - self.started
+
+    def place(self, stage: str) -> str:
+        """See `Run.place`."""
+        scope, counters = self.metrics.scope, self.counters
+        where = f"{stage}, epoch {counters.epoch}, step {counters.global_step}"
+        if scope is not None and scope.phase != "train":
+            return f"{where}, {scope.phase} batch {self.batch_idx}"
+        return f"{where}, batch {self.batch_idx}"
 
     def own_tally(self, items: float, bad_losses: float | Tensor = 0.0) -> Tally:
         """What this process tells the others about its window."""

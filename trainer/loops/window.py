@@ -43,7 +43,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         batch, items = items_of(micro)
         if run.weighting.reference is None:
             run.weighting.reference = broadcast_object(items) or 1.0
-        batch_idx = counters.rounds
+        batch_idx = run.batch_idx = counters.rounds
         outputs: Any = None
         loss: Tensor | None = None
         seen: Tensor | None = None

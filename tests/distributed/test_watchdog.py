@@ -1,0 +1,220 @@
+"""A process that the others wait for is named with where it is, while they still wait."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import uuid
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from trainer import PartialState, Trainer, TrainModule
+from trainer.distributed import watchdog
+from trainer.distributed.watchdog import Note, complaint, watched
+
+
+class Line(TrainModule):
+    """Stands still once, at a place of its choice."""
+
+    def __init__(self, place, stand):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.place, self.stand = place, stand
+
+    def at(self, place, batch_idx=None):
+        if (place, batch_idx) == self.place:
+            self.stand()
+
+    def training_step(self, batch, batch_idx):
+        self.at("train", batch_idx)
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.at("validation", batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        self.at("predict", batch_idx)
+        return batch
+
+    def setup(self, stage):
+        self.at("setup")
+
+    def on_train_epoch_end(self):
+        self.at("epoch end")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Listener(logging.Handler):
+    """Keeps what the log says, and calls back at the first word."""
+
+    def __init__(self, heard):
+        super().__init__()
+        self.texts, self.heard = [], heard
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+        self.heard()
+
+
+@contextmanager
+def listening(heard):
+    listener, logger = Listener(heard), logging.getLogger(watchdog.__name__)
+    logger.addHandler(listener)
+    before, watchdog._PATIENCE = watchdog._PATIENCE, 0.6
+    try:
+        yield listener.texts
+    finally:
+        watchdog._PATIENCE = before
+        logger.removeHandler(listener)
+
+
+def stalled(place, how="stand", stage="fit"):
+    """What the log of each process says while the last one stands still, until it is said."""
+    rank, size = PartialState(cpu=True).process_index, dist.get_world_size()
+    store = dist.group.WORLD.get_group_store()
+    name = [f"said/{uuid.uuid4()}", os.getpid()]
+    names = [None] * size
+    dist.all_gather_object(names, name)
+    key, stander = names[0][0], names[-1][1]
+
+    def heard():
+        if how == "stop":
+            os.kill(stander, signal.SIGCONT)
+        store.set(key, "said")
+
+    def stand_here():
+        if rank != size - 1:
+            return
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        store.wait([key], timedelta(seconds=50))
+
+    settings = {"max_epochs": 1, "progress_bar": False, "cpu": True, "num_sanity_val_steps": 0}
+    trainer = Trainer(project_dir="run", checkpointing=False, **settings)
+    loader = DataLoader(torch.zeros(6 * size, 1), 1)
+    with listening(heard) as texts:
+        if stage == "fit":
+            trainer.fit(Line(place, stand_here), loader, loader)
+        else:
+            getattr(trainer, stage)(Line(place, stand_here), loader)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("place", "stage", "where"),
+    [
+        (("train", 2), "fit", "fit, epoch 0, step 2, batch 2"),
+        (("validation", 3), "fit", "fit, epoch 0, step 6, validation batch 3"),
+        (("epoch end", None), "fit", "fit, epoch 0, step 6"),
+        (("setup", None), "fit", "fit, outside its loop"),
+        (("predict", 1), "predict", "predict, batch 1"),
+    ],
+)
+def test_a_process_that_stands_still_is_named_with_its_place_and_stack(ranks2, place, stage, where):
+    first, second = ranks2(stalled, place, "stand", stage)
+    assert second == []  # the one who waits speaks
+    assert first[0].startswith("rank 0 has waited for ")
+    assert f"\nrank 1 has been in {where}" in first[0]
+    assert first[0].count("in stand_here") == 1
+    assert "store.wait([key]" in first[0]
+
+
+def test_a_process_that_gives_no_sign_is_named(ranks2):
+    first, _ = ranks2(stalled, ("train", 1), "stop")
+    assert "\nrank 1 gives no sign; it was last in fit, " in first[0]
+
+
+def test_of_several_who_wait_one_speaks(ranks3):
+    first, *others = ranks3(stalled, ("train", 1))
+    assert others == [[], []]
+    assert first[0].startswith("ranks 0, 1 have waited for ")
+    assert " seconds, in fit, epoch 0, step 1, batch 1:\nrank 2 has been in fit, " in first[0]
+
+
+def test_a_process_that_has_not_come_is_named(ranks2):
+    def alone():
+        store = dist.group.WORLD.get_group_store()
+        key = f"said/{os.getppid()}/{dist.get_world_size()}"
+        with listening(lambda: store.set(key, "said")) as texts:
+            if dist.get_rank() == 1:
+                store.wait([key], timedelta(seconds=50))
+            with watched(lambda: "here"):
+                dist.barrier()
+        store.delete_key(key) if dist.get_rank() == 0 else None
+        return texts
+
+    first, second = ranks2(alone)
+    assert "rank 1 is not in this run: it has ended it, or not begun." in first[0]
+    assert second == []
+
+
+def test_a_run_that_goes_on_is_left_alone(ranks2):
+    def fit():
+        with listening(lambda: None) as texts:
+            settings = {"max_epochs": 2, "progress_bar": False, "cpu": True}
+            trainer = Trainer(project_dir="run", checkpointing=False, **settings)
+            threads = []
+            module = Line(("train", 3), lambda: threads.extend(threading.enumerate()))
+            trainer.fit(module, DataLoader(torch.zeros(12, 1), 1))
+        names = [thread.name for thread in threads]
+        left = [thread.name for thread in threading.enumerate()]
+        return texts, names.count("cadence-watchdog"), left.count("cadence-watchdog")
+
+    assert ranks2(fit) == [([], 2, 0)] * 2  # one in each epoch
+
+
+def test_one_process_needs_none():
+    with watched(lambda: "here"):
+        assert "cadence-watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+HERE = Note("step 3", True, 31.0, True, "  in backward\n", 9)
+BUSY = Note("step 3", True, 31.0, False, "  in read\n", 9)
+
+
+def test_who_is_slow_but_goes_on_is_not_blamed():
+    slow = BUSY._replace(seconds=14.0, stack="")
+    assert complaint(0, [HERE, slow], set(), 30.0) is None
+    assert complaint(0, [HERE, slow._replace(seconds=15.0)], set(), 30.0) is not None
+
+
+def test_the_first_who_waits_speaks():
+    assert complaint(1, [BUSY, HERE, HERE], set(), 30.0) == (
+        "ranks 1, 2 have waited for 31 seconds, in step 3:\n"
+        "rank 0 has been in step 3 for 31 seconds:\n  in read\n"
+    )
+    assert complaint(2, [BUSY, HERE, HERE], set(), 30.0) is None
+    text = complaint(2, [BUSY, HERE, HERE], {1}, 30.0)  # which cannot
+    assert text is not None
+    assert "rank 1 gives no sign; it was last in step 3." in text
+
+
+def test_processes_that_all_wait_are_told_of_later():
+    assert complaint(0, [HERE, HERE], set(), 30.0) is None
+    late = HERE._replace(seconds=120.0)
+    assert complaint(0, [late, late._replace(place="step 4")], set(), 30.0) == (
+        "No process has gone on for 120 seconds:\n"
+        "rank 0 is in step 3:\n  in backward\n\nrank 1 is in step 4:\n  in backward\n"
+    )
+    assert complaint(1, [late, late], set(), 30.0) is None
+
+
+def test_the_patience_is_less_than_the_groups_limit(ranks2):
+    def patience():
+        watching = watchdog._Watchdog(lambda: "here")
+        limit = dist.group.WORLD.get_group_store().timeout.total_seconds()
+        return watching._patience, min(30.0, limit / 4)
+
+    for found, expected in ranks2(patience):
+        assert found == expected

@@ -21,7 +21,7 @@ from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.optim.optimizer import parameters_of
 from trainer.ported import NO_LOGGER, Refused, log_arguments
-from trainer.tree import find_batch_size, map_tree, to_device
+from trainer.tree import count_samples, map_tree, to_device
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -352,7 +352,8 @@ class TrainModule(nn.Module):
         A language model returns the number of tokens that count. Micro-batches and processes are
         weighted by it.
         """
-        return find_batch_size(batch) or 1
+        samples = count_samples(batch)
+        return 1 if samples is None else samples
 
     def transfer_batch_to_device(
         self,

@@ -243,3 +243,15 @@ def find_batch_size(tree: Any) -> int | None:
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
     return None
+
+
+def count_samples(tree: Any) -> int | None:
+    """The length of the first dimension of the first tensor that has one; None if nothing tells.
+
+    Nothing tells either where that tensor has no row and others have: it is a part of a sample,
+    such as the boxes in an image.
+    """
+    found = find_batch_size(tree)
+    if found == 0 and any(isinstance(t, Tensor) and t.ndim > 0 and len(t) for t in leaves(tree)):
+        return None
+    return found

@@ -283,3 +283,47 @@ def test_an_optimizers_parameters_are_the_modules():
     with pytest.raises(ValueError, match=r"shapes \(3,\), that Growing does not have.*Parameter"):
         quiet_trainer(max_epochs=1).fit(module, DataLoader(TensorDataset(points())))
     assert torch.equal(module.hidden[0], torch.ones(3, dtype=DOUBLE))  # nothing was updated
+
+
+class Mean(TrainModule):
+    """The mean of squares of what comes last in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.line = nn.Linear(1, 1, dtype=DOUBLE)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.line(batch[-1]).square().mean()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(batches: list[list[int]], accumulation: int, boxes: int | None) -> list[Tensor]:
+    """The weights, the samples seen and the epoch's loss of `Mean`."""
+
+    def collate(samples: list[Tensor]) -> list[Tensor]:
+        x = torch.stack(samples) if samples else torch.zeros(0, 1, dtype=DOUBLE)
+        return [x] if boxes is None else [torch.zeros(boxes, 4), x]
+
+    module = Mean()
+    trainer = quiet_trainer(max_epochs=1, gradient_accumulation_steps=accumulation)
+    data: Any = torch.arange(6.0, dtype=DOUBLE)[:, None]
+    trainer.fit(module, DataLoader(data, batch_sampler=batches, collate_fn=collate))
+    seen = torch.tensor(trainer.samples_seen)
+    return [*module.state_dict().values(), seen, trainer.callback_metrics["loss"]]
+
+
+def test_a_batch_without_samples_counts_for_nothing() -> None:
+    whole = fitted([[0, 1, 2, 3]], 1, None)
+    torch.testing.assert_close(fitted([[0], [], [1, 2, 3]], 3, None), whole, **EXACT)
+    apart = fitted([[0, 1], [2, 3]], 1, None)
+    torch.testing.assert_close(fitted([[0, 1], [], [2, 3]], 1, None), apart, rtol=0, atol=0)
+
+
+def test_a_batch_whose_first_tensor_is_no_row_a_sample_counts_for_its_samples() -> None:
+    expected = fitted([[0, 1], [2, 3, 4]], 2, None)
+    torch.testing.assert_close(fitted([[0, 1], [2, 3, 4]], 2, 0), expected, rtol=0, atol=0)

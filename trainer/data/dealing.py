@@ -13,7 +13,7 @@ from itertools import chain, cycle, islice
 from typing import Any, Protocol, TypeVar
 
 from trainer.data.batches import completed, concatenate, length, samples_in, take
-from trainer.tree import find_batch_size
+from trainer.tree import count_samples
 
 P = TypeVar("P")
 
@@ -66,8 +66,9 @@ class Samples:
     """Batches that a stream gives: trees whose tensors have a row for each sample."""
 
     def count(self, batch: Any) -> int:
-        """Rows of its first tensor; 1 if there is none."""
-        return find_batch_size(batch) or 1
+        """See `count_samples`; 1 where nothing tells."""
+        samples = count_samples(batch)
+        return 1 if samples is None else samples
 
     length = staticmethod(length)
     take = staticmethod(take)

@@ -20,7 +20,7 @@ from trainer.data.stateful import Item, Place
 from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
 from trainer.rng import mix
-from trainer.tree import find_batch_size, leaves
+from trainer.tree import count_samples, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -410,9 +410,9 @@ def _samples_in(batch: Any, indices: int) -> int:
     Fewer than its indices if the ``collate_fn`` left some out. More is no number of samples: the
     first dimension is then another, as for graphs laid end to end.
     """
-    found = find_batch_size(batch)
+    found = count_samples(batch)
     if not indices:  # a ready-made batch
-        return found or 1
+        return 1 if found is None else found
     return indices if found is None else min(found, indices)
 
 

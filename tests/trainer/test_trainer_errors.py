@@ -408,6 +408,7 @@ LOSSES = [
     (lambda self, x: self.layer(x), ValueError, ["(2, 1)", "loss.mean()"]),
     (lambda self, x: self.layer(x).mean().detach(), ValueError, ["without a graph", "detached"]),
     (lambda self, x: torch.zeros(()), ValueError, ["without a graph", "frozen"]),
+    (lambda self, x: self.layer(x).mean() * 1j, ValueError, ["torch.complex64", ".real"]),
 ]
 
 
@@ -708,6 +709,17 @@ def test_a_word_for_a_checkpoint_needs_a_folder_to_look_in(word):
         ValueError,
         f"ckpt_path='{word}'",
         "project_dir",
+    )
+
+
+@pytest.mark.parametrize("entry", ["fit", "validate", "predict"])
+@pytest.mark.parametrize("path", [True, 3])
+def test_what_is_no_path_of_a_checkpoint(entry, path):
+    fails(
+        lambda: getattr(make(), entry)(Net(), loader(), ckpt_path=path),
+        TypeError,
+        f"ckpt_path is {path!r} of type {type(path).__name__}",
+        "'auto'",
     )
 
 

@@ -119,11 +119,17 @@ class Project:
         return self.folder / "logs"
 
     def check_ckpt_path(self, ckpt_path: Any) -> None:
-        """Refuse ``"auto"`` and its like where there is no fixed folder to look in.
+        """Refuse what names no checkpoint, and words where there is no fixed folder to look in.
 
         Raises:
+            TypeError: It is neither None nor a text or path.
             ValueError: The folder would be a new one.
         """
+        if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
+            raise TypeError(
+                f"ckpt_path is {ckpt_path!r} of type {type(ckpt_path).__name__}; it is None, the "
+                "folder of a checkpoint, 'last', 'best' or 'auto'."
+            )
         if ckpt_path in _WORDS and not self._fixed and not self.checkpoints.exists():
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "

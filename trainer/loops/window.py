@@ -96,7 +96,7 @@ def loss_of(outputs: Any) -> Tensor:
 
     Raises:
         TypeError: It is not a tensor, or a dict with one under ``"loss"``.
-        ValueError: It has several elements, or no graph to go back through.
+        ValueError: It has several elements, no graph to go back through, or is complex.
     """
     loss = outputs
     if isinstance(outputs, dict):
@@ -121,6 +121,11 @@ def loss_of(outputs: Any) -> Tensor:
             "training_step returned a loss without a graph: nothing that it was computed from "
             "requires a gradient. Was it detached, taken with .item(), computed under no_grad, or "
             "are all parameters frozen?"
+        )
+    if loss.is_complex():
+        raise ValueError(
+            f"training_step returned a loss of {loss.dtype}; it must be a real number, for example "
+            "its .abs() or .real."
         )
     return loss if loss.ndim == 0 else loss.reshape(())
 

@@ -360,8 +360,8 @@ def train_on(model: nn.Module, first: int, last: int) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_a_model_prepared_anew_half_way_goes_on_to_the_last_bit(ranks3):
-    """DDP arranges gradients anew, once: another order is another sum, of three or more."""
+def test_a_model_prepared_anew_half_way_goes_on_to_the_last_bit(ranks2):
+    """Of two, there is one sum only, in whatever order DDP arranges gradients."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -374,10 +374,28 @@ def test_a_model_prepared_anew_half_way_goes_on_to_the_last_bit(ranks3):
         resumed = train_on(prepare(copy.deepcopy(half)), 3, 6)
         return all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
-    assert ranks3(run) == [True] * 3
+    assert ranks2(run) == [True] * 2
 
 
-def test_preparing_calls_no_hooks_of_the_users_and_leaves_gradients(ranks2):
+def test_what_is_prepared_is_left_to_ddp(ranks2):
+    """It finds the order of the backward pass itself, and may yet be told of a static graph."""
+
+    def run() -> list[int]:
+        called: list[int] = []
+        model = Net()
+        weight = model.left.weight
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: called.append(1))
+        prepared = prepare(model)
+        prepared._set_static_graph()
+        prepared(rows(dist.get_rank(), 0)).sum().backward()
+        return called
+
+    assert ranks2(run) == [[1]] * 2
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_preparing_calls_no_hooks_of_the_users_and_leaves_gradients(ranks2, views):
     """A hook may be an update, which a gradient of zero would decay by its momentum."""
 
     def run() -> tuple[list[str], list[str], bool, list[str]]:
@@ -385,10 +403,11 @@ def test_preparing_calls_no_hooks_of_the_users_and_leaves_gradients(ranks2):
         model = Net()
         handle = model.left.weight.register_hook(lambda gradient: called.append("gradient"))
         model.left.bias.register_post_accumulate_grad_hook(lambda weight: called.append("done"))
-        kept = model.right.weight.grad = torch.ones_like(model.right.weight)
-        prepared = prepare(model)
+        model.right.weight.grad = torch.ones_like(model.right.weight)
+        kwargs = DistributedDataParallelKwargs(comm_hook="power_sgd", gradient_as_bucket_view=views)
+        prepared = prepare(model, ddp_kwargs=kwargs)
         before = [*called]
-        same = model.right.weight.grad is kept and model.left.weight.grad is None
+        same = model.left.weight.grad is None and bool((model.right.weight.grad == 1).all())
         prepared(rows(dist.get_rank(), 0)).sum().backward()
         during = sorted(called)
         handle.remove()

@@ -199,6 +199,7 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
     except RuntimeError:  # the group's own limit is shorter, or a peer has gone
         with suppress(RuntimeError):
             _warn(operation, _waiting(store, size), size, own, failed=True)
+            store.set(_key(own), "")
         raise
     if not ended:
         with suppress(RuntimeError):

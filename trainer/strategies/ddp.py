@@ -300,24 +300,31 @@ def fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
     """Let DDP rebuild its buckets over gradients of zero, as `DataParallel` does; collective.
 
     A graph that DDP has to see first, to find unused parameters or because it is static, is left to
-    its first update. Gradients that are there stay, and the parameters' own hooks are not called:
-    they may update, as those of LOMO do.
+    its first update, and so are parameters that are updated in backward. Gradients that are there
+    stay, and hooks of the parameters are not called: they may update, as those of LOMO do.
     """
     if wrapped.find_unused_parameters or wrapped.static_graph:
         return
-    trained = [p for p in reversed(list(wrapped.parameters())) if p.requires_grad]
+    ignored = wrapped.parameters_to_ignore
+    named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]
+    trained = [parameter for name, parameter in reversed(named) if name not in ignored]
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained):
+        return
     held = [(p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in trained]
+    values = [None if p.grad is None else p.grad.clone() for p in trained]  # it may be in a bucket
     wrapped.reducer.prepare_for_forward()
     wrapped.reducer.prepare_for_backward([])
-    for parameter, zero in zip(trained, zeros_for(wrapped.module, trained), strict=True):
-        parameter.grad = None
-        parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
-        parameter.backward(zero)
-    wrapped.reducer._rebuild_buckets()
-    for parameter, (gradient, hooks, later) in zip(trained, held, strict=True):
-        parameter.grad = gradient
-        parameter._backward_hooks = hooks
-        parameter._post_accumulate_grad_hooks = later
+    try:
+        for parameter, zero in zip(trained, zeros_for(wrapped.module, trained), strict=True):
+            parameter.grad = None
+            parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
+            parameter.backward(zero)
+        wrapped.reducer._rebuild_buckets()
+    finally:
+        for parameter, (gradient, hooks, later), value in zip(trained, held, values, strict=True):
+            parameter.grad = gradient if value is None else gradient.copy_(value)
+            parameter._backward_hooks = hooks
+            parameter._post_accumulate_grad_hooks = later
 
 
 class Replicas:

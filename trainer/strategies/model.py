@@ -78,14 +78,16 @@ def _register(
 ) -> communication.Hook | None:
     """Register the communication hook; return it if what it keeps can be resumed.
 
-    The order of gradients in a bucket decides how PowerSGD leaves them out, and with three
-    processes or more how they are added up: it is fixed before, so that a resumed run has the order
-    of the one that it resumes. Of a static graph no order is known before its first update.
+    PowerSGD keeps what it leaves out by bucket: the order of gradients there is fixed before, so
+    that a resumed run has that of the one that it resumes. Of a static graph none is known before
+    its first update. Other models are left to DDP, which finds the order of their backward passes.
     """
-    ddp.fix_bucket_layout(wrapped)  # before the hook is there, which counts the updates
-    hook = communication.register(wrapped, ddp_kwargs)
     kind = "no" if ddp_kwargs is None else ddp_kwargs.comm_hook
-    return hook if kind in communication.POWER_SGD and not wrapped.static_graph else None
+    keeps = kind in communication.POWER_SGD and not wrapped.static_graph
+    if keeps:
+        ddp.fix_bucket_layout(wrapped)  # before the hook is there, which counts the updates
+    hook = communication.register(wrapped, ddp_kwargs)
+    return hook if keeps else None
 
 
 def communication_of(model: nn.Module) -> communication.Hook | None:

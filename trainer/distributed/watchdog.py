@@ -76,8 +76,8 @@ def watched(place: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         watchdog.ended.set()
-        thread.join(_PATIENCE)  # no longer: a store on a machine that is gone may not answer
         _watching.release()
+        thread.join(_PATIENCE)  # no longer: a store on a machine that is gone may not answer
 
 
 def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float) -> str | None:

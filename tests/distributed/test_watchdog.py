@@ -189,13 +189,12 @@ def test_who_is_slow_but_goes_on_is_not_blamed():
     assert complaint(0, [HERE, slow._replace(seconds=15.0)], set(), 30.0) is not None
 
 
-def test_the_first_who_waits_speaks():
+def test_who_waits_and_who_is_silent_is_told_apart():
     assert complaint(1, [BUSY, HERE, HERE], set(), 30.0) == (
         "ranks 1, 2 have waited for 31 seconds, in step 3:\n"
         "rank 0 has been in step 3 for 31 seconds:\n  in read\n"
     )
-    assert complaint(2, [BUSY, HERE, HERE], set(), 30.0) is None
-    text = complaint(2, [BUSY, HERE, HERE], {1}, 30.0)  # which cannot
+    text = complaint(2, [BUSY, HERE, HERE], {1}, 30.0)
     assert text is not None
     assert "rank 1 gives no sign; it was last in step 3." in text
 
@@ -207,7 +206,6 @@ def test_processes_that_all_wait_are_told_of_later():
         "No process has gone on for 120 seconds:\n"
         "rank 0 is in step 3:\n  in backward\n\nrank 1 is in step 4:\n  in backward\n"
     )
-    assert complaint(1, [late, late], set(), 30.0) is None
 
 
 def test_the_patience_is_less_than_the_groups_limit(ranks2):

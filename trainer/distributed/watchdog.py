@@ -84,14 +84,12 @@ def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float
     """What the log should say; None for nothing.
 
     Args:
-        own: This process's rank, which stands still.
+        own: This process's rank, the lowest of those who wait.
         notes: The latest ones of all ranks.
         silent: Those who have left no other for a while.
         patience: In seconds.
     """
     waiting = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
-    if own != min(waiting, default=None):  # one of them speaks
-        return None
     place, _, seconds, *_ = notes[own]
     others = [
         said
@@ -136,7 +134,7 @@ class _Watchdog:
         self._place, self._thread = place, threading.get_ident()
         self._looks = 0
         self._since = time.monotonic(), ""
-        self._read: deque[list[int]] = deque(maxlen=_SILENT)  # how often each had looked
+        self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # how often each had looked
         self.ended = threading.Event()
 
     def look(self) -> None:
@@ -150,11 +148,10 @@ class _Watchdog:
                 if not note.waits or note.seconds < self._patience / 2:
                     self._read.clear()
                     continue
-                notes = self._notes()
-                silent = self._silent(notes)
-                if note.seconds < speaks_at:
+                read = self._read_all()
+                if read is None or note.seconds < speaks_at:
                     continue
-                if text := complaint(self._rank, notes, silent, self._patience):
+                if text := complaint(self._rank, *read, self._patience):
                     logger.warning(text.rstrip())
                     speaks_at *= 2  # if the others are only slow, it is not said at every step
             self._leave(Note(looks=self._looks + 1))
@@ -178,16 +175,21 @@ class _Watchdog:
     def _leave(self, note: Note) -> None:
         self._store.set(self._keys[self._rank], json.dumps(note))
 
-    def _notes(self) -> list[Note]:
-        there = [self._store.check([key]) for key in self._keys]
-        return [
-            Note(*json.loads(self._store.get(key))) if known else Note()
-            for key, known in zip(self._keys, there, strict=True)
-        ]
+    def _read_all(self) -> tuple[list[Note], set[int]] | None:
+        """The notes of all ranks and those who are silent; None if a lower rank waits as well.
 
-    def _silent(self, notes: list[Note]) -> set[int]:
-        looks = [note.looks for note in notes]
-        before = self._read[0] if len(self._read) == _SILENT else [-1] * len(looks)
+        It speaks then. Else of a thousand processes each would read a thousand notes.
+        """
+        before = self._read[0] if len(self._read) == _SILENT else {}
+        looks: dict[int, int] = {}
         self._read.append(looks)
-        pairs = zip(looks, before, strict=True)
-        return {rank for rank, (number, earlier) in enumerate(pairs) if number == earlier}
+        notes, silent = [], set()
+        for rank, key in enumerate(self._keys):
+            note = Note(*json.loads(self._store.get(key))) if self._store.check([key]) else Note()
+            looks[rank] = note.looks
+            notes.append(note)
+            if before.get(rank) == note.looks:
+                silent.add(rank)
+            elif note.waits and rank < self._rank:
+                return None
+        return notes, silent

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import functools
 import io
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,10 @@ class CSVTracker(GeneralTracker):
     adds a column: the file is written anew beside the old one, which it then replaces, so that a
     reader always finds a whole table. The local record, `metrics.jsonl`, is what a run resumes
     from; this file is for reading.
+
+    Several processes may add to one table, as a fit and an evaluation do: each changes it under a
+    lock on ``.metrics.csv.lock`` beside it. Where the system has no such locks (Windows, some
+    network file systems, which a warning says) rows of two that write at once may be lost.
 
     Only a run that says that it goes on adds to a table that is there: what resumes, or evaluates,
     by a `Trainer`, and what gives a `purge_step`. Any other keeps it under another name, because
@@ -76,16 +83,16 @@ class CSVTracker(GeneralTracker):
 
     def start(self) -> None:
         """Open the table, after dropping what is logged again."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
         self._columns = ["step"]  # this object may have written another table
         purge_step = self._kept if self.purge_step is None else self.purge_step
-        if self.path.exists():
-            if purge_step is None:
-                self._set_aside()
-            else:
-                rows = [row for row in self._read() if int(row["step"] or 0) < purge_step]
-        self._write_anew(rows, self._columns)
+        with _locked(self.path):
+            if self.path.exists():
+                if purge_step is None:
+                    self._set_aside()
+                else:
+                    rows = [row for row in self._read() if int(row["step"] or 0) < purge_step]
+            self._write_anew(rows, self._columns)
         if not self._shares:
             self._last = {}
         self._kept, self._anew, self._shares = None, False, True
@@ -103,7 +110,22 @@ class CSVTracker(GeneralTracker):
             OSError: the disk refused.
         """
         row: dict[str, Any] = {"step": step, **one_level(values)}
-        at = self._opened().seek(0, os.SEEK_END)
+        if self._file is None:
+            raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
+        with _locked(self.path):
+            if not is_at(self._file, self.path):  # what is written there now would be lost
+                self._open_anew()
+            self._add(row, self._file)
+
+    def finish(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _add(self, row: dict[str, Any], file: io.FileIO) -> None:
+        step = row["step"]
+        at = file.seek(0, os.SEEK_END)
         # As texts: a row that a resumed run has read is of these. Another process may have added to
         # the table, as an evaluation does.
         same = step is not None and str(self._last.get("step")) == str(step) and at == self._end
@@ -113,13 +135,7 @@ class CSVTracker(GeneralTracker):
             rows = self._read()
             self._write_anew([*(rows[:-1] if same else rows), merged], self._columns + new)
             return
-        self._write(merged, at)
-
-    def finish(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._write(merged, at, file)
 
     def _set_aside(self) -> None:
         aside = self.path.rename(unused_name(self.path))
@@ -131,9 +147,8 @@ class CSVTracker(GeneralTracker):
                 aside.name,
             )
 
-    def _write(self, row: dict[str, Any], at: int) -> None:
+    def _write(self, row: dict[str, Any], at: int, file: io.FileIO) -> None:
         line = _line(row, self._columns)
-        file = self._opened()
         file.seek(at)
         written = file.write(line)
         if written != len(line):  # a full disk: leave no half of a row, and the one that was there
@@ -148,10 +163,13 @@ class CSVTracker(GeneralTracker):
     def _write_anew(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         """Replace the table by these rows under these columns."""
         lines = [_line(row, columns) for row in ({name: name for name in columns}, *rows)]
-        beside = self.path.with_name(f"{self.path.name}.new")
-        beside.write_bytes(b"".join(lines))
-        self.finish()
-        os.replace(beside, self.path)
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
+        try:
+            beside.write_bytes(b"".join(lines))
+            self.finish()
+            os.replace(beside, self.path)
+        finally:
+            beside.unlink(missing_ok=True)  # on a full disk
         self._file, self._columns = io.FileIO(self.path, "r+"), columns
         self._last = rows[-1] if rows else {}
         self._end = sum(map(len, lines))
@@ -169,16 +187,8 @@ class CSVTracker(GeneralTracker):
         self._columns = list(table.fieldnames or self._columns)
         return rows
 
-    def _opened(self) -> io.FileIO:
-        if self._file is None:
-            raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
-        if not is_at(self._file, self.path):  # what is written there now would be lost
-            self._open_anew()
-        return self._file
-
     def _open_anew(self) -> None:
         """Go on in the table that another process has put there, or begin one where none is."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             self._write_anew([], self._columns)
             _logger.warning(
@@ -191,6 +201,41 @@ class CSVTracker(GeneralTracker):
         if left is not None:
             left.close()
         self._read()
+        self._last = {}  # of the file that is gone, whatever is as long in this one
+
+
+@contextlib.contextmanager
+def _locked(table: Path) -> Iterator[None]:
+    """Keep other processes, and other trackers in this one, from a table.
+
+    The lock's file is opened each time and never deleted: who waits for it would have the lock of
+    another file than who comes next.
+    """
+    table.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # on Windows
+        yield
+        return
+    lock = table.with_name(f".{table.name}.lock")
+    with open(lock, "ab", buffering=0) as file, contextlib.ExitStack() as held:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Closing it is not enough: a process that was forked meanwhile has it open too.
+            held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+        except OSError as error:
+            _tell_without_lock(table, str(error))
+        yield
+
+
+@functools.cache
+def _tell_without_lock(table: Path, why: str) -> None:
+    _logger.warning(
+        "The table %s cannot be locked (%s): where another process writes it at the same time, as "
+        "an evaluation beside a fit does, rows may be lost.",
+        table,
+        why,
+    )
 
 
 def _line(row: dict[str, Any], columns: list[str]) -> bytes:

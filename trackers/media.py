@@ -73,7 +73,7 @@ def image_layout(name: str, images: Any) -> str:
 
 
 def image_bytes(images: Any) -> Any:
-    """The bytes of images that are floats in [0, 1], masks, or integers up to 255."""
+    """The bytes of images that are floats in [0, 1], masks of booleans, or integers up to 255."""
     import numpy as np
 
     array = array_of(images)
@@ -87,8 +87,8 @@ def pixels(name: str, images: Any) -> list[Any]:
 
     Args:
         name: of the images, for the error.
-        images: a tensor or an array of one image or a batch, see `image_layout`: floats in [0, 1]
-            or bytes; or a list of these.
+        images: a tensor or an array of one image or a batch, see `image_layout`: floats in
+            [0, 1], integers up to 255 or masks of booleans; or a list of these.
 
     Raises:
         ValueError: the shape is none of an image.

@@ -165,7 +165,7 @@ class TensorBoardTracker(GeneralTracker):
         Args:
             values: names and tensors or arrays of shape (height, width), (channels, height, width)
                 or (batch, channels, height, width), or the same with the channels last: floats in
-                [0, 1] or bytes.
+                [0, 1], integers up to 255 or masks of booleans.
             step: the number of optimizer updates so far.
             **kwargs: for `add_image` or `add_images`, for example `dataformats="HWC"`.
         """

@@ -1,17 +1,28 @@
 import csv
 import errno
+import fcntl
 import math
+import os
 import shutil
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
 
 from trackers import CSVTracker
 
+LOCK = ".metrics.csv.lock"
+
 
 def table(path):
     with open(path, newline="", encoding="utf-8") as text:
         return list(csv.DictReader(text))
+
+
+def files(tracker):
+    return sorted(path.name for path in tracker.path.parent.iterdir())
 
 
 @pytest.fixture
@@ -72,7 +83,7 @@ def test_a_new_name_adds_a_column(started):
     assert tracker.path.read_text() == (
         "step,loss,val/accuracy,lr\n1,1.0,,\n2,2.0,0.5,\n3,3.0,,0.1\n4,4.0,,\n"
     )
-    assert [path.name for path in tracker.path.parent.iterdir()] == ["metrics.csv"]
+    assert files(tracker) == [LOCK, "metrics.csv"]
 
 
 def test_a_resumed_run_has_no_step_twice_and_none_missing(started):
@@ -155,6 +166,135 @@ def test_a_table_that_another_process_adds_to_loses_nothing(started, caplog):
         "3,,0.7,",
     ]
     assert caplog.messages == []
+
+
+def test_a_row_that_another_process_has_put_in_the_place_of_the_last_one_stays(started, tmp_path):
+    fit, other = started(), CSVTracker("run", tmp_path)
+    fit.log({"loss": 1.0}, 1)
+    other.begin_anew()
+    other.start()
+    other.log({"loss": 7.0}, 1)
+    other.finish()
+    fit.log({"loss": 2.0}, 1)  # its table has another name, and this one is as long
+    assert fit.path.read_text() == "step,loss\n1,7.0\n1,2.0\n"
+
+
+CHUNKS, ROWS = 30, 60
+WRITER = f"""
+import sys
+from trackers import CSVTracker
+
+name, logging_dir = sys.argv[1:]
+tracker = CSVTracker("run", logging_dir)
+
+
+def start():
+    tracker.resume(None, None)
+    tracker.start()
+
+
+start()
+for chunk in range({CHUNKS}):
+    print("ready", flush=True)
+    sys.stdin.readline()  # both are in the same chunk
+    for number in range(chunk * {ROWS}, (chunk + 1) * {ROWS}):
+        if number % 150 == 10 * len(name):
+            start()
+        tracker.log({{f"{{name}}/{{chunk // 3}}": number}}, number)
+tracker.finish()
+"""
+
+
+def test_processes_that_write_at_once_lose_no_row_and_no_column(tmp_path):
+    names = ("fit", "evaluation")
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, name, tmp_path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    try:
+        for _ in range(CHUNKS):
+            assert [writer.stdout.readline() for writer in writers] == ["ready\n"] * 2
+            for writer in writers:
+                print(file=writer.stdin, flush=True)
+        assert [writer.communicate()[1] for writer in writers] == ["", ""]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    found = [
+        (row.pop("step"), {name: value for name, value in row.items() if value})
+        for row in table(tmp_path / "run/metrics.csv")
+    ]
+    for name in names:
+        mine = [one for one in found if next(iter(one[1])).startswith(name)]
+        assert mine == [
+            (str(number), {f"{name}/{number // ROWS // 3}": str(number)})
+            for number in range(CHUNKS * ROWS)
+        ]
+    assert len(found) == 2 * CHUNKS * ROWS
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "metrics.csv"]
+
+
+def test_the_lock_is_free_behind_a_record_though_a_forked_process_has_its_file(
+    started, monkeypatch
+):
+    tracker = started()
+    forked, real = [], fcntl.flock
+
+    def flock(file, operation):
+        if operation == fcntl.LOCK_EX:
+            forked.append(os.dup(file.fileno()))  # as a worker of a loader has it
+        real(file, operation)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", flock)
+        tracker.log({"loss": 1.0}, 1)
+    try:
+        with open(tracker.path.with_name(LOCK), "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        for descriptor in forked:
+            os.close(descriptor)
+    assert len(forked) == 1
+
+
+def test_who_writes_waits_for_who_has_the_lock(started):
+    tracker = started()
+    with open(tracker.path.with_name(LOCK), "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        thread = threading.Thread(target=tracker.log, args=({"loss": 1.0}, 1))
+        thread.start()
+        thread.join(0.1)
+        waited = thread.is_alive(), tracker.path.read_text()
+    thread.join()
+    assert waited == (True, "step\n")
+    assert tracker.path.read_text() == "step,loss\n1,1.0\n"
+
+
+@pytest.mark.parametrize("how", ["refused", "missing"])
+def test_where_there_are_no_locks_the_table_is_written_without(started, monkeypatch, caplog, how):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if how == "missing":
+        monkeypatch.setitem(sys.modules, "fcntl", None)
+    else:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    tracker = started()
+    tracker.log({"loss": 1.0}, 1)
+    tracker.log({"val": 2.0}, 2)
+    assert tracker.path.read_text() == "step,loss,val\n1,1.0,\n2,,2.0\n"
+    assert files(tracker) == (["metrics.csv"] if how == "missing" else [LOCK, "metrics.csv"])
+    told = [message for message in caplog.messages if "cannot be locked" in message]
+    assert caplog.messages == told
+    assert len(told) == (how == "refused")
+    assert all("No locks available" in message and "may be lost" in message for message in told)
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -242,20 +382,25 @@ def test_a_disk_without_room_for_another_column_leaves_the_table(started, monkey
     tracker = started()
     tracker.log({"loss": 1.0}, 1)
 
-    def full(*_):
+    def full(path, content):
+        assert str(os.getpid()) in path.name  # of this process alone
+        with open(path, "wb") as half:
+            half.write(content[: len(content) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             tracker.log({"val": 2.0}, 2)
+    assert files(tracker) == [LOCK, "metrics.csv"]
     tracker.log({"loss": 3.0}, 3)
     assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
 
 
-def test_it_is_opened_first():
+def test_it_is_opened_first(tmp_path):
     with pytest.raises(RuntimeError, match="start"):
-        CSVTracker("run", "logs").log({"loss": 1.0}, 1)
+        CSVTracker("run", tmp_path / "logs").log({"loss": 1.0}, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_goes_on_keeps_its_rows(tmp_path):
@@ -271,7 +416,7 @@ def test_a_run_that_goes_on_keeps_its_rows(tmp_path):
     assert lines == ["step,loss", *(f"{step},{step}" for step in range(1, 7))]
     tracker.start()  # another run: the table is kept under another name
     tracker.finish()
-    assert len(list(tracker.path.parent.iterdir())) == 2
+    assert files(tracker) == [LOCK, "metrics.1.csv", "metrics.csv"]
 
 
 def test_values_of_the_step_that_a_run_goes_on_from_share_its_row(tmp_path):

@@ -21,6 +21,7 @@ from tensorboard.plugins.hparams import (
 )
 
 from trackers import TensorBoardTracker, resolve_trackers
+from trackers.media import pixels
 
 
 @pytest.fixture
@@ -128,14 +129,18 @@ def test_masks_integers_and_floats_that_are_not_finite_are_seen_as_they_are(trac
     shown = {
         "mask": (torch.tensor([[True, False]]), [255, 0]),
         "integers": (torch.tensor([[7, 255]]), [7, 255]),
+        "classes": (torch.tensor([[1, 0]]), [1, 0]),  # as in a mask with a class 2
+        "small classes": (torch.tensor([[1, 0]], dtype=torch.uint8), [1, 0]),
         "floats": (torch.tensor([[0.5, math.nan]]), [128, 0]),
     }
     tracker.log_images({name: image for name, (image, _) in shown.items()}, 1)
     events = read(tracker)
-    for name, (_, expected) in shown.items():
+    for name, (image, expected) in shown.items():
         (event,) = events.Images(name)
         picture = Image.open(io.BytesIO(event.encoded_image_string)).convert("L")
         assert list(picture.tobytes()) == expected
+        (of_others,) = pixels(name, image)  # what W&B and Comet get
+        assert of_others.reshape(-1).tolist() == expected
 
 
 def test_who_changes_the_working_folder_leaves_the_files_where_they_are(tmp_path, monkeypatch):

@@ -305,7 +305,7 @@ def test_an_evaluation_by_itself_leaves_the_tables_of_the_training_alone():
             trainer.fit(Net(), loader(), loader(1), ckpt_path="auto")
             if folder == "run":
                 evaluate("validate", ckpt_path="last", log_with="csv")
-        tables += [path.read_text() for path in Path(folder, "logs", folder).iterdir()]
+        tables += [path.read_text() for path in Path(folder, "logs", folder).glob("*.csv")]
     assert tables[0] == tables[1]
     assert len(tables) == 2
     assert "score" in Path("run/logs/evaluations/run/metrics.csv").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
@@ -44,6 +44,15 @@ class EarlyStopping(Callback):
     Raises:
         ValueError: If an argument makes no sense; during ``fit``, if the metric is never logged.
     """
+
+    decides_by: ClassVar[tuple[str, ...]] = (  # what all processes must have alike
+        "monitor",
+        "min_delta",
+        "patience",
+        "check_finite",
+        "stopping_threshold",
+        "divergence_threshold",
+    )
 
     def __init__(
         self,

@@ -67,6 +67,16 @@ class ModelCheckpoint(Callback):
     """
 
     runs_last: ClassVar[bool] = True
+    decides_by: ClassVar[tuple[str, ...]] = (  # what all processes must have alike
+        "monitor",
+        "every",
+        "save_top_k",
+        "save_last",
+        "saves_on_preemption",
+        "save_weights_only",
+        "background",
+        "on_save_error",
+    )
 
     def __init__(
         self,

@@ -17,6 +17,16 @@ logger = logging.getLogger(__name__)
 
 Action = Literal["log", "stop"]
 _STATE = ("window_values", "num_spikes", "spikes_in_a_row", "last_spike_step", "reason")
+_STOPS_BY = (
+    "monitor",
+    "window",
+    "warmup",
+    "deviations",
+    "rtol",
+    "atol",
+    "check_finite",
+    "patience",
+)
 _SIGMA = 1.4826  # a normal distribution's standard deviation in median absolute deviations
 
 
@@ -107,6 +117,11 @@ class SpikeDetection(Callback):
         self.spikes_in_a_row = 0
         self.last_spike_step: int | None = None
         self.reason: str | None = None
+
+    @property
+    def decides_by(self) -> tuple[str, ...]:
+        """What all processes must have alike; nothing where it only writes to the log."""
+        return _STOPS_BY if self.action == "stop" else ()
 
     @property
     def state_key(self) -> str:

@@ -49,6 +49,11 @@ class Timer(Callback):
         self._elapsed = dict.fromkeys(get_args(TimedStage), 0.0)
         self._since: dict[str, float] = {}  # when the running ones were looked at last
 
+    @property
+    def decides_by(self) -> tuple[str, ...]:
+        """What all processes must have alike; nothing where it only measures."""
+        return () if self.duration is None else ("duration", "interval")
+
     def time_elapsed(self, stage: TimedStage = "train") -> float:
         """Seconds spent in a stage so far; a checkpoint keeps them.
 

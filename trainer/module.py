@@ -234,7 +234,7 @@ class TrainModule(nn.Module):
         Nothing is read from the device here. A step's value is the mean over its window of
         micro-batches; an epoch's is the mean over all items of all processes. A metric object
         (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset; on the
-        step its value is what its call returned.
+        step its value is what its call returned, of others what they compute by then.
 
         Args:
             name: The metric's name, such as ``"train/loss"``. With both `on_step` and `on_epoch`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from callbacks import Callback, EarlyStopping, ModelCheckpoint, Timer
+from callbacks import Callback, EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
 from tests.helpers.ranks import RankError
 from trainer import PartialState, Trainer, TrainModule
 
@@ -80,8 +81,48 @@ def test_arguments_that_differ_are_named_on_all(ranks2, told, name, values):
             lambda: EarlyStopping("loss", mode="max"),
             "EarlyStopping(monitor=loss max",
         ),
+        (
+            lambda: EarlyStopping("loss"),
+            lambda: EarlyStopping("loss", check_finite=False),
+            "check_finite=False",
+        ),
+        (
+            lambda: ModelCheckpoint(every=2),
+            lambda: ModelCheckpoint(every=2, on_preemption=False),
+            "saves_on_preemption=False",
+        ),
+        (
+            lambda: SpikeDetection("loss", action="log"),
+            lambda: SpikeDetection("loss", action="stop"),
+            "rank 1: SpikeDetection(monitor=loss min, window=50",
+        ),
+        (
+            lambda: Timer("1 hour", interval="step"),
+            lambda: Timer("1 hour", interval="epoch"),
+            "Timer(duration=3600.0, interval=epoch)",
+        ),
+        (
+            lambda: Timer({"seconds": 3600.001}),
+            lambda: Timer({"seconds": 3600.002}),
+            "Times that each works out for itself are never quite the same",
+        ),
+        (
+            lambda: ModelCheckpoint(every="1800.001 seconds"),
+            lambda: ModelCheckpoint(every="1800.002 seconds"),
+            "take rank 0's, seconds = trainer.utils.broadcast_object_list([seconds])[0].",
+        ),
     ],
-    ids=["one alone", "interval", "mode"],
+    ids=[
+        "one alone",
+        "interval",
+        "mode",
+        "check_finite",
+        "on_preemption",
+        "action",
+        "when the clock is looked at",
+        "time",
+        "interval of time",
+    ],
 )
 def test_callbacks_that_decide_otherwise_are_named_on_all(ranks2, own, others, shown):
     def run():
@@ -107,6 +148,24 @@ def test_another_place_to_go_on_from_is_named_on_all(ranks2):
         assert "ckpt_path: rank 0: 'auto'; rank 1: None." in text
 
 
+@pytest.mark.parametrize(
+    ("callback", "of_a_process"),
+    [
+        (EarlyStopping("loss"), {"verbose"}),
+        (ModelCheckpoint(), {"on_exception", "dirpath"}),
+        (SpikeDetection("loss", action="stop"), {"action"}),  # the others count only with "stop"
+        (Timer("1 hour"), {"verbose"}),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Callback) else "",
+)
+def test_every_argument_of_a_callback_that_saves_or_stops_is_compared(callback, of_a_process):
+    arguments = set(inspect.signature(type(callback)).parameters)
+    compared = {name.removeprefix("saves_") for name in callback.decides_by}
+    assert compared == arguments - {"mode"} - of_a_process  # which is of the monitor
+    for name in callback.decides_by:
+        getattr(callback, name)
+
+
 class Look(Callback):
     def __init__(self, every):
         self.every = every
@@ -125,9 +184,40 @@ def test_what_each_process_may_have_for_itself_passes(ranks2):
             "deterministic": rank == 0,
             "max_time": timedelta(hours=1, microseconds=rank),
             "checkpointing": False,
+            "limit_test_batches": rank + 1,
+            "limit_predict_batches": rank + 1,
         }
         own["callbacks"][0].on_boundary = lambda *_: None  # its metric never comes
         return fit((own, own))
 
     first, second = ranks2(run)
     assert sorted(first + second) == list(range(16))  # the order is that of rank 0
+
+
+class Stamped(ModelCheckpoint):
+    def __init__(self, number):
+        super().__init__(every=2)
+        self.began, self.loud = float(number), number == 0
+
+
+class Ranked(EarlyStopping):
+    def __init__(self, number):
+        super().__init__("lr")
+        self.rank = number
+
+    def on_boundary(self, trainer, module):
+        """Its metric never comes."""
+
+
+def test_what_neither_saves_nor_stops_may_be_on_one_process_alone(ranks2):
+    """Nor is it looked at what subclasses keep for themselves."""
+
+    def start(max_epochs, ckpt_path):
+        rank = PartialState(cpu=True).process_index
+        spikes = SpikeDetection("lr", action="log")
+        spikes.on_boundary = lambda *_: None
+        alone = [Timer(interval="epoch"), spikes] if rank == 0 else []
+        own = {"callbacks": [Stamped(rank), Ranked(rank), *alone], "max_epochs": max_epochs}
+        return len(fit((own, own), (ckpt_path, ckpt_path)))
+
+    assert ranks2(lambda: [start(2, None), start(3, "auto")]) == [[8, 4], [8, 4]]

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers import isolation
 from tests.numerics.running import Watch, on_processes, quiet_trainer
-from trainer import DistributedDataParallelKwargs, TrainModule
+from trainer import DistributedDataParallelKwargs, PartialState, TrainModule
 
 DOUBLE = torch.float64
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -199,59 +201,88 @@ def test_closures_have_the_mean_gradient_and_the_mean_loss(ranks, world, clips):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-9)
 
 
-def stepped_apart() -> tuple[Any, Tensor]:
-    """A closure with a number, and one with nothing, for an optimizer that calls it twice."""
+def values_of(rank: int) -> list[Any]:
+    """What closures return: four that have a mean, and four that have none."""
+    good = [0.1 + 1e-12 * rank, rank, torch.tensor([rank + 1.0]), None]
+    return [*good, {"loss": torch.tensor(1.0)}, (1.0, 2.0), torch.ones(2), torch.tensor(1)]
+
+
+def stepped_apart() -> tuple[list[Any], Tensor]:
+    """What an optimizer, or `training_step`, sees of a closure with each of these values."""
     returned: list[Any] = []
 
     class Calling(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
-            closure()
+            closure()  # it may be called as often as the optimizer likes
             returned.append(closure())
             super().step()
 
     class Module(Searching):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             optimizer = self.optimizers()
-            for value in (self.global_rank + 1.0, None):
+            for value in values_of(self.global_rank):
 
                 def closure(value: Any = value) -> Any:
                     self.zero_grad()
                     self.curve.loss(batch[0]).backward()
                     return value
 
-                optimizer.step(closure)
+                try:
+                    optimizer.step(closure)
+                except TypeError as error:
+                    returned.append(str(error))
 
         def configure_optimizers(self) -> Any:
             return Calling(self.curve.parameters(), lr=0.1)
 
     module = Module(False)
-    quiet_trainer(max_epochs=1).fit(module, DataLoader(TensorDataset(points()[:4]), batch_size=2))
+    data = DataLoader(TensorDataset(points()[: 2 * PartialState().num_processes]), batch_size=2)
+    quiet_trainer(max_epochs=1).fit(module, data)
     return returned, module.curve.net[0].weight.detach()
 
 
-def test_closures_may_return_a_number_or_nothing(ranks):
+def test_closures_return_a_loss_of_which_there_is_a_mean_or_nothing(ranks):
     (first, here), (second, there) = on_processes(ranks, 2, stepped_apart)
-    assert [None if each is None else float(each) for each in first] == [1.5, None]
+    number, whole, tensor, none, *refused = first
+    assert number == pytest.approx(0.1 + 0.5e-12, rel=0, abs=1e-16)
+    assert (whole, none) == (0.5, None)
+    torch.testing.assert_close(tensor, torch.tensor([1.5]), rtol=0, atol=0)
     assert list(map(str, first)) == list(map(str, second))
+    for text, wrong in zip(refused, values_of(0)[4:], strict=True):
+        assert "step of Calling returned" in text
+        assert f"of type {type(wrong).__name__}" in text
     torch.testing.assert_close(here, there, rtol=0, atol=0)
+
+
+def test_alone_a_closure_returns_what_its_optimizer_takes():
+    isolation.reset_trainer_state()
+    returned, _ = stepped_apart()
+    assert list(map(str, returned)) == list(map(str, values_of(0)))
 
 
 # -- parameters that come from elsewhere, and later -------------------------------------------
 
 
 class Growing(TrainModule):
-    """Gets a second part before its second epoch."""
+    """Gets a second part before its second epoch; a factor that it `hides` it trains, if asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, hides: Tensor | None = None, *, manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(6)
+        self.automatic_optimization = not manual
         self.first, self.second = nn.Linear(3, 3, dtype=DOUBLE), None
-        self.hidden = [nn.Parameter(torch.ones(3, dtype=DOUBLE))]
-        self.hides = False
+        self.hidden = [] if hides is None else [hides]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out = self.first(batch[0]) * self.hidden[0]
-        return (out if self.second is None else self.second(out)).square().mean()
+        out = self.first(batch[0])
+        for factor in self.hidden:
+            out = out * factor
+        loss = (out if self.second is None else self.second(out)).square().mean()
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
 
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
@@ -261,28 +292,186 @@ class Growing(TrainModule):
             self.optimizers().add_param_group({"params": list(self.second.parameters())})
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.parameters(), *self.hidden[: self.hides]], lr=0.1)
+        return torch.optim.SGD([*self.parameters(), *self.hidden], lr=0.1)
 
 
-def grow(batch_size: int, accumulation: int) -> dict[str, Tensor]:
-    module = Growing()
+class Exchanging(Growing):
+    """Has other parameters from its second update on, as many as before.
+
+    Args:
+        which: Those, by the beginning of their names.
+        anew: The optimizer gets a list of its own of them.
+        late: Not before the second epoch.
+    """
+
+    def __init__(self, which: str, anew: bool, late: bool) -> None:
+        super().__init__()
+        self.second = nn.Linear(3, 3, dtype=DOUBLE)
+        self.which, self.anew, self.late = which, anew, late
+
+    def on_train_epoch_start(self) -> None:
+        pass
+
+    def on_train_step_start(self) -> None:
+        if self.global_step != (2 if self.late else 1):
+            return
+        for name, parameter in list(self.named_parameters()):
+            if name.startswith(self.which):
+                part, _, last = name.rpartition(".")
+                other = nn.Parameter(torch.full_like(parameter, 0.5))
+                setattr(self.get_submodule(part), last, other)
+        group = self.optimizers().param_groups[0]
+        if self.anew:
+            group["params"] = list(self.parameters())
+        else:
+            group["params"][:] = self.parameters()
+
+
+def grow(module: TrainModule, batch_size: int, accumulation: int) -> list[Tensor]:
     trainer = quiet_trainer(
         max_epochs=2, gradient_accumulation_steps=accumulation, max_grad_norm=0.1
     )
     trainer.fit(module, DataLoader(TensorDataset(points()), batch_size=batch_size))
-    return module.state_dict()
+    return [*module.state_dict().values(), *getattr(module, "hidden", [])]
 
 
 def test_a_part_that_is_added_later_is_weighted_and_clipped_with_the_rest():
-    torch.testing.assert_close(grow(2, 3), grow(6, 1), **EXACT)
+    torch.testing.assert_close(grow(Growing(), 2, 3), grow(Growing(), 6, 1), **EXACT)
 
 
-def test_an_optimizers_parameters_are_the_modules():
-    module = Growing()
-    module.hides = True
-    with pytest.raises(ValueError, match=r"shapes \(3,\), that Growing does not have.*Parameter"):
-        quiet_trainer(max_epochs=1).fit(module, DataLoader(TensorDataset(points())))
-    assert torch.equal(module.hidden[0], torch.ones(3, dtype=DOUBLE))  # nothing was updated
+@pytest.mark.parametrize(
+    ("which", "anew", "late"),
+    [
+        ("first", False, False),
+        ("second", False, False),
+        ("second.weight", True, False),  # neither the first nor the last
+        ("second.weight", False, True),
+    ],
+)
+def test_parameters_that_are_exchanged_are_weighted_and_clipped(which, anew, late):
+    made = [grow(Exchanging(which, anew, late), *split) for split in [(2, 3), (6, 1)]]
+    torch.testing.assert_close(made[0], made[1], **EXACT)
+
+
+def factor(kind: str) -> Tensor:
+    ones = torch.ones(3, dtype=DOUBLE)
+    return nn.Parameter(ones) if kind == "parameter" else ones.requires_grad_()
+
+
+@pytest.mark.parametrize("kind", ["parameter", "tensor"])
+def test_one_process_trains_what_is_not_the_modules_and_tells_it_once(kind, caplog):
+    one, many = (Growing(factor(kind)) for _ in range(2))
+    torch.testing.assert_close(grow(many, 2, 3), grow(one, 6, 1), **EXACT)
+    assert not torch.equal(one.hidden[0], torch.ones(3, dtype=DOUBLE))
+    assert caplog.text.count("shapes (3,), that Growing does not have: no checkpoint") == 2
+    assert ("wrap it in nn.Parameter" in caplog.text) == (kind == "tensor")
+
+
+def strange_fit(kind: str) -> str:
+    """What a fit says that trains what is not the module's, or did before its module changed."""
+
+    class Left(Growing):
+        def on_fit_start(self) -> None:
+            self.hidden.clear()  # it stays in the optimizer
+
+    manual = kind == "manual"
+    module = (Left if kind == "left" else Growing)(factor("parameter"), manual=manual)
+    try:
+        data = DataLoader(TensorDataset(points()), batch_size=2)
+        quiet_trainer(max_epochs=1).fit(module, data)
+    except ValueError as error:
+        assert torch.equal(module.hidden[0], torch.ones(3, dtype=DOUBLE))  # nothing was updated
+        return str(error)
+    return "fitted"
+
+
+@pytest.mark.parametrize("kind", ["trained", "left", "manual"])
+def test_several_processes_refuse_what_they_would_train_each_for_itself(ranks2, kind):
+    for text in ranks2(strange_fit, kind):  # in manual optimisation optimizers average theirs
+        refused = "averaged over the processes nor saved" in text
+        assert refused if kind == "trained" else text == "fitted"
+
+
+@pytest.mark.parametrize(("kind", "times"), [("manual", 1), ("left", 0)])
+def test_one_process_tells_of_what_it_trains_alone(kind, times, caplog):
+    assert strange_fit(kind) == "fitted"
+    assert caplog.text.count("that Growing does not have") == times
+
+
+# -- what a window asks of the device ---------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of the operations by which a window knows its largest loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        self.count += function in (torch.ops.aten.abs.default, torch.ops.aten.maximum.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "non_finite", "count"), [(5, "stop", 5 + 4), (5, "ignore", 0), (1, "stop", 0)]
+)
+def test_the_largest_loss_is_looked_for_where_somebody_asks(accumulation, non_finite, count):
+    trainer = quiet_trainer(
+        max_epochs=1, gradient_accumulation_steps=accumulation, non_finite=non_finite
+    )
+    with Calls() as calls:
+        trainer.fit(Growing(), DataLoader(TensorDataset(points()), batch_size=2))
+    assert calls.count == count
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_loss_of_minus_infinity_is_found_wherever_in_the_window_it_is(at):
+    class Falling(Growing):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) - (torch.inf if batch_idx == at else 0)
+
+    trainer = quiet_trainer(max_epochs=1, gradient_accumulation_steps=3)
+    with pytest.raises(FloatingPointError, match="A loss of update 1"):
+        trainer.fit(Falling(), DataLoader(TensorDataset(points()), batch_size=2))
+
+
+# -- tied weights -----------------------------------------------------------------------------
+
+
+class Tied(TrainModule):
+    """Words, and the line that tells them apart by the same weights."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.line = nn.Linear(3, 5, bias=False, dtype=DOUBLE)
+        self.words = nn.Embedding(5, 3, sparse=sparse, dtype=DOUBLE)
+        self.words.weight = self.line.weight
+
+    def count_items(self, batch: Any) -> float:
+        return float((batch >= 0).sum())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.line(self.words(batch.relu())), batch.relu())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def tied_fit(sparse: bool) -> Tensor:
+    module = Tied(sparse)
+    quiet_trainer(max_epochs=1).fit(module, DataLoader(torch.tensor([1, 2, -1, -1, 3]), 1))
+    return module.line.weight.detach()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sparse_embedding_that_is_tied_to_a_line_has_dense_gradients(ranks, world):
+    expected = on_processes(ranks, world, tied_fit, False)
+    torch.testing.assert_close(on_processes(ranks, world, tied_fit, True), expected, **EXACT)
+
+
+# -- batches without samples ------------------------------------------------------------------
 
 
 class Mean(TrainModule):

@@ -328,13 +328,59 @@ def test_a_metric_object_logged_on_steps_alone_starts_anew_with_each_epoch():
     assert counts == [0, 0]
 
 
-def test_a_metric_object_that_was_not_called_has_no_value_of_the_step():
-    def log(module, batch, batch_idx):
-        module.accuracy.update(batch.flatten(), torch.ones(len(batch)))
-        module.log("alone", module.accuracy, on_step=True)
+def test_on_the_step_other_objects_are_what_they_compute_by_then():
+    """What is only updated, what torchmetrics keeps no value of a call for, and any other class."""
+    largest, running, mean = Largest(), torchmetrics.RunningMean(2), torchmetrics.MeanMetric()
 
-    with pytest.raises(ValueError, match=r"log\('alone', on_step=True\).*metric\(preds, target\)"):
-        make().fit(Judged(log), loader(3))
+    def log(module, batch, batch_idx):
+        value = 4.0 - batch.mean()
+        largest.update(value.item())
+        running(value)
+        mean.update(value)
+        module.log("largest", largest, on_step=True)
+        module.log("running", running, on_step=True)
+        module.log("mean", mean, on_step=True, on_epoch=True)
+
+    lines = fit_records(log, loader(3), max_epochs=2, log_every=1)
+    assert [line["largest"] for line in lines if "largest" in line] == [3.0, 3.0, 3.0] * 2
+    assert [line["running"] for line in lines if "running" in line] == [3.0, 2.5, 1.5] * 2
+    assert [line["mean_step"] for line in lines if "mean_step" in line] == [3.0, 2.5, 2.0] * 2
+    assert [line["mean_epoch"] for line in lines if "mean_epoch" in line] == [2.0, 2.0]
+
+
+def test_the_value_of_a_call_is_none_of_a_later_step():
+    mean = torchmetrics.MeanMetric()
+
+    def log(module, batch, batch_idx):
+        (mean.update if batch_idx == 1 else mean)(batch.mean())
+        module.log("mean", mean, on_step=True)
+        module.log("again", mean, on_step=True)
+
+    lines = fit_records(log, loader(3), log_every=1)
+    assert [line["mean"] for line in lines] == [1.0, 1.5, 3.0]
+    assert [line["again"] for line in lines] == [1.0, 1.5, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("metric", "inputs"),
+    [
+        (torchmetrics.MinMaxMetric(torchmetrics.MeanMetric()), [torch.ones(1)]),
+        (
+            torchmetrics.ClasswiseWrapper(
+                torchmetrics.classification.MulticlassAccuracy(3, average=None)
+            ),
+            [torch.arange(3), torch.arange(3)],
+        ),
+    ],
+    ids=["with the value of a call", "without"],
+)
+def test_on_the_step_too_an_object_that_computes_a_dict_is_logged_value_by_value(metric, inputs):
+    def log(module, batch, batch_idx):
+        metric(*inputs)
+        module.log("several", metric, on_step=True)
+
+    with pytest.raises(ValueError, match=r"'several' computes a dict.*self\.log_dict\("):
+        make(log_every=1).fit(Net(log), loader(1))
 
 
 def test_the_bar_shows_a_metric_object_of_the_latest_epoch():

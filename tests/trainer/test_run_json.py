@@ -183,6 +183,25 @@ def test_where_nobody_has_set_up_logging_warnings_are_still_on_stderr(monkeypatc
     assert len(about()["warnings"]) == 3
 
 
+@pytest.mark.parametrize("name", ["another.program", "trainer.test"])
+def test_a_record_that_no_listener_of_its_logger_is_there_for_is_still_told(
+    monkeypatch, capsys, name
+):
+    """One of another program, handed on to our logger; and one that comes as a run ends."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    told = []
+    listener = Listener(told.append)
+    listener.listen()
+    try:
+        if name == "trainer.test":
+            listener.close()
+        listener.handle(logging.LogRecord(name, logging.WARNING, "file", 1, "hello", (), None))
+    finally:
+        listener.close()
+    assert capsys.readouterr().err == "hello\n"
+    assert [record.getMessage() for record in told] == ["hello"]
+
+
 def test_a_run_that_goes_on_keeps_its_warnings():
     def warn(trainer):
         logging.getLogger("trainer").warning("at %d", trainer.global_step)

@@ -826,7 +826,7 @@ def test_batches_of_a_mapping_are_batches():
     assert trainer.global_step == 3
 
 
-def test_a_schedule_of_an_optimizer_that_was_not_returned_is_refused():
+def test_a_schedule_of_an_optimizer_whose_parameters_no_other_has_is_refused():
     class Wraps(torch.optim.Optimizer):
         def __init__(self, inner):
             self.inner, self.param_groups = inner, inner.param_groups
@@ -835,17 +835,25 @@ def test_a_schedule_of_an_optimizer_that_was_not_returned_is_refused():
         def step(self, closure=None):
             self.inner.step()
 
+    class WrapsInGroupsOfItsOwn(Wraps):
+        def __init__(self, inner):
+            self.inner = inner
+            torch.optim.Optimizer.__init__(self, inner.param_groups[0]["params"], {})
+
     def other(self):
-        mine, others = (torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2))
+        mine = torch.optim.SGD(self.parameters(), lr=0.1)
+        others = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         return [mine], [StepLR(others, 1)]
 
     fit_fails(net(configure_optimizers=other), ValueError, "a StepLR of a SGD", "did not return")
 
-    def wrapped(self):
-        inner = torch.optim.SGD(self.parameters(), lr=0.1)
-        return Wraps(inner), StepLR(inner, 1)
+    for wrapper in (Wraps, WrapsInGroupsOfItsOwn):
 
-    make(checkpointing=False).fit(net(configure_optimizers=wrapped), loader())
+        def wrapped(self, wrapper=wrapper):
+            inner = torch.optim.SGD(self.parameters(), lr=0.1)
+            return wrapper(inner), StepLR(inner, 1)
+
+        make(checkpointing=False).fit(net(configure_optimizers=wrapped), loader())
 
 
 @pytest.mark.parametrize(

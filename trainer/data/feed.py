@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
 from trainer.data.rebuild import LastingLoader, loader_kwargs
 from trainer.data.sampling import ShardedSampler, Share
-from trainer.data.seeding import draws_nothing
+from trainer.data.seeding import draws_nothing, tell_epoch
 from trainer.data.stateful import Item, Place
 from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
@@ -230,10 +230,9 @@ class Feed:
             generator.manual_seed(mix(self.seed, epoch, 3))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
-        for owner in (self.loader, getattr(self.loader, "dataset", None)):
-            tell = getattr(owner, "set_epoch", None)
-            if tell is not None:
-                tell(epoch)
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+        tell_epoch(getattr(self.loader, "dataset", None), self.seed, epoch)
 
     def position(self) -> dict[str, Any] | None:
         """Where the rounds that were handed over end in a stream, as a tree to be saved.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import signal
+import time
 from collections.abc import Callable
+from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from types import FrameType
@@ -14,11 +17,16 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
 from trainer.data.rows import TensorRows
 from trainer.data.sampling import ShardedSampler
 from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 5.0  # seconds for workers that still read when their process ends; torch's, for each
 
 
 class LastingWorker:
@@ -83,8 +91,41 @@ def _end_with_process(batches: Any) -> None:
 
 
 def _end_workers() -> None:
-    for batches in list(_reading.get(os.getpid(), ())):
+    """All within one patience; torch waits so long for each worker that is in a long read."""
+    reading = [each for each in _reading.get(os.getpid(), ()) if not each._shutdown]
+    for batches in reading:
+        _say_it_ends(batches)
+    deadline = time.monotonic() + _PATIENCE
+    for worker in [worker for batches in reading for worker in batches._workers]:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    for batches in reading:
+        _remove_worker_pids(id(batches))  # else torch takes the kill for a crash
+        batches._worker_pids_set = False
+        for worker in batches._workers:
+            worker.kill()  # which does nothing to one that has ended
         batches._shutdown_workers()
+
+
+def _say_it_ends(batches: Any) -> None:
+    """The beginning of torch's ``_shutdown_workers``, which may be called after it."""
+    if hasattr(batches, "_pin_memory_thread"):  # first: a worker that ends may break its queue
+        batches._pin_memory_thread_done_event.set()
+        batches._worker_result_queue.put((None, None))
+        batches._pin_memory_thread.join()
+    batches._workers_done_event.set()
+    for queue in batches._index_queues:
+        queue.put(None)
+
+
+@cache  # a run may make its loaders again in every epoch
+def say_workers_end(dataset: str, has: str) -> None:
+    """Tell that the ``persistent_workers`` of a stream do not persist."""
+    logger.warning(
+        "persistent_workers=True is not used for the stream %s, which has %s: its workers begin "
+        "anew in each epoch.",
+        dataset,
+        has,
+    )
 
 
 def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -114,7 +155,9 @@ def loader_kwargs(
     kwargs = users_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = LastingWorker(loader.worker_init_fn)
     if sampler is None:
-        if hasattr(loader.dataset, "set_epoch"):  # workers that stay would not hear of an epoch
+        if loader.persistent_workers and hasattr(loader.dataset, "set_epoch"):
+            # Workers that stay would not hear of an epoch.
+            say_workers_end(type(loader.dataset).__name__, "set_epoch")
             kwargs["persistent_workers"] = False
         return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if not draws_nothing(loader.dataset, loader.collate_fn):

@@ -74,16 +74,18 @@ class SeededSampler(Sampler[int]):
 
 
 class BatchIndices(list[int]):
-    """The indices of one batch, with the seed that it is fetched under, and its epoch."""
+    """The indices of one batch, with the seed that it is fetched under, the run's and its epoch."""
 
     seed: int
+    run_seed: int
     epoch: int
 
 
 class SampleIndex(int):
-    """The index of a ready-made batch (a loader with ``batch_size=None``), with its seed."""
+    """As `BatchIndices`, of a ready-made batch (a loader with ``batch_size=None``)."""
 
     seed: int
+    run_seed: int
     epoch: int
 
 
@@ -92,6 +94,7 @@ class SampleKey(NamedTuple):
 
     key: Any
     seed: int
+    run_seed: int
     epoch: int
 
 
@@ -206,7 +209,7 @@ class ShardedSampler(Sampler[Any]):
         for share, batch, position in self._alone() if alone else self._together():
             shares.append(share)
             if share.present:
-                yield _tag(batch, mix(seed, epoch, position), epoch) if self.seeds else batch
+                yield _tag(batch, seed, epoch, position) if self.seeds else batch
 
     def _alone(self) -> Iterator[tuple[Share, Any, int]]:
         """As `_together` for one process: each batch is a round."""
@@ -280,15 +283,18 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _tag(batch: Any, seed: int, epoch: int) -> BatchIndices | SampleIndex | SampleKey:
+def _tag(
+    batch: Any, run_seed: int, epoch: int, position: int
+) -> BatchIndices | SampleIndex | SampleKey:
     tagged: BatchIndices | SampleIndex
+    seed = mix(run_seed, epoch, position)
     if isinstance(batch, list):
         tagged = BatchIndices(batch)
     elif type(batch) is int:
         tagged = SampleIndex(batch)
     else:
-        return SampleKey(batch, seed, epoch)
-    tagged.seed, tagged.epoch = seed, epoch
+        return SampleKey(batch, seed, run_seed, epoch)
+    tagged.seed, tagged.run_seed, tagged.epoch = seed, run_seed, epoch
     return tagged
 
 

@@ -1,8 +1,8 @@
 """Random augmentation as a function of a batch's place in the epoch.
 
 Every batch of a map-style dataset is fetched under generators seeded from (seed, epoch, position
-of its first sample): the number of workers, the number of processes and where a run was resumed
-make no difference to what the dataset draws.
+of its first sample), and told of the epoch under those of (seed, epoch): the number of workers, the
+number of processes and where a run was resumed make no difference to what the dataset draws.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, ge
 from trainer.data.by_value import sent
 from trainer.data.rows import attribute_of_dataset
 from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
-from trainer.rng import seed_local, set_rng_aside
+from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -23,6 +23,23 @@ def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and collate_fn is default_collate
+
+
+def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
+    """Tell a dataset of the epoch, if it has ``set_epoch``; it may draw what it changes then.
+
+    Every process and worker calls this for itself, so that each draws the same.
+
+    Args:
+        dataset: A loader's.
+        seed: The run's.
+        epoch: The one that is read next.
+    """
+    if isinstance(dataset, SeededDataset):
+        dataset.told = seed, epoch
+    if hasattr(dataset, "set_epoch"):
+        with isolated_rng(mix(seed, epoch, -1)):  # no batch has this position
+            dataset.set_epoch(epoch)
 
 
 def as_fetched(batch: Any) -> Any:
@@ -44,7 +61,7 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self._epoch: int | None = None  # that the dataset of a worker stands in
+        self.told: tuple[int, int] | None = None  # the run's seed and the epoch; workers inherit it
 
     __getattr__ = attribute_of_dataset
 
@@ -73,7 +90,9 @@ class SeededDataset(Dataset[Any]):
         self, place: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
     ) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
-            self._tell(place.epoch)
+            told = place.run_seed, place.epoch
+            if self.told != told:  # the worker outlasts the epoch in which it began
+                tell_epoch(self, *told)
             seed_local(place.seed)
             return sent(fetch())
         put_back = set_rng_aside(place.seed)
@@ -81,9 +100,3 @@ class SeededDataset(Dataset[Any]):
             return fetch()
         finally:
             put_back()
-
-    def _tell(self, epoch: int) -> None:
-        """Let a dataset in a worker that outlasts the epoch hear of the next one."""
-        if self._epoch not in (None, epoch) and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        self._epoch = epoch

@@ -138,7 +138,8 @@ class Listener(logging.Handler):
         """
         handlers = _handlers_of(record.name)
         listeners = [each for each in handlers if isinstance(each, Listener)]
-        speaks = handlers == listeners and self is listeners[0]
+        # None where another program's record was handed on, or `close` comes between.
+        speaks = handlers == listeners and (not listeners or self is listeners[0])
         if speaks and (last := logging.lastResort) and record.levelno >= last.level:
             last.handle(record)
         if os.getpid() == self._process:

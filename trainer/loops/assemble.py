@@ -331,16 +331,20 @@ def prepare_optimizers(
 
 
 def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
-    """Refuse a schedule whose optimizer is not trained: its learning rates would change nothing.
+    """Refuse a schedule whose optimizer has none of the parameters of those that were returned.
+
+    Its learning rates would change nothing.
 
     Raises:
         ValueError: There is one.
     """
-    trained = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    trained = set(map(id, parameters_of(optimizers)))
     for entry in schedulers:
         scheduled = getattr(entry.scheduler, "optimizer", None)
-        # Groups, not optimizers: one that wraps another shares them with it.
-        if isinstance(scheduled, Optimizer) and trained.isdisjoint(map(id, scheduled.param_groups)):
+        if not isinstance(scheduled, Optimizer):
+            continue
+        # Parameters, not optimizers or groups: one that wraps another may have its own groups.
+        if trained.isdisjoint(map(id, parameters_of([scheduled]))):
             raise ValueError(
                 f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
                 f"{type(scheduled).__name__} that it did not return, whose learning rates nobody "

@@ -14,7 +14,7 @@ from trainer.distributed.collectives import broadcast_object
 from trainer.loops.evaluate import ENDED_EARLY
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
-from trainer.loops.window import count_round, see_if_log_is_due
+from trainer.loops.window import count_round, see_if_log_is_due, take_note
 from trainer.metrics import TRAIN_STEP
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
@@ -77,6 +77,7 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
     Raises:
         FloatingPointError: See `FiniteGuard.admits`; on an accelerator later.
     """
+    take_note(run)
     if not run.weightless:
         run.hooks.on_before_optimizer_step(optimizer)
     if run.guard is None or run.precision.scales:

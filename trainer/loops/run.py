@@ -198,9 +198,11 @@ class FitRun(Run):
         val_feeds: The validation data, empty without.
         optimizers: Prepared, in the user's order.
         schedulers: And when they tick.
-        parameters: All of the module's.
-        unused: Those of them that no optimizer has, as of the latest update.
-        optimized: How many parameters the optimizers had then.
+        parameters: All of the module's and the optimizers', as of the latest update.
+        unused: Those of them that no optimizer has.
+        strangers: Those of them that the module does not have.
+        told_of_strangers: The log has named them.
+        noted: By what `trainer.loops.window.take_note` sees that there may be others.
         length: When the run ends.
         accumulation: Micro-batches of the next window.
         limits: Of all gradients.
@@ -260,7 +262,9 @@ class FitRun(Run):
     run_id: str = ""
     stop_now: bool = False
     unused: list[nn.Parameter] = field(default_factory=list)
-    optimized: int = -1
+    strangers: list[nn.Parameter] = field(default_factory=list)
+    told_of_strangers: bool = False
+    noted: list[int] = field(default_factory=list)
     unfinished: bool = False
     data_ended: bool = False
     last_batch: Any = None

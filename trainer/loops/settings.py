@@ -23,9 +23,15 @@ LIMITS = {  # the argument that limits each kind of data
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
-# what each process may have for itself: it neither decides nor changes a number
-_OF_A_PROCESS = {"deterministic", "detect_anomaly", "profile"}
-_DECIDERS = (EarlyStopping, ModelCheckpoint, SpikeDetection, Timer)
+# what each process may have for itself: it neither decides nor changes a number of a fit
+_OF_A_PROCESS = {
+    "deterministic",
+    "detect_anomaly",
+    "profile",
+    "limit_test_batches",
+    "limit_predict_batches",
+}
+_Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +187,7 @@ def refuse_differing(
     own = {name: repr(value) for name, value in settings.describe().items()}
     for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
         own.pop(name, None)
-    deciders = [each for each in callbacks if isinstance(each, _DECIDERS)]
+    deciders = [each for each in callbacks if isinstance(each, _Decider) and each.decides_by]
     own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
     word = ckpt_path in (None, "auto", "best", "last")  # paths may lie on disks of their own
     own["ckpt_path"] = repr(ckpt_path) if word else "a path"
@@ -190,18 +196,23 @@ def refuse_differing(
         values = [each.get(name, "None") for each in told]
         if any(value != values[0] for value in values):
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            hint = ""
+            if name == "max_time" or "second" in shown or "duration" in shown:
+                hint = (
+                    " Times that each works out for itself are never quite the same: take rank "
+                    "0's, seconds = trainer.utils.broadcast_object_list([seconds])[0]."
+                )
             raise ValueError(
                 f"fit was told something else on each process, {name}: {shown}. Give all the same; "
-                "what one process has to do alone, such as writing, it does by itself."
+                f"what one process has to do alone, such as writing, it does by itself.{hint}"
             )
 
 
-def _decides_by(callback: Callback) -> str:
-    """The class, with its numbers, intervals and metric."""
-    kinds = (int, float, Interval, Monitor)
+def _decides_by(callback: _Decider) -> str:
+    """The class, with what decides when it acts."""
     parts = [
         f"{name}={value if not isinstance(value, Monitor) else value.name + ' ' + value.mode}"
-        for name, value in vars(callback).items()
-        if isinstance(value, kinds) and not isinstance(value, bool) and not name.startswith("_")
+        for name in callback.decides_by
+        if (value := getattr(callback, name)) is not None
     ]
     return f"{type(callback).__name__}({', '.join(parts)})"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data.loader import Round
 from trainer.distributed.collectives import broadcast_object
@@ -19,6 +20,8 @@ from trainer.optim.clipping import clip_, clip_apart_
 from trainer.optim.finite import find_non_finite, is_non_finite
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import detach
+
+logger = logging.getLogger(__name__)
 
 _GRADIENT = attrgetter("grad")
 
@@ -33,7 +36,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
     items_everywhere: float | None = 0.0  # where each process knows what the others have
-    losses: Tensor | None = None  # the largest, which is finite if they all are; a sum overflows
+    largest: Tensor | None = None  # finite if all losses are, where a sum may overflow
     metrics.scope = TRAIN_STEP
     metrics.clear_step()
     hooks.on_train_step_start()
@@ -58,7 +61,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if items:
             loss = loss_of(outputs)
             seen = loss.detach()
-            losses = seen if losses is None else torch.maximum(losses.abs(), seen.abs())
+            largest = seen if size == 1 else larger(run, largest, seen)
             hooks.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
@@ -66,7 +69,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if sync:
             if loss is None:
                 run.precision.scale_nothing(run.device)
-            bad = 0.0 if run.guard is None or losses is None else is_non_finite(losses)
+            bad = 0.0 if run.guard is None or largest is None else is_non_finite(largest)
             total = engine.finish_window(loss, run.own_tally(items_here, bad))
         elif loss is not None:
             engine.backward(loss)
@@ -80,6 +83,13 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
     return True
+
+
+def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
+    """The larger, without their signs, of a window's losses so far and another."""
+    if run.guard is None:  # nobody asks
+        return None
+    return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
 
 def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
@@ -157,7 +167,11 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     Raises:
         FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
     """
-    drop_unused(run)
+    take_note(run)
+    # Nobody would zero the gradients that no optimizer uses: they would grow from update to update,
+    # and with them the norm by which the others are clipped.
+    for parameter in run.unused:
+        parameter.grad = None
     if run.precision.scales:
         run.precision.unscale_together([optimizer.optimizer for optimizer in run.optimizers])
     run.weighting.rescale_(map(_GRADIENT, run.parameters), total)
@@ -182,40 +196,65 @@ def drop_gradients(run: FitRun) -> None:
         optimizer.zero_grad()
 
 
-def drop_unused(run: FitRun) -> None:
-    """Drop the gradients that no optimizer uses, of parameters that are trained by none.
+def take_note(run: FitRun) -> None:
+    """Know which parameters the module and the optimizers have, whenever they may have got others.
 
-    Nobody would zero them: they would grow from update to update, and with them the norm by which
-    the others are clipped.
-    """
-    number = 0
-    for optimizer in run.optimizers:
-        for group in optimizer.optimizer.param_groups:
-            number += len(group["params"])
-    if number != run.optimized:  # since the last time a group was added
-        run.parameters = list(run.module.parameters())  # the module may have got them just now
-        used = {id(parameter) for parameter in parameters_of(run.optimizers)}
-        refuse_strangers(run)
-        run.unused = [parameter for parameter in run.parameters if id(parameter) not in used]
-        run.optimized = number
-    for parameter in run.unused:
-        parameter.grad = None
-
-
-def refuse_strangers(run: FitRun) -> None:
-    """Refuse an optimizer's parameters that are not the module's.
+    Everything is looked at once an epoch. At each update only how many parameters each group has,
+    in which list, and which are its first and its last.
 
     Raises:
-        ValueError: There are such: they would be neither averaged over the processes nor saved.
+        ValueError: See `tell_of_strangers`.
     """
-    own = {id(parameter) for parameter in run.parameters}
-    shapes = [tuple(p.shape) for p in parameters_of(run.optimizers) if id(p) not in own]
-    if shapes:
+    now = [run.counters.epoch]
+    for optimizer in run.optimizers:
+        for group in optimizer.optimizer.param_groups:
+            parameters = group["params"]
+            now += id(parameters), len(parameters)
+            if parameters:
+                now += id(parameters[0]), id(parameters[-1])
+    if now != run.noted:
+        own = list(run.module.parameters())
+        used = parameters_of(run.optimizers)
+        own_ids, used_ids = set(map(id, own)), set(map(id, used))
+        run.unused = [parameter for parameter in own if id(parameter) not in used_ids]
+        run.strangers = [parameter for parameter in used if id(parameter) not in own_ids]
+        run.parameters = own + run.strangers
+        run.noted = now
+    if run.strangers and not run.told_of_strangers:
+        tell_of_strangers(run)
+
+
+def tell_of_strangers(run: FitRun) -> None:
+    """Tell that what is trained is not the module's; without a gradient it is what a layer left.
+
+    Raises:
+        ValueError: Several processes would each train their own: nothing averages the gradients.
+    """
+    trained = [parameter for parameter in run.strangers if parameter.grad is not None]
+    if not trained:
+        return
+    shapes = ", ".join(str(tuple(parameter.shape)) for parameter in trained)
+    what = (
+        f"An optimizer trains parameters, of the shapes {shapes}, that "
+        f"{type(run.module).__name__} does not have"
+    )
+    fix = (
+        "Assign them, or the module that they are of, to an attribute of the module; a list of "
+        "them as an nn.ParameterList or nn.ModuleList."
+    )
+    if not all(isinstance(parameter, nn.Parameter) for parameter in trained):
+        fix = "A tensor becomes the module's if you wrap it in nn.Parameter and assign that. " + fix
+    if run.world_size > 1 and run.module.automatic_optimization:
         raise ValueError(
-            f"An optimizer has parameters, of the shapes {', '.join(map(str, shapes))}, that "
-            f"{type(run.module).__name__} does not have: they would be neither averaged over the "
-            "processes nor saved. Assign them, or the module that they are of, to an attribute of "
-            "the module; a list of them as an nn.ParameterList or nn.ModuleList."
+            f"{what}: they would be neither averaged over the processes nor saved. {fix}"
+        )
+    run.told_of_strangers = True
+    if run.rank == 0:
+        logger.warning(
+            "%s: no checkpoint holds them, and a run that resumes begins with their first values. "
+            "%s",
+            what,
+            fix,
         )
 
 

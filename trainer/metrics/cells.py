@@ -119,18 +119,28 @@ def weight_of(name: str, batch_size: float) -> float:
     return float(batch_size)
 
 
-def value_of_call(name: str, metric: Any) -> Value:
-    """What the latest call of a metric object returned: its value for that batch alone.
+def value_of_call(metric: Any) -> Any:
+    """What a torchmetrics object's call returned for this batch alone; None if nothing is known."""
+    return getattr(metric, "_forward_cache", None)  # torchmetrics gives it no other name
+
+
+def forget_call(metric: Any) -> None:
+    """Make an earlier call's value none of the batch that comes."""
+    if value_of_call(metric) is not None:
+        metric._forward_cache = None  # as its reset does
+
+
+def computed(name: str, value: Any) -> Value:
+    """What a metric object returned, as one number.
 
     Raises:
-        ValueError: It was not called, so that only what it has taken in altogether is known.
+        ValueError: It is several.
+        TypeError: It is no number.
     """
-    value = getattr(metric, "_forward_cache", None)  # torchmetrics gives it no other name
-    if value is None:
+    if isinstance(value, Mapping):
         raise ValueError(
-            f"log({name!r}, on_step=True) was given a {type(metric).__name__} that has no value of "
-            "this step alone, but one of all that it has taken in: call it, metric(preds, target), "
-            "in place of metric.update, or leave on_step out for its value of the epoch."
+            f"The metric {name!r} computes a dict; log each of its values: "
+            "self.log_dict(metric.compute())."
         )
     return scalar(name, value)
 

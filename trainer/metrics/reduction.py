@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.errors import MetricError
-from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, owes, scalar
+from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
 
 
 class Reduction:
@@ -39,7 +39,7 @@ class Reduction:
             reduced = self._all_reduce(cells, what)
         for name, kind in self.pairs(cells):
             if kind == "object":
-                reduced[name] = _computed(name, cells.known[name].compute())
+                reduced[name] = computed(name, cells.known[name].compute())
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
@@ -131,12 +131,3 @@ def _emptied(metric: Any) -> Any:
     emptied = copy.deepcopy(metric).cpu()
     emptied.reset()
     return emptied
-
-
-def _computed(name: str, value: Any) -> Value:
-    if isinstance(value, Mapping):
-        raise ValueError(
-            f"The metric {name!r} computes a dict; log each of its values: "
-            "self.log_dict(metric.compute())."
-        )
-    return scalar(name, value)

@@ -18,6 +18,8 @@ from trainer.metrics.cells import (
     Kind,
     Scope,
     Value,
+    computed,
+    forget_call,
     scalar,
     value_of_call,
     weight_of,
@@ -90,6 +92,8 @@ class MetricStore:
         self.loader_suffix = loader_suffix
         if self.scope.phase == "train":  # a validation comes before the values of its update go
             self.step.ran.add(loader_suffix)
+            for metric in self._stepwise.values():
+                forget_call(metric)
         self.epoch(self.scope.phase).ran.add(loader_suffix)
 
     def begin_epoch_values(self) -> None:
@@ -144,11 +148,12 @@ class MetricStore:
         for place in places:
             if not is_object:
                 self._keep(place, value, weight, reduce, prog_bar)
-            elif place.cells is self.step:
-                self._keep(place, value_of_call(name, value), weight, "mean", prog_bar)
-                self._stepwise[name] = value
-            else:
+            elif place.cells is self.step and (of_call := value_of_call(value)) is not None:
+                self._keep(place, computed(name, of_call), weight, "mean", prog_bar)
+            else:  # on the step too: its value so far
                 self._keep_object(place, value, prog_bar)
+            if is_object and place.cells is self.step:
+                self._stepwise[name] = value
 
     def _find_places(
         self,

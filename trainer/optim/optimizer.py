@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -229,14 +230,29 @@ class AcceleratedOptimizer(Optimizer):
         """Call a closure for gradients and a loss that are the mean over the processes.
 
         By the loss, too, an optimizer decides how often it calls the closure.
+
+        Raises:
+            TypeError: What the closure returned has no mean: it is no loss, nor None.
         """
         self._reduced = False
         loss = closure()
+        number = isinstance(loss, Real)
+        one = isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1
+        if not (loss is None or number or one):
+            raise TypeError(
+                f"The closure that was given to step of {type(self.optimizer).__name__} returned "
+                f"{loss!r} of type {type(loss).__name__}; among several processes, which take its "
+                "mean, it must return the loss: a number or a floating-point tensor of one "
+                "element, or None."
+            )
         self.synchronize()
         if loss is None:
             return None
-        own = torch.as_tensor(loss, device=PartialState().device).detach()
-        return reduce_(torch.zeros_like(own) if self.weightless else own, "mean")
+        # A Python number keeps its precision.
+        dtype = torch.float64 if number else None
+        own = torch.as_tensor(loss, dtype=dtype, device=PartialState().device).detach()
+        mean = reduce_(torch.zeros_like(own) if self.weightless else own, "mean")
+        return mean.item() if number else mean
 
     @property
     def skipped(self) -> bool | Tensor:

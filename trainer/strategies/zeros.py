@@ -9,12 +9,16 @@ from torch import Tensor, nn
 
 
 def sparse_weights(module: nn.Module) -> set[int]:
-    """The ids of the weights of sparse embeddings."""
-    return {
-        id(part.weight)
-        for part in module.modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-    }
+    """The ids of the weights that sparse embeddings alone have.
+
+    One that is tied to a layer of another kind has dense gradients: the sum of both.
+    """
+    sparse: set[int] = set()
+    dense: set[int] = set()
+    for part in module.modules():
+        embeds = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        (sparse if embeds else dense).update(map(id, part.parameters(recurse=False)))
+    return sparse - dense
 
 
 def zeros_for(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[Tensor]:

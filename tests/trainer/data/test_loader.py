@@ -452,9 +452,25 @@ def test_batches_of_a_sampler_of_the_users_own_are_read():
 
 STILL_READING = """
 import multiprocessing
+import time
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, _utils
 from trainer import Accelerator
+from trainer.data import rebuild
+
+rebuild._PATIENCE = 0.5
+_utils.MP_STATUS_CHECK_INTERVAL = 3600.0  # torch's own patience
+asleep = multiprocessing.Event()
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index:
+            asleep.set()
+            time.sleep(3600)
+        return index
 
 class Stream(IterableDataset):
     def __iter__(self):
@@ -466,11 +482,20 @@ def read():
         DataLoader(torch.arange(40.0), persistent_workers=True, **settings),
         DataLoader(torch.arange(40.0), **settings),
         DataLoader(Stream(), **settings),
+        DataLoader(Slow(), num_workers=1, persistent_workers=True),
+        DataLoader(Slow(), num_workers=1),
     ]
-    kept, half, stream = Accelerator(cpu=True).prepare(*loaders)
+    kept, half, stream, *slow = Accelerator(cpu=True).prepare(*loaders)
     list(kept)
-    iterators = iter(half), iter(stream)
-    return kept, iterators, [next(each) for each in iterators]
+    iterators = [iter(half), iter(stream)]
+    first = [next(each) for each in iterators]
+    for each in slow:
+        asleep.clear()
+        # The accelerator's reads one batch ahead, which never comes.
+        iterators.append(iter(each.feed.loader))
+        next(iterators[-1])
+        asleep.wait()
+    return kept, iterators, first
 
 def read_and_keep():
     global kept

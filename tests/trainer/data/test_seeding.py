@@ -430,3 +430,66 @@ def test_a_dataset_hears_of_the_epoch_in_workers_that_stay(how):
         {(6, 3)},
     ]
     assert seen(3, 4, 6, num_workers=1, persistent_workers=True) == expected
+
+
+class Repaired(Dataset):
+    """Draws its order anew in each epoch, from all generators."""
+
+    def __init__(self):
+        self.order = list(range(12))
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, key):
+        return self.order[key], torch.rand(()).item()
+
+    def set_epoch(self, epoch):
+        self.order = torch.randperm(12).tolist()
+        random.shuffle(self.order)
+        self.order = numpy.random.permutation(self.order).tolist()
+
+
+WORKERS = [
+    {"num_workers": 2},
+    {"num_workers": 2, "persistent_workers": True},
+]
+
+
+def repaired(*epochs, start=0, seed=0, reseed=None, **workers):
+    """The batches of each epoch, the first of them from inside."""
+    torch.manual_seed(len(workers) + start)
+    feed = Feed(loader(Repaired(), shuffle=False, **workers), seed=seed)
+    found = []
+    for epoch in epochs:
+        feed.start_batch = 0 if found else start
+        before = rng_state()
+        feed.set_epoch(epoch)
+        assert same_states(rng_state(), before)
+        found.append([each.batch for each in feed.rounds()])
+        if reseed is not None:
+            feed.reseed(reseed)
+    feed.close()
+    return found
+
+
+def test_what_a_dataset_draws_for_an_epoch_is_the_same_in_all_workers():
+    expected = repaired(0, 1, 2)
+    orders = [[index for batch in epoch for index, _ in batch] for epoch in expected]
+    assert len({tuple(order) for order in orders}) == 3
+    assert [sorted(order) for order in orders] == [list(range(12))] * 3
+    assert repaired(0) != repaired(0, seed=1)
+    for workers in WORKERS:
+        assert repaired(0, 1, 2, **workers) == expected
+
+
+@pytest.mark.parametrize("workers", [{}, *WORKERS])
+def test_an_epoch_that_is_resumed_has_what_was_drawn_for_it(workers):
+    # With one batch left, the second worker has none until the next epoch.
+    first, *others = repaired(1, 2, 3)
+    assert repaired(1, 2, 3, start=3, **workers) == [first[3:], *others]
+
+
+def test_workers_that_stay_hear_of_another_seed():
+    expected = [*repaired(1), *repaired(1, seed=5)]
+    assert repaired(1, 1, reseed=5, **WORKERS[1]) == expected

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from trainer.checkpoint import load_tree, save_tree
 from trainer.data.loader import DataLoaderShard, Feed
+from trainer.data.rebuild import say_workers_end
 from trainer.errors import CheckpointError
 from trainer.tree import map_tree
 
@@ -146,6 +147,29 @@ class Plain(IterableDataset):
             yield sample, self.epoch, *noise()
 
     set_epoch = Onward.set_epoch
+
+
+class Held(IterableDataset):
+    """Has a state, and hears of no epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Ordered(IterableDataset):
+    """Draws its order as it hears of an epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.order
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(SAMPLES).tolist()
 
 
 class Batches:
@@ -305,6 +329,35 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
     staying = {"num_workers": 1, "persistent_workers": True}
     seen = assert_resumes(lambda: loader(Plain(), **staying), limit=2, epochs=2)
     assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "has"), [(Onward, "set_epoch"), (Plain, "set_epoch"), (Held, "a state")]
+)
+def test_workers_that_would_stay_are_told_of_once(dataset, has, caplog):
+    say_workers_end.cache_clear()
+    feed_of(loader(dataset(), num_workers=1))
+    assert not caplog.messages
+    for _ in range(2):
+        feed_of(loader(dataset(), num_workers=1, persistent_workers=True))
+    (message,) = caplog.messages
+    assert f"the stream {dataset.__name__}, which has {has}" in message
+
+
+def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():
+    def seen(state, **settings):
+        torch.manual_seed(state)
+        feed = Feed(loader(Ordered(), **settings))
+        found = []
+        for epoch in (0, 1):
+            feed.set_epoch(epoch)
+            found.append([item for each in feed.rounds() for item in each.batch])
+        return found
+
+    first, second = seen(1)
+    assert first != second
+    assert sorted(first) == sorted(second) == list(range(SAMPLES))
+    assert seen(2) == seen(3, num_workers=1) == [first, second]
 
 
 @pytest.mark.parametrize("limit", [None, 4, 1])

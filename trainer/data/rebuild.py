@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
@@ -103,18 +104,21 @@ def _end_workers() -> None:
         batches._worker_pids_set = False
         for worker in batches._workers:
             worker.kill()  # which does nothing to one that has ended
-        batches._shutdown_workers()
+        with suppress(RuntimeError):  # as below; all have ended
+            batches._shutdown_workers()
 
 
 def _say_it_ends(batches: Any) -> None:
     """The beginning of torch's ``_shutdown_workers``, which may be called after it."""
     if hasattr(batches, "_pin_memory_thread"):  # first: a worker that ends may break its queue
         batches._pin_memory_thread_done_event.set()
-        batches._worker_result_queue.put((None, None))
+        with suppress(RuntimeError):  # a put may start a thread, which Python 3.12 refuses here:
+            batches._worker_result_queue.put((None, None))  # the thread then ends after seconds
         batches._pin_memory_thread.join()
     batches._workers_done_event.set()
     for queue in batches._index_queues:
         queue.put(None)
+        queue.cancel_join_thread()  # whoever is killed reads no more of it
 
 
 @cache  # a run may make its loaders again in every epoch

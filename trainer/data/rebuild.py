@@ -43,13 +43,17 @@ class LastingWorker:
 
     def __init__(self, users: Callable[[int], None] | None) -> None:
         self.users = users
+        self.collects = True
         self._told = False
 
     def __call__(self, worker_id: int) -> None:
         """In the worker, before it reads anything."""
         # Garbage that a fork has brought along is the main process's to collect: a process group
-        # among it would wait here for threads that are there alone.
+        # among it would wait here for threads that are there alone. `LastingLoader` has seen to it
+        # that nothing was collected since the fork.
         gc.freeze()
+        if self.collects:
+            gc.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_at_the_second)
         if self.users is not None:
@@ -69,9 +73,18 @@ class LastingLoader(DataLoader[Any]):
     """
 
     def __iter__(self) -> Any:
-        batches = super().__iter__()
-        if self.num_workers:
-            _end_with_process(batches)
+        if not self.num_workers:
+            return super().__iter__()
+        collects = gc.isenabled()
+        if isinstance(self.worker_init_fn, LastingWorker):
+            self.worker_init_fn.collects = collects
+        gc.disable()  # until the workers have been forked; see LastingWorker
+        try:
+            batches = super().__iter__()
+        finally:
+            if collects:
+                gc.enable()
+        _end_with_process(batches)
         return batches
 
 

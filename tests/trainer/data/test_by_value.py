@@ -232,3 +232,46 @@ def test_workers_leave_garbage_of_the_main_process_alone():
     (found,) = batches(Frozen(), 1, collate_fn=as_it_is)[:1]
     assert min(found) > 1000
     assert gc.get_freeze_count() == before
+
+
+class Collecting:
+    """Counts the collections in a worker before what it has brought along is frozen."""
+
+    def __init__(self):
+        self.of = []
+        self.found = None
+
+    def __call__(self, phase, info):
+        if not gc.get_freeze_count():
+            self.of.append(os.getpid())
+
+    def begin(self, worker_id):
+        self.found = self.of.count(os.getpid()), gc.isenabled()
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_worker_collects_nothing_that_its_fork_has_brought_along(collects):
+    """A process group among it would wait for threads that are not in the worker."""
+    collecting = Collecting()
+
+    class Found(Dataset):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return torch.tensor(collecting.found)
+
+    loader = DataLoader(Found(), num_workers=1, worker_init_fn=collecting.begin)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collecting)
+    gc.set_threshold(1)
+    try:
+        if not collects:
+            gc.disable()
+        ((found,),) = [round_.batch.tolist() for round_ in Feed(loader).read()]
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collecting)
+    assert found == [0, collects]

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.configuration import DDPCommunicationHookType as Kind
 from trainer.configuration import DistributedDataParallelKwargs
+from trainer.strategies.zeros import sparse_weights
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def register(
     if kwargs is None or kwargs.comm_hook == Kind.NO:
         return None
     trained = [p for p in model.parameters() if p.requires_grad]
-    _check_dense(model, kwargs.comm_hook)
+    _check_dense(model, trained, kwargs.comm_hook)
     hook, state = _HOOKS[kwargs.comm_hook], None
     if kwargs.comm_wrapper != Kind.NO:
         hook = _WRAPPERS[kwargs.comm_wrapper](hook)
@@ -119,7 +120,7 @@ def register(
     return Hook(made_by, state, trained[0].device)
 
 
-def _check_dense(model: DistributedDataParallel, kind: str) -> None:
+def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None:
     """Refuse a hook for gradients that it cannot send.
 
     Those of 16 bits fail on a sparse gradient in backward; PowerSGD leaves it as it is on each
@@ -128,8 +129,7 @@ def _check_dense(model: DistributedDataParallel, kind: str) -> None:
     Raises:
         ValueError: A sparse embedding is trained.
     """
-    parts = (each for each in model.modules() if isinstance(each, (nn.Embedding, nn.EmbeddingBag)))
-    if any(part.sparse and part.weight.requires_grad for part in parts):
+    if not sparse_weights(model).isdisjoint(map(id, trained)):
         raise ValueError(
             f"comm_hook={str(kind)!r} cannot send the sparse gradients of an embedding with "
             "sparse=True. Make it without sparse=True, or leave out comm_hook."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +19,50 @@ def name_of(rank: int) -> str:
     return f"random_states_{rank}"
 
 
-def gradients_of(
-    path: Path,
-    own: dict[str, Any] | None,
-    first: dict[str, Any],
-    rank: int,
-    saved_by: int,
-    here: int,
-) -> dict[str, torch.Tensor] | None:
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """A rank that loads, and what it has read so far.
+
+    Attributes:
+        path: The checkpoint.
+        own: What the rank of its number saved; None if there was none.
+        first: What some rank saved, this one if it did.
+        rank: Its number.
+        saved_by: How many processes saved.
+        here: How many load.
+    """
+
+    path: Path
+    own: dict[str, Any] | None
+    first: dict[str, Any]
+    rank: int
+    saved_by: int
+    here: int
+
+
+def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
     """This rank's gradients, or what stands for those of another number of processes."""
-    if (own or first).get("gradients") is None:
+    if (it.own or it.first).get("gradients") is None:
         return None
-    if own is not None and saved_by == here:
-        return gradients.given([own["gradients"]], 0, 1)
-    ranks = _every_rank(path, saved_by, "inside a window of micro-batches", "their gradients")
-    return gradients.given([each["gradients"] for each in ranks], rank, here)
+    if it.own is not None and it.saved_by == it.here:
+        return gradients.given([it.own["gradients"]], 0, 1)
+    ranks = _every_rank(it, "inside a window of micro-batches", "their gradients")
+    return gradients.given([each["gradients"] for each in ranks], it.rank, it.here)
 
 
-def communication_of(
-    path: Path,
-    own: dict[str, Any] | None,
-    first: dict[str, Any],
-    rank: int,
-    saved_by: int,
-    here: int,
-) -> list[dict[str, Any]]:
+def communication_of(it: Loading) -> list[dict[str, Any]]:
     """This rank's states of the communication hooks, or what stands for those of others."""
-    if saved_by == here or not first.get("communication"):
-        states: list[dict[str, Any]] = (own or first).get("communication", [])
+    if it.saved_by == it.here or not it.first.get("communication"):
+        states: list[dict[str, Any]] = (it.own or it.first).get("communication", [])
         return states
-    ranks = _every_rank(path, saved_by, "with a communication hook", "its state on each")
+    ranks = _every_rank(it, "with a communication hook", "its state on each")
     by_hook = zip(*(each["communication"] for each in ranks), strict=True)
-    return [for_processes(states, rank, here) for states in by_hook]
+    return [for_processes(states, it.rank, it.here) for states in by_hook]
 
 
-def _every_rank(path: Path, saved_by: int, how: str, what: str) -> list[dict[str, Any]]:
+def _every_rank(it: Loading, how: str, what: str) -> list[dict[str, Any]]:
     """What each rank has saved of its own."""
+    path, saved_by = it.path, it.saved_by
     files = [path / f"{name_of(rank)}.json" for rank in range(saved_by)]
     if missing := [file.name for file in files if not file.exists()]:  # on another machine's disk
         raise CheckpointError(

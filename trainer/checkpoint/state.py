@@ -353,6 +353,9 @@ def _read(
 
     own = load_tree(path, ranks.name_of(rank)) if rank < saved_by else None
     first = own or load_tree(path, min(file.stem for file in path.glob("random_states_*.json")))
+    loading = ranks.Loading(
+        path=path, own=own, first=first, rank=rank, saved_by=saved_by, here=processes
+    )
     return Stored(
         path=path,
         weights=[
@@ -369,8 +372,6 @@ def _read(
         rng=None if own is None else own["rng"],
         first_rng=first["rng"],
         step=first["step"],
-        gradients=ranks.gradients_of(path, own, first, rank, saved_by, processes),
-        communication=ranks.communication_of(path, own, first, rank, saved_by, processes)
-        if hooked
-        else [],
+        gradients=ranks.gradients_of(loading),
+        communication=ranks.communication_of(loading) if hooked else [],
     )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from callbacks import Callback
-from trainer.ported import refuse_signature, with_loader_number
+from trainer.ported.signatures import refuse_signature, with_loader_number
 
 Hook = Callable[..., None]
 logger = logging.getLogger(__name__)

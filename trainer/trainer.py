@@ -75,7 +75,8 @@ from trainer.plugins import (
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )
-from trainer.ported import refuse_trainer_arguments, trainer_attribute_hint
+from trainer.ported.arguments import refuse_trainer_arguments
+from trainer.ported.attributes import trainer_attribute_hint
 from trainer.rng import set_seed
 from trainer.strategies.compiled import compiled_steps
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-import trainer.ported as ported
 from callbacks import Callback
 from trackers import GeneralTracker, read_metrics
 from trainer import DataModule, Trainer, TrainModule
+from trainer.ported import attributes, hooks
 
 
 def words(text):
@@ -106,9 +106,9 @@ def known_and_refused(base, refused):
 
 
 def test_every_hook_of_lightning_is_called_or_refused():
-    assert set(MODULE_HOOKS) <= known_and_refused(TrainModule, ported._MODULE)
-    assert set(CALLBACK_HOOKS) <= known_and_refused(Callback, ported._CALLBACK)
-    assert set(DATA_HOOKS) <= known_and_refused(DataModule, ported._EVERYWHERE)
+    assert set(MODULE_HOOKS) <= known_and_refused(TrainModule, hooks._MODULE)
+    assert set(CALLBACK_HOOKS) <= known_and_refused(Callback, hooks._CALLBACK)
+    assert set(DATA_HOOKS) <= known_and_refused(DataModule, hooks._EVERYWHERE)
 
 
 def test_hooks_that_both_have_are_called_with_the_same_arguments():
@@ -127,7 +127,7 @@ def test_hooks_that_both_have_are_called_with_the_same_arguments():
         "on_before_optimizer_step": "optimizer",
     }
     for name in (name for name in MODULE_HOOKS if name.startswith("on_")):
-        if name not in ported._MODULE and "transfer" not in name and "checkpoint" not in name:
+        if name not in hooks._MODULE and "transfer" not in name and "checkpoint" not in name:
             takes = list(inspect.signature(getattr(TrainModule, name)).parameters)[1:]
             assert takes == signatures.get(name, "").split(), name
     for name in (name for name in CALLBACK_HOOKS if name in signatures):
@@ -151,13 +151,13 @@ def test_a_refused_hook_is_named_before_anything_runs(stage):
     assert called == []
 
 
-@pytest.mark.parametrize("name", sorted(ported._MODULE))
+@pytest.mark.parametrize("name", sorted(hooks._MODULE))
 def test_each_hook_of_a_module_that_is_refused(name):
-    with pytest.raises(TypeError, match=f"Ported defines {name}, .*: {ported._MODULE[name][:8]}"):
+    with pytest.raises(TypeError, match=f"Ported defines {name}, .*: {hooks._MODULE[name][:8]}"):
         make().fit(with_method(Net, name, nothing), loader())
 
 
-@pytest.mark.parametrize("name", sorted(ported._CALLBACK))
+@pytest.mark.parametrize("name", sorted(hooks._CALLBACK))
 def test_each_hook_of_a_callback_that_is_refused(name):
     callback = with_method(Callback, name, nothing)
     with pytest.raises(TypeError, match=f"Ported defines {name}, which is never called here: use"):
@@ -181,7 +181,7 @@ def test_what_a_refused_hook_recommends_exists():
     places = (TrainModule, Callback, DataModule, callbacks, trainer)
     known = {name for place in places for name in dir(place)}
     known |= {*inspect.signature(Trainer).parameters, "set_to_none", "dataloader_idx"}
-    for hints in (ported._MODULE, ported._CALLBACK, ported._TRAINER_ATTRIBUTES):
+    for hints in (hooks._MODULE, hooks._CALLBACK, attributes._TRAINER_ATTRIBUTES):
         for name, hint in hints.items():
             for word in hint.replace("(", " ").replace(",", " ").replace(";", " ").split():
                 if word.startswith(("on_", "self.", "configure_", "trainer.")):

@@ -15,7 +15,8 @@ from trainer.loops.lengths import apply_limit
 from trainer.loops.settings import Settings
 from trainer.misspelt import tell_of_misspelt
 from trainer.module import TrainModule
-from trainer.ported import refuse_signature, refuse_step_signature, refuse_uncalled
+from trainer.ported.hooks import refuse_uncalled
+from trainer.ported.signatures import refuse_signature, refuse_step_signature
 
 # what a phase needs of the module, and where its data may come from
 _STEPS = {

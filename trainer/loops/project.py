@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import logging
-import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -23,18 +21,14 @@ from trackers import (
 )
 from trackers.jsonl import unused_name
 from trainer import checkpoint as disk
-from trainer.checkpoint.layout import MANIFEST
 from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.distributed.control import on_main
-from trainer.errors import CheckpointError, LaterReleaseError, choose
 from trainer.loops.about import AboutRun
+from trainer.loops.choosing import WORDS, choose_checkpoint
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
 
-logger = logging.getLogger(__name__)
-
 _CAPACITY = 1_000_000  # records that may wait to be written: the local record should lose none
-_WORDS = ("auto", "best", "last")
 _TO_EVALUATE = "To evaluate them pass the path of one."
 _TO_TRAIN = (
     "Begin a new run in another project_dir, with them if you wish (load_from_checkpoint). To have "
@@ -130,7 +124,7 @@ class Project:
                 f"ckpt_path is {ckpt_path!r} of type {type(ckpt_path).__name__}; it is None, the "
                 "folder of a checkpoint, 'last', 'best' or 'auto'."
             )
-        if ckpt_path in _WORDS and not self._fixed and not self.checkpoints.exists():
+        if ckpt_path in WORDS and not self._fixed and not self.checkpoints.exists():
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
                 "without project_dir every start has a new folder. Pass "
@@ -215,64 +209,19 @@ class Project:
                 there are weights alone.
             ValueError: ``"best"`` without a metric to rank by.
         """
-        state = PartialState()
         roots = list(dict.fromkeys([self.checkpoints, *roots]))
         if sweeps and self._writes:
+            state = PartialState()
             keeper = disk.keeps(state, self.on_each_node)
             what = "Clearing what killed saves have left"
             disk.together(what, lambda: [disk.sweep(r) for r in roots if keeper], state)
-        if ckpt_path is None:
-            return None
-        if ckpt_path not in _WORDS:
-            return _existing(ckpt_path)
-        if ckpt_path == "best":
-            return self._best(roots, monitors)
-        newest = self._newest(roots, state)
-        if newest is None:
-            instead = _TO_EVALUATE if not sweeps else _TO_TRAIN
-            disk.refuse_weights_alone(roots, state, instead=instead, on_each_node=self.on_each_node)
-        if newest is None and ckpt_path == "last":
-            raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
-        return newest
-
-    def _newest(self, roots: Sequence[Path], state: PartialState) -> Path | None:
-        newest, refused = [], []
-        for root in roots:
-            try:
-                found = disk.newest_sound(root, state, on_each_node=self.on_each_node)
-            except LaterReleaseError:  # it may be further than what another folder has
-                raise
-            except CheckpointError as error:  # on all processes alike
-                refused.append(error)
-            else:
-                newest += [] if found is None else [found]
-        if not newest and refused:
-            raise refused[0]
-        for each in refused:
-            logger.warning("%s A checkpoint of another folder is used.", each)
-        return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
-
-    def _best(self, roots: Sequence[Path], monitors: Sequence[tuple[str, str]]) -> Path:
-        if not monitors:
-            raise ValueError(
-                "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
-            )
-        monitor, mode = monitors[0]
-        state = PartialState()
-        keeper = disk.keeps(state, self.on_each_node)
-        found = disk.together(
-            "Choosing the best checkpoint",
-            lambda: scores_of(roots, monitor) if keeper else None,
-            state,
+        return choose_checkpoint(
+            ckpt_path,
+            roots,
+            monitors,
+            on_each_node=self.on_each_node,
+            instead=_TO_TRAIN if sweeps else _TO_EVALUATE,
         )
-        scores = [each for each in found if each is not None]
-        everywhere = set.intersection(*map(set, scores))
-        best = best_of({path: scores[0][path] for path in everywhere}, mode)
-        if best is None:
-            raise CheckpointError(
-                f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
-            )
-        return best
 
     def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
         """Refuse to go on from a checkpoint where another run's checkpoints lie; collective.
@@ -370,54 +319,3 @@ class Project:
         else:
             recorder.resume(run_ids, None)
         return recorder
-
-
-def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
-    path = Path(ckpt_path).expanduser()
-    if path.is_file() and not (path.parent / MANIFEST).exists():
-        raise CheckpointError(
-            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
-            "are pickles, which are never loaded: take their weights with the library that wrote "
-            "them, and load them by module.load_state_dict."
-        )
-    if path.is_file():
-        raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
-    if newest := disk.committed(path):
-        raise CheckpointError(
-            f"ckpt_path is {path}, a folder of checkpoints; give one of them, such as {newest[-1]}."
-        )
-    if not disk.locate(path).exists():
-        hint = choose("As a word it", str(ckpt_path), _WORDS) if path.name == str(ckpt_path) else ""
-        raise CheckpointError(
-            f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
-            f"a word ({', '.join(_WORDS)}). {hint}".rstrip()
-        )
-    return disk.locate(path)
-
-
-def _all(roots: Sequence[Path]) -> str:
-    return ", ".join(map(str, roots))
-
-
-def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
-    """The finite value of a metric in each checkpoint's manifest that has one.
-
-    A damaged manifest is told in a warning of the log.
-    """
-    scores = {}
-    for path in (path for root in roots for path in disk.committed(root)):
-        try:
-            value = disk.read_manifest(path)["metrics"].get(monitor)
-        except CheckpointError as error:
-            logger.warning("%s is not used: %s", path, error)
-            continue
-        if value is not None and math.isfinite(value):
-            scores[path] = value
-    return scores
-
-
-def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
-    """The checkpoint with the best value; the oldest of equal ones."""
-    by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
-    sign = 1 if mode == "min" else -1
-    return min(by_age, key=lambda path: sign * scores[path], default=None)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
-from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
-from callbacks.monitor import Monitor
-from trainer.distributed.collectives import all_gather_object
+from callbacks import Interval
 from trainer.loops.lengths import Length, check_limit, seconds_of
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
@@ -23,15 +20,6 @@ LIMITS = {  # the argument that limits each kind of data
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }
-# what each process may have for itself: it neither decides nor changes a number of a fit
-_OF_A_PROCESS = {
-    "deterministic",
-    "detect_anomaly",
-    "profile",
-    "limit_test_batches",
-    "limit_predict_batches",
-}
-_Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,47 +160,3 @@ def _whole(name: str, value: Any, least: int, hint: str) -> None:
         raise TypeError(f"{name} is {value!r}; it must be an int ({hint}).")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least} ({hint}).")
-
-
-def refuse_differing(
-    settings: Settings, callbacks: Iterable[Callback], ckpt_path: str | os.PathLike[str] | None
-) -> None:
-    """Refuse a fit that processes are told differently, before one waits for the others in vain.
-
-    Compared is what decides how the loop goes; collective.
-
-    Raises:
-        ValueError: On all processes alike; it names the argument and what each process has.
-    """
-    own = {name: repr(value) for name, value in settings.describe().items()}
-    for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
-        own.pop(name, None)
-    deciders = [each for each in callbacks if isinstance(each, _Decider) and each.decides_by]
-    own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
-    word = ckpt_path in (None, "auto", "best", "last")  # paths may lie on disks of their own
-    own["ckpt_path"] = repr(ckpt_path) if word else "a path"
-    told = all_gather_object(own)
-    for name in dict.fromkeys(name for each in told for name in each):
-        values = [each.get(name, "None") for each in told]
-        if any(value != values[0] for value in values):
-            shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            hint = ""
-            if name == "max_time" or "second" in shown or "duration" in shown:
-                hint = (
-                    " Times that each works out for itself are never quite the same: take rank "
-                    "0's, seconds = trainer.utils.broadcast_object_list([seconds])[0]."
-                )
-            raise ValueError(
-                f"fit was told something else on each process, {name}: {shown}. Give all the same; "
-                f"what one process has to do alone, such as writing, it does by itself.{hint}"
-            )
-
-
-def _decides_by(callback: _Decider) -> str:
-    """The class, with what decides when it acts."""
-    parts = [
-        f"{name}={value if not isinstance(value, Monitor) else value.name + ' ' + value.mode}"
-        for name in callback.decides_by
-        if (value := getattr(callback, name)) is not None
-    ]
-    return f"{type(callback).__name__}({', '.join(parts)})"

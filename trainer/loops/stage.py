@@ -15,7 +15,7 @@ from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops.loaders import call_if_there
 from trainer.module import TrainModule
-from trainer.ported import without_batch_idx
+from trainer.ported.signatures import without_batch_idx
 from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)

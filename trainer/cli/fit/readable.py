@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser
 
 import callbacks
 from trainer.cli.parsing import CommandError
-from trainer.ported import refuse_trainer_arguments
+from trainer.ported.arguments import refuse_trainer_arguments
 from trainer.trainer import Trainer
 
 _NOISE = re.compile(

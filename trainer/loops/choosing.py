@@ -1,0 +1,146 @@
+"""Which checkpoint a run goes on from, or an evaluation takes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer import checkpoint as disk
+from trainer.checkpoint.layout import MANIFEST
+from trainer.errors import CheckpointError, LaterReleaseError, choose
+from trainer.state import PartialState
+
+logger = logging.getLogger(__name__)
+
+WORDS = ("auto", "best", "last")
+
+
+def choose_checkpoint(
+    ckpt_path: str | os.PathLike[str] | None,
+    roots: Sequence[Path],
+    monitors: Sequence[tuple[str, str]],
+    *,
+    on_each_node: bool,
+    instead: str,
+) -> Path | None:
+    """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
+
+    Args:
+        ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
+        roots: The folders to look in.
+        monitors: Metric and mode of each callback that ranks checkpoints.
+        on_each_node: The machines share no disk.
+        instead: What to do where there are weights alone, for the error.
+
+    Raises:
+        CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none; or
+            there are weights alone.
+        ValueError: ``"best"`` without a metric to rank by.
+    """
+    if ckpt_path is None:
+        return None
+    if ckpt_path not in WORDS:
+        return _existing(ckpt_path)
+    if ckpt_path == "best":
+        return _best(roots, monitors, on_each_node)
+    newest = _newest(roots, on_each_node)
+    if newest is None:
+        disk.refuse_weights_alone(roots, PartialState(), instead=instead, on_each_node=on_each_node)
+    if newest is None and ckpt_path == "last":
+        raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
+    return newest
+
+
+def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:
+    newest, refused = [], []
+    for root in roots:
+        try:
+            found = disk.newest_sound(root, PartialState(), on_each_node=on_each_node)
+        except LaterReleaseError:  # it may be further than what another folder has
+            raise
+        except CheckpointError as error:  # on all processes alike
+            refused.append(error)
+        else:
+            newest += [] if found is None else [found]
+    if not newest and refused:
+        raise refused[0]
+    for each in refused:
+        logger.warning("%s A checkpoint of another folder is used.", each)
+    return max(newest, key=lambda path: disk.step_of(path) or 0, default=None)
+
+
+def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_node: bool) -> Path:
+    if not monitors:
+        raise ValueError(
+            "ckpt_path='best', but no ModelCheckpoint says what is best: give it a monitor."
+        )
+    monitor, mode = monitors[0]
+    state = PartialState()
+    keeper = disk.keeps(state, on_each_node)
+    found = disk.together(
+        "Choosing the best checkpoint",
+        lambda: scores_of(roots, monitor) if keeper else None,
+        state,
+    )
+    scores = [each for each in found if each is not None]
+    everywhere = set.intersection(*map(set, scores))
+    best = best_of({path: scores[0][path] for path in everywhere}, mode)
+    if best is None:
+        raise CheckpointError(
+            f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
+        )
+    return best
+
+
+def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
+    path = Path(ckpt_path).expanduser()
+    if path.is_file() and not (path.parent / MANIFEST).exists():
+        raise CheckpointError(
+            f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
+            "are pickles, which are never loaded: take their weights with the library that wrote "
+            "them, and load them by module.load_state_dict."
+        )
+    if path.is_file():
+        raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
+    if newest := disk.committed(path):
+        raise CheckpointError(
+            f"ckpt_path is {path}, a folder of checkpoints; give one of them, such as {newest[-1]}."
+        )
+    if not disk.locate(path).exists():
+        hint = choose("As a word it", str(ckpt_path), WORDS) if path.name == str(ckpt_path) else ""
+        raise CheckpointError(
+            f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
+            f"a word ({', '.join(WORDS)}). {hint}".rstrip()
+        )
+    return disk.locate(path)
+
+
+def _all(roots: Sequence[Path]) -> str:
+    return ", ".join(map(str, roots))
+
+
+def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
+    """The finite value of a metric in each checkpoint's manifest that has one.
+
+    A damaged manifest is told in a warning of the log.
+    """
+    scores = {}
+    for path in (path for root in roots for path in disk.committed(root)):
+        try:
+            value = disk.read_manifest(path)["metrics"].get(monitor)
+        except CheckpointError as error:
+            logger.warning("%s is not used: %s", path, error)
+            continue
+        if value is not None and math.isfinite(value):
+            scores[path] = value
+    return scores
+
+
+def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
+    """The checkpoint with the best value; the oldest of equal ones."""
+    by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
+    sign = 1 if mode == "min" else -1
+    return min(by_age, key=lambda path: sign * scores[path], default=None)

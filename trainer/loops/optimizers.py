@@ -1,0 +1,109 @@
+"""The optimizers of a run: what ``configure_optimizers`` returned, looked through and prepared."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+
+from trainer.accelerator import Accelerator
+from trainer.module import TrainModule
+from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
+from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
+from trainer.strategies.ddp import average_gradients
+
+
+def prepare_optimizers(
+    module: TrainModule, accelerator: Accelerator
+) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
+    """Call ``configure_optimizers`` and prepare what it returned.
+
+    In manual optimisation among several processes each optimizer averages its own gradients.
+
+    Raises:
+        ValueError: An optimizer has none of the module's parameters, or cannot be used as asked.
+    """
+    entries, schedulers = read_optimizers(module.configure_optimizers())
+    optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
+    alone = module.automatic_optimization or not accelerator.use_distributed
+    own = {id(parameter) for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
+            raise ValueError(
+                "configure_optimizers returned LBFGS, which evaluates the loss several times an "
+                "update; set automatic_optimization = False and call optimizer.step(closure)."
+            )
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"configure_optimizers returned a {type(optimizer).__name__} that has none of the "
+                f"parameters of {type(module).__name__}; pass it self.parameters()."
+            )
+    _check_attached(schedulers, optimizers)
+    if module.automatic_optimization:
+        _check_apart(optimizers, names, module)
+    else:
+        _check_no_limits(entries, names)
+    prepared = [
+        AcceleratedOptimizer(
+            optimizer, precision=accelerator.precision, reduce=None if alone else average_gradients
+        )
+        for optimizer in optimizers
+    ]
+    return prepared, entries, schedulers
+
+
+def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
+    """Refuse a schedule whose optimizer has none of the parameters of those that were returned.
+
+    Its learning rates would change nothing.
+
+    Raises:
+        ValueError: There is one.
+    """
+    trained = set(map(id, parameters_of(optimizers)))
+    for entry in schedulers:
+        scheduled = getattr(entry.scheduler, "optimizer", None)
+        if not isinstance(scheduled, Optimizer):
+            continue
+        # Parameters, not optimizers or groups: one that wraps another may have its own groups.
+        if trained.isdisjoint(map(id, parameters_of([scheduled]))):
+            raise ValueError(
+                f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
+                f"{type(scheduled).__name__} that it did not return, whose learning rates nobody "
+                "uses: make the scheduler with the optimizer that you return."
+            )
+
+
+def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
+    """Refuse limits that nobody would apply.
+
+    Raises:
+        ValueError: In manual optimisation there is one.
+    """
+    for entry, name in zip(entries, names, strict=True):
+        if entry.max_grad_norm is not None or entry.max_grad_value is not None:
+            raise ValueError(
+                f"configure_optimizers returned limits on the gradients of {name!r}, but in manual "
+                "optimisation training_step clips for itself: call self.clip_gradients(optimizer, "
+                "...) there."
+            )
+
+
+def _check_apart(optimizers: list[Optimizer], names: list[str], module: TrainModule) -> None:
+    """Refuse a parameter in two optimizers, which the one loss would update twice.
+
+    Raises:
+        ValueError: There is one.
+    """
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of([optimizer]):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                name = next((n for n, p in module.named_parameters() if p is parameter), "?")
+                raise ValueError(
+                    f"The optimizers {names[other]!r} and {names[number]!r} that "
+                    f"configure_optimizers returned both have the parameter {name!r}. In "
+                    "automatic optimisation there is one loss, and every optimizer steps at every "
+                    "update: give each its own parameters. To alternate between losses set "
+                    "automatic_optimization = False."
+                )

@@ -1,0 +1,101 @@
+"""Attributes of Lightning's Trainer and of its module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NO_LOGGER = (
+    "trackers run on a thread of their own, so that none can slow or stop the training. Values go "
+    "to them through self.log; name them in Trainer(log_with=...), and give one of your own for "
+    "images and tables (see register_tracker)"
+)
+_LOOK_UP = "look it up in trainer.callbacks"
+_LOADER = "keep it where you make it; trainer.datamodule is the datamodule, trainer.{} the lengths"
+_STAGE = (
+    "steps and hooks are named after what runs, setup is told it, and trainer.training is true "
+    "between the validations of a fit"
+)
+_ARGUMENT = "arguments are no attributes, but for max_epochs and max_steps: keep the value yourself"
+_TRAINER_ATTRIBUTES = {
+    **dict.fromkeys(
+        (
+            "check_val_every_n_epoch",
+            "gradient_clip_algorithm",
+            "gradient_clip_val",
+            "limit_predict_batches",
+            "limit_test_batches",
+            "limit_train_batches",
+            "limit_val_batches",
+            "log_every_n_steps",
+            "min_epochs",
+            "min_steps",
+            "num_sanity_val_steps",
+            "overfit_batches",
+            "reload_dataloaders_every_n_epochs",
+            "val_check_interval",
+        ),
+        _ARGUMENT,
+    ),
+    "accumulate_grad_batches": "use trainer.gradient_accumulation_steps",
+    "checkpoint_callback": _LOOK_UP,
+    "checkpoint_callbacks": _LOOK_UP,
+    "current_step": "use trainer.global_step",
+    "default_root_dir": "use trainer.project_dir",
+    "early_stopping_callback": _LOOK_UP,
+    "early_stopping_callbacks": _LOOK_UP,
+    "evaluating": _STAGE,
+    "fit_loop": "for a longer run make another Trainer, whose fit goes on by ckpt_path",
+    "interrupted": "a callback's on_preemption is called",
+    "is_last_batch": "trainer.epoch_complete is true after the last update of an epoch",
+    "lightning_module": "use trainer.module",
+    "log_dir": "use trainer.logs_dir",
+    "logger": NO_LOGGER,
+    "loggers": NO_LOGGER,
+    "lr_scheduler_configs": "use trainer.schedulers",
+    "lr_schedulers": "use trainer.schedulers",
+    "model": "use trainer.module",
+    "num_devices": "use trainer.world_size",
+    "num_predict_batches": "use trainer.num_eval_batches",
+    "num_sanity_val_batches": "use trainer.num_eval_batches",
+    "num_test_batches": "use trainer.num_eval_batches",
+    "num_val_batches": "use trainer.num_eval_batches",
+    "precision": "use mixed_precision of trainer.accelerator",
+    "predict_dataloaders": _LOADER.format("num_eval_batches"),
+    "predicting": _STAGE,
+    "print": "use print of trainer.accelerator",
+    "progress_bar_callback": _LOOK_UP,
+    "received_sigterm": "a callback's on_preemption is called",
+    "scaler": "use scaler of trainer.accelerator",
+    "state": _STAGE,
+    "strategy": "use trainer.accelerator",
+    "test_dataloaders": _LOADER.format("num_eval_batches"),
+    "testing": _STAGE,
+    "train_dataloader": _LOADER.format("num_training_batches"),
+    "val_dataloaders": _LOADER.format("num_eval_batches"),
+    "validating": _STAGE,
+}
+
+
+def trainer_attribute_hint(name: str) -> str:
+    """What an error says about an attribute that the Trainer does not have."""
+    hint = _TRAINER_ATTRIBUTES.get(name)
+    return f"Trainer has no attribute {name!r}" + (f": {hint}." if hint else ".")
+
+
+class Refused:
+    """An attribute of a LightningModule that a module does not have; it may be set to another.
+
+    Args:
+        hint: What to use.
+    """
+
+    def __init__(self, hint: str) -> None:
+        self._hint = hint
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        raise RuntimeError(f"{type(instance).__name__} has no {self._name}: {self._hint}.")

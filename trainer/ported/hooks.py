@@ -1,0 +1,111 @@
+"""Hooks of Lightning that are not called.
+
+A method that a user has written and nobody calls is a silent mistake. Each hook of LightningModule,
+LightningDataModule and Lightning's Callback, of its releases 1.5 to 2.x, is therefore either called
+here too or refused before anything runs, with what to use.
+"""
+
+from __future__ import annotations
+
+MANUAL = "set automatic_optimization = False and do it in training_step"
+_EPOCH_END = (
+    "outputs are not collected: keep what you need in a list of your own in {0}_step, and use and "
+    "clear it in on_{1}_epoch_end(self); metrics need only self.log in {0}_step"
+)
+_STEP_END = "do it at the end of {0}_step: every process runs the whole step on its own batch"
+_MODE = (
+    "the whole module is put in evaluation mode and each part back into its own afterwards; parts "
+    "that you set to eval() stay so"
+)
+
+_EVERYWHERE = {
+    "on_epoch_start": "use on_train_epoch_start, on_validation_epoch_start or on_test_epoch_start",
+    "on_epoch_end": "use on_train_epoch_end, on_validation_epoch_end or on_test_epoch_end",
+    "on_batch_start": "use on_train_batch_start",
+    "on_batch_end": "use on_train_batch_end",
+    "on_pretrain_routine_start": "use on_fit_start",
+    "on_pretrain_routine_end": "use on_fit_start",
+    "on_hpc_save": "use on_save_checkpoint",
+    "on_hpc_load": "use on_load_checkpoint",
+}
+_MODULE = _EVERYWHERE | {
+    "training_epoch_end": _EPOCH_END.format("training", "train"),
+    "validation_epoch_end": _EPOCH_END.format("validation", "validation"),
+    "test_epoch_end": _EPOCH_END.format("test", "test"),
+    "training_step_end": _STEP_END.format("training"),
+    "validation_step_end": _STEP_END.format("validation"),
+    "test_step_end": _STEP_END.format("test"),
+    "backward": f"{MANUAL}, with self.manual_backward(loss, ...)",
+    "optimizer_step": (
+        "use on_before_optimizer_step for what comes before an update and a scheduler with "
+        f"'interval': 'step' for a warm-up; to decide about updates, {MANUAL}"
+    ),
+    "optimizer_zero_grad": (
+        f"gradients are set to None after each update; for something else {MANUAL}"
+    ),
+    "configure_gradient_clipping": (
+        "pass Trainer(max_grad_norm=...) or Trainer(max_grad_value=...); for limits of each "
+        f"optimizer's own {MANUAL}, with self.clip_gradients"
+    ),
+    "lr_scheduler_step": (
+        "return a scheduler whose step() takes no argument, or the metric of its 'monitor': wrap "
+        "one that takes others in an object with step, state_dict and load_state_dict"
+    ),
+    "configure_callbacks": "pass them to Trainer(callbacks=[...])",
+    "configure_sharded_model": "rename it to configure_model",
+    "tbptt_split_batch": f"{MANUAL}, splitting the batch there",
+    "log_grad_norm": "log the norms in on_before_optimizer_step",
+    "on_validation_model_zero_grad": "gradients are dropped before each validation",
+    **{
+        f"on_{phase}_model_{mode}": _MODE
+        for phase in ("validation", "test", "predict")
+        for mode in ("eval", "train")
+    },
+    **{
+        f"on{reset}_{phase}_dataloader": f"do it in {phase}_dataloader"
+        for reset in ("", "_reset")
+        for phase in ("train", "val", "test", "predict")
+    },
+    "on_post_move_to_device": "use on_fit_start; tie weights in __init__ or configure_model",
+    **dict.fromkeys(
+        (
+            "on_sanity_check_start",
+            "on_sanity_check_end",
+            "on_boundary",
+            "on_preemption",
+            "on_exception",
+        ),
+        "only callbacks have this hook: put it in a callbacks.Callback",
+    ),
+}
+_CALLBACK = _EVERYWHERE | {
+    "on_init_start": "use setup",
+    "on_init_end": "use setup",
+    "on_before_accelerator_backend_setup": "use setup",
+    "on_configure_sharded_model": "use setup",
+    "on_keyboard_interrupt": "use on_exception, which is told a KeyboardInterrupt too",
+}
+
+
+def refuse_uncalled(owner: object, kind: str) -> None:
+    """Refuse a hook of Lightning that nobody would call.
+
+    Args:
+        owner: The user's module, callback or datamodule.
+        kind: ``"module"``, ``"callback"`` or ``"datamodule"``.
+
+    Raises:
+        TypeError: It has one; the text says what to use.
+    """
+    refused = {
+        "module": _MODULE,
+        "callback": _CALLBACK,
+        "datamodule": _EVERYWHERE,
+    }[kind]
+    for name in sorted(refused):
+        # Not getattr of the owner: a layer may have such a name, and it is no method.
+        if callable(getattr(type(owner), name, None)) or callable(vars(owner).get(name)):
+            raise TypeError(
+                f"{type(owner).__name__} defines {name}, which is never called here: "
+                f"{refused[name]}."
+            )

@@ -395,8 +395,11 @@ def test_a_loss_that_does_not_reach_all_is_refused_however_gradients_are_sent(ra
 
 
 def test_fixing_the_layout_changes_nothing_else(ranks2):
-    def untouched() -> tuple[bool, bool, bool, float]:
+    def untouched() -> tuple[bool, bool, bool, float, int]:
         model = Model()
+        seen: list[torch.Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_hook(seen.append)
         before = copy.deepcopy(model.state_dict())
         state = torch.get_rng_state()
         engine(model)
@@ -405,9 +408,10 @@ def test_fixing_the_layout_changes_nothing_else(ranks2):
             all(parameter.grad is None for parameter in model.parameters()),
             torch.equal(torch.get_rng_state(), state),
             model.seen.item(),
+            len(seen),
         )
 
-    assert ranks2(untouched) == [(True, True, True, 0.0)] * 2
+    assert ranks2(untouched) == [(True, True, True, 0.0, 0)] * 2
 
 
 # -- buffers, frozen parts, settings -----------------------------------------------------------

@@ -8,7 +8,7 @@ optimizer averages its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -173,30 +173,13 @@ class DataParallel:
             self._tables = [parameter for parameter in trained if id(parameter) in sparse]
             stage.tables = [*self._tables]
         else:
-            self._fix_bucket_layout()
+            fix_bucket_layout(self._ddp, [stage.ballot, *reversed(trained)])
         # Not before: PowerSGD counts the iterations.
         self._hook = communication.register(self._ddp, self._kwargs)
         self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    def _fix_bucket_layout(self) -> None:
-        """Let DDP rebuild its buckets now, over gradients of zero.
-
-        It does so once, in the order in which gradients first arrive. With three processes or
-        more a new layout is a new order of summation: done during training, a resumed run would
-        add up differently from the run that it resumes. A bucket is sent when its last gradient is
-        there: the order must be that of backward, or nothing is sent before backward ends.
-        """
-        parameters: list[Tensor] = [self._ballot, *reversed(self._trained())]
-        zeros = self._zeros(parameters)
-        for _ in range(2):
-            self._ddp(None)
-            for parameter, zero in zip(parameters, zeros, strict=True):
-                parameter.backward(zero)  # one by one: among leaves autograd keeps no order
-        for parameter in parameters:
-            parameter.grad = None
 
     def _zeros(self, parameters: list[Tensor]) -> list[Tensor]:
         """A gradient of zero for each, in the layout that DDP expects of it."""
@@ -296,18 +279,29 @@ class DataParallel:
         broadcast_(list(self.module.buffers()))
 
 
-def fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
-    """Let DDP rebuild its buckets over gradients of zero, as `DataParallel` does; collective.
+def fix_bucket_layout(
+    wrapped: DistributedDataParallel, order: Sequence[nn.Parameter] | None = None
+) -> None:
+    """Let DDP rebuild its buckets now, over gradients of zero; collective.
+
+    It does so once, in the order in which gradients first arrive. With three processes or more a
+    new layout is a new order of summation: done during training, a resumed run would add up
+    differently from the run that it resumes. A bucket is sent when its last gradient is there: the
+    order must be that of backward, or nothing is sent before backward ends.
 
     A graph that DDP has to see first, to find unused parameters or because it is static, is left to
     its first update, and so are parameters that are updated in backward. Gradients that are there
     stay, and hooks of the parameters are not called: they may update, as those of LOMO do.
+
+    Args:
+        wrapped: Without a communication hook, which would count an iteration.
+        order: All parameters that it reduces; by default the reverse of that in the module.
     """
     if wrapped.find_unused_parameters or wrapped.static_graph:
         return
     ignored = wrapped.parameters_to_ignore
     named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]
-    trained = [parameter for name, parameter in reversed(named) if name not in ignored]
+    trained = order or [parameter for name, parameter in reversed(named) if name not in ignored]
     if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained):
         return
     held = [(p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in trained]
@@ -318,11 +312,11 @@ def fix_bucket_layout(wrapped: DistributedDataParallel) -> None:
         for parameter, zero in zip(trained, zeros_for(wrapped.module, trained), strict=True):
             parameter.grad = None
             parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
-            parameter.backward(zero)
+            parameter.backward(zero)  # one by one: among leaves autograd keeps no order
         wrapped.reducer._rebuild_buckets()
     finally:
         for parameter, (gradient, hooks, later), value in zip(trained, held, values, strict=True):
-            parameter.grad = gradient if value is None else gradient.copy_(value)
+            parameter.grad = None if gradient is None or value is None else gradient.copy_(value)
             parameter._backward_hooks = hooks
             parameter._post_accumulate_grad_hooks = later
 

@@ -172,7 +172,6 @@ def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str
             f"It holds the state of {len(stored.communication)} communication hooks, but "
             f"{len(prepared.communication)} are registered: these stay as they are."
         )
-        stored.communication.clear()
     loaders = stored.loaders
     if loaders is not None and len(loaders) != len(prepared.dataloaders):
         notes.append(
@@ -258,9 +257,11 @@ def apply(
             loader.set_epoch(state["iteration"])
     if prepared.scaler is not None and stored.scaler is not None:
         prepared.scaler.load_state_dict(stored.scaler)
-    others = [*prepared.custom_objects, *prepared.communication]
-    for obj, state in zip(others, [*stored.custom_objects, *stored.communication], strict=False):
+    for obj, state in zip(prepared.custom_objects, stored.custom_objects, strict=True):
         obj.load_state_dict(state)
+    if len(prepared.communication) == len(stored.communication):
+        for hook, state in zip(prepared.communication, stored.communication, strict=True):
+            hook.load_state_dict(state)
     if stored.rng is not None:
         load_rng_state(stored.rng)
     elif stored.first_rng is not None:

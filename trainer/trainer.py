@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -79,8 +78,6 @@ from trainer.ported.arguments import refuse_trainer_arguments
 from trainer.ported.attributes import trainer_attribute_hint
 from trainer.rng import set_seed
 from trainer.strategies.compiled import compiled_steps
-
-logger = logging.getLogger(__name__)
 
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
 

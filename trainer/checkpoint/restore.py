@@ -172,6 +172,7 @@ def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str
             f"It holds the state of {len(stored.communication)} communication hooks, but "
             f"{len(prepared.communication)} are registered: these stay as they are."
         )
+        stored.communication.clear()
     loaders = stored.loaders
     if loaders is not None and len(loaders) != len(prepared.dataloaders):
         notes.append(
@@ -259,9 +260,13 @@ def apply(
         prepared.scaler.load_state_dict(stored.scaler)
     for obj, state in zip(prepared.custom_objects, stored.custom_objects, strict=True):
         obj.load_state_dict(state)
-    if len(prepared.communication) == len(stored.communication):
-        for hook, state in zip(prepared.communication, stored.communication, strict=True):
-            hook.load_state_dict(state)
+    # One side may be empty, see `_check_rest`; else there are as many.
+    for hook, state in zip(prepared.communication, stored.communication, strict=False):
+        hook.load_state_dict(state)
+    _apply_rng(stored, rank)
+
+
+def _apply_rng(stored: Stored, rank: int) -> None:
     if stored.rng is not None:
         load_rng_state(stored.rng)
     elif stored.first_rng is not None:

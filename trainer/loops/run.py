@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -32,9 +31,6 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
 
-logger = logging.getLogger(__name__)
-
-_DRAWS_BY_HOOKS = 4  # tells their seeds from those of an epoch's order
 _UNTIMED = nullcontext()
 _UNKNOWN = -1
 _ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for

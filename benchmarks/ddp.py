@@ -24,15 +24,17 @@ from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 
 STEPS, REPEATS = 500, 10
 PROCESSES = 2
-WIDTH = 1024  # of two hidden layers, which make about a million parameters
+# The widths of the hidden layers, and how many times fewer steps the larger ones make.
+GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
+    "2,762 parameters": ((64,), 1),
+    "1.1 million parameters": ((1024, 1024), 5),
+    "9.6 million parameters": ((3072, 3072), 10),
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """The options of this benchmark alone."""
     parser.add_argument("--processes", type=int, default=PROCESSES, help="how many are started")
-    parser.add_argument(
-        "--wide-steps", type=int, default=100, help="of each turn with a million parameters"
-    )
 
 
 def by_hand(task: Task) -> None:
@@ -76,8 +78,10 @@ def rows(steps: int, *hidden: int) -> list[Contender]:
 
 def measure(options: Namespace) -> Result:
     """Measure it, as one of the processes; each has its own clock."""
-    small, wide = rows(options.steps, 64), rows(options.wide_steps, WIDTH, WIDTH)
-    groups = {"2,762 parameters": small, "1.1 million parameters": wide}
+    groups = {
+        name: rows(max(5, options.steps // fewer), *hidden)
+        for name, (hidden, fewer) in GROUPS.items()
+    }
     return Result(
         benchmark="ddp",
         title=f"Time of a step on {dist.get_world_size()} processes with gloo, by the first one",
@@ -102,8 +106,8 @@ def run(options: Namespace) -> Result:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(options.processes), "-m", "benchmarks.ddp", folder),
-            *("--steps", str(options.steps), "--wide-steps", str(options.wide_steps)),
-            *("--repeats", str(options.repeats), "--rows", *options.rows),
+            *("--steps", str(options.steps), "--repeats", str(options.repeats)),
+            *("--rows", *options.rows),
         ]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
         return Result.load(Path(folder) / "ddp.json")
@@ -113,7 +117,6 @@ def _process() -> None:
     parser = ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--wide-steps", type=int)
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--rows", nargs="*")
     options = parser.parse_args()

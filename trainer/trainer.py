@@ -131,7 +131,7 @@ class Trainer:
         project_name: The name of the project for trackers; the project folder's name unless given.
         run_name: The name of the run for trackers.
         project_dir: Where checkpoints, ``metrics.jsonl`` and trackers' files go. None makes a new
-            folder under ``runs/`` for every start.
+            folder under ``runs/`` for each Trainer.
         progress_bar: Show one, on the main process, on a terminal or in a notebook.
         callbacks: Called in this order, those that save last.
         profile: ``"simple"`` prints at the end of a fit, a validation, a test or a prediction where
@@ -150,7 +150,8 @@ class Trainer:
         slurm_requeue: In a SLURM job, put it back into the queue when SIGUSR1 (``sbatch
             --signal=USR1@120``) or `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
-        accelerator: A ready one, in place of the arguments below.
+        accelerator: A ready one, in place of the arguments below. The folder and the trackers are
+            those that the Trainer is given.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
         dataloader_config: See `Accelerator`. The Trainer shares out whole batches, reads on every
@@ -1054,7 +1055,7 @@ class Trainer:
         self._datamodule = datamodule
         settings = self._parts.settings
         with (
-            watched(partial(self._place, name)),
+            watched(partial(self._place, name)) as note_place,
             deterministic(settings.deterministic),
             detecting_anomalies(settings.detect_anomaly and name == "fit"),
             stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish) as hooks,
@@ -1065,7 +1066,11 @@ class Trainer:
                 self.accelerator.device,
             ),
         ):
-            yield hooks
+            try:
+                yield hooks
+            except BaseException:
+                note_place()  # now: nobody knows it any longer when the run has been torn down
+                raise
 
     def _place(self, stage: str) -> str:
         run = self._run

@@ -50,6 +50,31 @@ accelerator.state.destroy_process_group()
 """
 
 
+FAILS = """
+import os
+import signal
+import sys
+import torch
+from torch.utils.data import DataLoader
+from trainer import Trainer, TrainModule
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_rank == 1 and batch_idx == 3:
+            FAIL
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+Trainer(max_epochs=1, cpu=True, barebones=True).fit(Line(), DataLoader(torch.zeros(16, 1), 1))
+"""
+
+
 @pytest.fixture
 def script(tmp_path) -> Path:
     path = tmp_path / "own_loop.py"
@@ -85,12 +110,18 @@ def started(*command: str, **variables: object) -> Iterator[subprocess.Popen[str
         process.communicate()
 
 
-def finish(process: subprocess.Popen[str]) -> None:
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it has said."""
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         pytest.fail(f"not done within {LIMIT} s:\n{process.communicate()[0]}")
+    return output
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    output = ended(process)
     assert process.returncode == 0, output
 
 
@@ -135,19 +166,23 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def of_an_mpi(port: int, rank: int) -> dict[str, object]:
+    """The variables of one of two processes that mpirun has started."""
+    return {
+        "OMPI_COMM_WORLD_RANK": rank,
+        "OMPI_COMM_WORLD_SIZE": 2,
+        "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+        "MASTER_PORT": port,
+    }
+
+
 def test_processes_of_an_mpi_meet(script, tmp_path):
     port = free_port()
-
-    def variables(rank: int) -> dict[str, object]:
-        return {
-            "OMPI_COMM_WORLD_RANK": rank,
-            "OMPI_COMM_WORLD_SIZE": 2,
-            "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
-            "MASTER_PORT": port,
-        }
-
-    with started(str(script), **variables(0)) as one, started(str(script), **variables(1)) as two:
+    with (
+        started(str(script), **of_an_mpi(port, 0)) as one,
+        started(str(script), **of_an_mpi(port, 1)) as two,
+    ):
         finish(one)
         finish(two)
     found = results(tmp_path)
@@ -155,3 +190,27 @@ def test_processes_of_an_mpi_meet(script, tmp_path):
     first, second = found.values()
     assert first["weights"] == second["weights"]
     assert first["type"] == second["type"] == "MULTI_CPU"
+
+
+@pytest.mark.parametrize(
+    ("fail", "told"),
+    [
+        ("raise ValueError('of its own')", "in {}: ValueError: of its own\n"),
+        ("sys.exit(0)", "in {}: SystemExit: 0\n"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "this one was in {}. Last seen: rank 1 in fit, "),
+    ],
+    ids=["error", "exit", "kill"],
+)
+def test_a_process_that_fails_is_named_by_those_who_lose_it(tmp_path, fail, told):
+    path, port = tmp_path / "fails.py", free_port()
+    path.write_text(FAILS.replace("FAIL", fail))
+    with (
+        started(str(path), **of_an_mpi(port, 0)) as one,
+        started(str(path), **of_an_mpi(port, 1)) as two,
+    ):
+        ended(two)
+        text = ended(one)
+    assert one.returncode == 1, text
+    *_, last = text.split("RuntimeError: ")
+    assert told.format("fit, epoch 0, step 3, batch 3") in last
+    assert last.startswith(("Rank 1 failed while the others", "Another process has gone")), text

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from trainer import PartialState, Trainer, TrainModule
 from trainer.distributed import watchdog
-from trainer.distributed.watchdog import Note, complaint, watched
+from trainer.distributed.watchdog import Note, blame, complaint, watched
 
 
 class Line(TrainModule):
@@ -206,6 +206,34 @@ def test_processes_that_all_wait_are_told_of_later():
         "No process has gone on for 120 seconds:\n"
         "rank 0 is in step 3:\n  in backward\n\nrank 1 is in step 4:\n  in backward\n"
     )
+
+
+FAILED = Note("step 3", failure="ValueError: of its own")
+
+
+def test_who_has_failed_is_named_to_those_who_still_wait_for_it():
+    assert complaint(0, [HERE, FAILED], set(), 30.0) == (
+        "rank 0 has waited for 31 seconds, in step 3:\n"
+        "rank 1 has failed in step 3: ValueError: of its own"
+    )
+
+
+def test_where_the_backend_fails_an_error_of_another_process_comes_first():
+    assert blame(0, "step 4", [HERE, BUSY, FAILED]) == (
+        "Rank 2 failed while the others waited for it, in step 3: ValueError: of its own"
+    )
+
+
+def test_where_nobody_has_said_anything_those_who_have_not_taken_leave_are_told():
+    before = (
+        "Another process has gone or does not answer, and has not said why; this one was in step "
+        "4. Last seen: "
+    )
+    assert blame(1, "step 4", [HERE, BUSY, Note("step 5")]) == f"{before}rank 0 in step 3."
+    many = blame(0, "step 4", [BUSY] * 12)
+    assert many.startswith(f"{before}rank 1 in step 3; rank 2 ")
+    assert many.endswith("; rank 8 in step 3; 3 more.")
+    assert blame(0, "step 4", [BUSY]) == f"{before}none."
 
 
 def test_the_patience_is_less_than_the_groups_limit(ranks2):

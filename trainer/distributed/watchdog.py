@@ -3,7 +3,8 @@
 Each process of a run has a thread that notes every few seconds where the training thread is, in the
 store by which the processes found each other: no collective, and nothing for the training thread to
 do. A process that has stood in one place for long, waiting, reads what the others have noted, and
-the log says who does not wait: its phase and step, and its Python stack.
+the log says who does not wait: its phase and step, and its Python stack. A process that fails notes
+by what, and where: the others, who lose their connection to it, say so before the backend's words.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from trainer.errors import Preempted
+
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 30.0  # seconds in one place until the log says so, …
@@ -28,6 +31,7 @@ _OF_LIMIT = 0.25  # … or this part of the time after which the backend gives u
 _LOOKS = 6  # in that time
 _SILENT = 2  # looks without another note: whoever has left it stands still as a whole
 _FRAMES = 15  # of a stack, the innermost ones
+_SHOWN = 8  # processes of which one may have gone
 _ALL_STAND = 4  # times the patience, until processes that all wait are told of
 _WAITING = (  # where a process is that waits for others: in a collective, or in a backward pass
     "/torch/distributed/",
@@ -48,6 +52,7 @@ class Note(NamedTuple):
         waits: The training thread waits for other processes.
         stack: Where that thread is, as Python formats it, once it has been there for long.
         looks: How often the process has looked.
+        failure: The error that has ended the run there, unless another process's end was its cause.
     """
 
     place: str = ""
@@ -56,28 +61,45 @@ class Note(NamedTuple):
     waits: bool = False
     stack: str = ""
     looks: int = 0
+    failure: str = ""
 
 
 @contextmanager
-def watched(place: Callable[[], str]) -> Iterator[None]:
+def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
     """Inside, this process leaves notes, and says in the log for whom it has long waited.
 
     Args:
         place: Where the run is; called by another thread.
+
+    Yields:
+        A function that notes the place of a failure, to be called before the run is torn down.
+
+    Raises:
+        RuntimeError: In place of the backend's own, where another process has failed; it says how.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or not _watching.acquire(blocking=False):
-        yield
+        yield lambda: None
         return
     watchdog = _Watchdog(place)
     thread = threading.Thread(target=watchdog.look, name="cadence-watchdog", daemon=True)
     thread.start()
-    try:
-        yield
-    finally:
+
+    def end() -> None:
         watchdog.ended.set()
         _watching.release()
         thread.join(_PATIENCE)  # no longer: a store on a machine that is gone may not answer
+
+    try:
+        yield watchdog.note_place
+    except BaseException as error:
+        watchdog.note_error(error)
+        end()
+        if watchdog.cause:
+            raise RuntimeError(watchdog.cause) from error
+        raise
+    else:
+        end()
 
 
 def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float) -> str | None:
@@ -108,6 +130,8 @@ def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float
 
 def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
     """What is wrong with a process that does not wait."""
+    if note.failure:
+        return f"rank {rank} has failed in {note.place}: {note.failure}"
     if not note.inside:
         return f"rank {rank} is not in this run: it has ended it, or not begun."
     if silent:
@@ -120,8 +144,41 @@ def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
     return f"rank {rank} has been in {note.place} for {note.seconds:.0f} seconds:\n{note.stack}"
 
 
+def _is_of_backend(error: BaseException) -> bool:
+    """What it raises where another process has gone or does not answer."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error)  # which has no type of its own
+    )
+
+
+def blame(own: int, place: str, notes: Sequence[Note]) -> str:
+    """Why the backend has failed: whose error is behind it, or who may have gone without a word.
+
+    Args:
+        own: This process's rank.
+        place: Where it was.
+        notes: The latest ones of all ranks.
+    """
+    for rank, note in enumerate(notes):
+        if note.failure:
+            told = f"in {note.place}: {note.failure}"
+            return f"Rank {rank} failed while the others waited for it, {told}"
+    inside = [rank for rank, note in enumerate(notes) if note.inside and rank != own]
+    last = [f"rank {rank} in {notes[rank].place}" for rank in inside[:_SHOWN]]
+    last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
+    return (
+        "Another process has gone or does not answer, and has not said why; this one was in "
+        f"{place}. Last seen: {'; '.join(last) or 'none'}."
+    )
+
+
 class _Watchdog:
-    """Looks at the thread that made it."""
+    """Looks at the thread that made it.
+
+    Attributes:
+        ended: To be set when the run has ended.
+        cause: Why it has, where another process's end is behind the error of this one.
+    """
 
     def __init__(self, place: Callable[[], str]) -> None:
         group = dist.group.WORLD
@@ -135,7 +192,20 @@ class _Watchdog:
         self._looks = 0
         self._since = time.monotonic(), ""
         self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # how often each had looked
+        self._ended_in = self._error = ""
+        self._lost = False
+        self.cause = ""
         self.ended = threading.Event()
+
+    def note_place(self) -> None:
+        """The run ends where it is now."""
+        self._ended_in = self._place()
+
+    def note_error(self, error: BaseException) -> None:
+        """By this one; kept as text, since it holds all that the run held."""
+        self._lost = _is_of_backend(error)
+        if not (self._lost or isinstance(error, Preempted)):
+            self._error = f"{type(error).__name__}: {error}"
 
     def look(self) -> None:
         """Until the run has ended."""
@@ -154,10 +224,18 @@ class _Watchdog:
                 if text := complaint(self._rank, *read, self._patience):
                     logger.warning(text.rstrip())
                     speaks_at *= 2  # if the others are only slow, it is not said at every step
-            self._leave(Note(looks=self._looks + 1))
+            self._take_leave()
         except (RuntimeError, OSError) as error:
             # The store has ended with its process, or the backend has given up.
             logger.debug("No process can be asked any longer where it is: %s", error)
+
+    def _take_leave(self) -> None:
+        """Note how the run has ended here; learn whose failure was the cause."""
+        place = self._ended_in or self._place()
+        if self._lost:
+            notes = [self._read_note(rank) for rank in range(len(self._keys))]
+            self.cause = blame(self._rank, place, notes)
+        self._leave(Note(place, looks=self._looks + 1, failure=self._error))
 
     def _note(self) -> Note:
         now, place = time.monotonic(), self._place()
@@ -175,6 +253,10 @@ class _Watchdog:
     def _leave(self, note: Note) -> None:
         self._store.set(self._keys[self._rank], json.dumps(note))
 
+    def _read_note(self, rank: int) -> Note:
+        key = self._keys[rank]
+        return Note(*json.loads(self._store.get(key))) if self._store.check([key]) else Note()
+
     def _read_all(self) -> tuple[list[Note], set[int]] | None:
         """The notes of all ranks and those who are silent; None if a lower rank waits as well.
 
@@ -184,8 +266,8 @@ class _Watchdog:
         looks: dict[int, int] = {}
         self._read.append(looks)
         notes, silent = [], set()
-        for rank, key in enumerate(self._keys):
-            note = Note(*json.loads(self._store.get(key))) if self._store.check([key]) else Note()
+        for rank in range(len(self._keys)):
+            note = self._read_note(rank)
             looks[rank] = note.looks
             notes.append(note)
             if before.get(rank) == note.looks:

@@ -245,7 +245,8 @@ class TrainModule(nn.Module):
             on_step: Record the value of this update, if it is due; the default in `training_step`.
             on_epoch: Accumulate until the epoch ends; the default elsewhere.
             reduce: How values become one: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-            batch_size: The weight in a mean; the batch's `count_items` unless given.
+            batch_size: The weight in a mean; unless given the batch's `count_items`, in the hooks
+                around an update that of its window.
             logger: False keeps it from the trackers; ``metrics.jsonl`` and callbacks have it.
             add_dataloader_idx: Of several loaders, each one's values have its number in their name.
                 With False the name is as given; no two loaders may then use the same one.

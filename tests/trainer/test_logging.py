@@ -146,6 +146,27 @@ def test_batch_size_and_count_items_are_the_weights():
 
 
 @pytest.mark.parametrize(
+    "hook", ["on_before_optimizer_step", "on_train_step_end", "on_before_zero_grad"]
+)
+def test_a_value_of_an_update_has_the_weight_of_its_window(hook):
+    """Of windows of 5 and of 2 samples; a value of the last micro-batch has its own weight."""
+
+    class Hooked(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx % 2:
+                self.log("batch", float(batch_idx), on_epoch=True, on_step=False)
+
+    def of_update(self, *_):
+        self.log("update", float(self.trainer.batches_seen), on_epoch=True, on_step=False)
+
+    setattr(Hooked, hook, of_update)
+    trainer = make(gradient_accumulation_steps=2)
+    trainer.fit(Hooked(lambda *_: None), [torch.zeros(n, 1) for n in (4, 1, 1, 1)])
+    assert trainer.callback_metrics["update"] == pytest.approx((2 * 5 + 4 * 2) / 7)
+    assert trainer.callback_metrics["batch"] == pytest.approx((1 * 1 + 3 * 1) / 2)
+
+
+@pytest.mark.parametrize(
     "value",
     [2, 2.0, True, numpy.float32(2), torch.tensor(2), torch.tensor([[2.0]], requires_grad=True)],
 )

@@ -77,9 +77,12 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
             hooks.on_after_backward()
         if sync:
             total = total if items_everywhere is None else items_everywhere
+            metrics.items = items_here  # the weight of what is logged of the update
             run.timing.call(OPTIMIZER, update, run, total, seen)
         if micro.present:
+            metrics.items = items
             hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+    metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
     return True

@@ -15,7 +15,6 @@ from trainer.loops.evaluate import ENDED_EARLY
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.window import count_round, see_if_log_is_due, take_note
-from trainer.metrics import TRAIN_STEP
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.rng import isolated_rng
@@ -36,8 +35,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     batch_idx = run.batch_idx = counters.rounds
     steps = sum(optimizer.steps for optimizer in run.optimizers)
     outputs: Any = None
-    metrics.scope = TRAIN_STEP
-    metrics.clear_step()
+    metrics.begin_window()
     hooks.on_train_step_start()
     if not micro.complete and run.last_batch is None:
         # Fewer batches in the epoch than processes. It travels by the host.

@@ -26,7 +26,7 @@ from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import Limits
 from trainer.optim.configure import SchedulerEntry
-from trainer.optim.finite import FiniteGuard
+from trainer.optim.finite import FiniteGuard, is_non_finite
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
@@ -295,8 +295,13 @@ class FitRun(Run):
             return f"{where}, {scope.phase} batch {self.batch_idx}"
         return f"{where}, batch {self.batch_idx}"
 
-    def own_tally(self, items: float, bad_losses: float | Tensor = 0.0) -> Tally:
-        """What this process tells the others about its window."""
+    def own_tally(self, items: float, loss: Tensor | None = None) -> Tally:
+        """What this process tells the others about its window.
+
+        Args:
+            items: In it, here.
+            loss: Is finite if all of its losses are; None where there is none.
+        """
         return Tally(
             items,
             stop_votes=1.0 if self.stop_requested() else 0.0,
@@ -306,7 +311,7 @@ class FitRun(Run):
             failed_saves=1.0 if self.writer.failed else 0.0,
             asked_saves=float(len(self.asked)),
             ended_ranks=float(self.rank) if self.data_ended else 0.0,
-            bad_losses=bad_losses,
+            bad_losses=0.0 if loss is None or self.guard is None else is_non_finite(loss),
         )
 
     def told_to_end(self, round_idx: int) -> bool:

@@ -15,9 +15,8 @@ from trainer.distributed.collectives import broadcast_object
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
-from trainer.metrics import TRAIN_STEP
 from trainer.optim.clipping import clip_, clip_apart_
-from trainer.optim.finite import find_non_finite, is_non_finite
+from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import parameters_of
 from trainer.tree import detach
 
@@ -35,10 +34,9 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    items_everywhere: float | None = 0.0  # where each process knows what the others have
+    known: float | None = 0.0  # items of all processes, where each knows what the others have
     largest: Tensor | None = None  # finite if all losses are, where a sum may overflow
-    metrics.scope = TRAIN_STEP
-    metrics.clear_step()
+    metrics.begin_window()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
         sync = micro.last or number == size
@@ -65,20 +63,18 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
             hooks.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
-        items_everywhere = count_round(run, micro, items_everywhere)
+        known = count_round(run, micro, known)
         if sync:
             if loss is None:
                 run.precision.scale_nothing(run.device)
-            bad = 0.0 if run.guard is None or largest is None else is_non_finite(largest)
-            total = engine.finish_window(loss, run.own_tally(items_here, bad))
+            total = engine.finish_window(loss, run.own_tally(items_here, largest))
         elif loss is not None:
             engine.backward(loss)
         if loss is not None:
             hooks.on_after_backward()
         if sync:
-            total = total if items_everywhere is None else items_everywhere
             metrics.items = items_here  # the weight of what is logged of the update
-            run.timing.call(OPTIMIZER, update, run, total, seen)
+            run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
         if micro.present:
             metrics.items = items
             hooks.on_train_batch_end(detach(outputs), batch, batch_idx)

@@ -13,6 +13,7 @@ from trainer.errors import MetricError, choose
 from trainer.metrics.cells import (
     EMPTY,
     KINDS,
+    TRAIN_STEP,
     Cell,
     Cells,
     Kind,
@@ -227,8 +228,9 @@ class MetricStore:
         """The window's values over all processes; collective; nothing is read back."""
         return self._reduction.reduce(self.step, "this update")
 
-    def clear_step(self) -> None:
+    def begin_window(self) -> None:
         """A new window begins."""
+        self.scope = TRAIN_STEP
         self.step.cells.clear()
         self.step.objects.clear()
         self.step.ran.clear()

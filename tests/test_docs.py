@@ -23,6 +23,8 @@ from typing import NamedTuple
 
 import pytest
 
+from trainer.cli import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REFERENCE = ROOT / "docs" / "reference.md"
@@ -185,6 +187,12 @@ def test_every_page_is_linked_from_the_index():
     linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
     pages = {page for page in PAGES if page.parent.name != "decisions"} - {PAGES[0], index}
     assert pages - linked == set()
+
+
+def test_every_command_is_in_the_table_of_its_page():
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \|", page.partition("\n## ")[0], re.MULTILINE)[1:]  # no heading
+    assert {name for row in rows for name in re.findall(r"`([a-z-]+)", row)} == set(COMMANDS)
 
 
 # -- the reference ---------------------------------------------------------------------------------

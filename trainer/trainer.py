@@ -104,7 +104,7 @@ class Trainer:
         limit_val_batches: Likewise, of each loader; 0 switches validation off.
         limit_test_batches: Likewise.
         limit_predict_batches: Likewise.
-        overfit_batches: Train and validate on the first so many batches, unshuffled.
+        overfit_batches: Train and validate on the first so many batches of each loader, unshuffled.
         reload_dataloaders_every_n_epochs: Ask the module or the `DataModule` for the training and
             the validation loaders again as every n-th epoch begins; 0 for never. A run resumed
             inside an epoch makes its loaders by the same call: with `current_epoch`, `global_step`

@@ -323,11 +323,13 @@ class Accelerator:
 
     # -- who runs what -------------------------------------------------------------------------
 
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Decorator: run the function on rank 0 only."""
         return self.state.on_main_process(function)
 
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_local_main_process(
+        self, function: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
         """Decorator: run the function on rank 0 of each machine only."""
         return self.state.on_local_main_process(function)
 
@@ -896,7 +898,9 @@ class Accelerator:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin the runs of the trackers in `log_with`; collective.
+        """Begin the runs of the trackers in `log_with`.
+
+        Every process calls it, or the main one alone.
 
         Args:
             project_name: The name of the run or project.

@@ -158,6 +158,13 @@ class TrainModule(nn.Module):
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters; torch's default for a module without any that are not integers."""
+        found = (tensor.dtype for tensor in chain(self.parameters(), self.buffers()))
+        floats = (dtype for dtype in found if dtype.is_floating_point or dtype.is_complex)
+        return next(floats, torch.get_default_dtype())
+
+    @property
     def global_step(self) -> int:
         """Updates made so far; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")

@@ -38,6 +38,7 @@ from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.arguments import (
     chosen_accelerator,
+    chosen_window,
     complete,
     project_dir_of,
     refuse_beside_barebones,
@@ -111,7 +112,8 @@ class Trainer:
             and the generators as they were then, and the datamodule's state as in the checkpoint.
         fast_dev_run: Run so many batches (True is 1) of everything and write nothing.
         gradient_accumulation_steps: Micro-batches of each process for one update. The update is
-            that of the whole batch, whatever the split.
+            that of the whole batch, whatever the split. None takes that of `accelerator`, else
+            ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, which the launcher sets, else 1.
         max_grad_norm: Clip the norm of all gradients, but of those of optimizers for which
             `configure_optimizers` gives another.
         max_grad_value: Clip each element of the gradients, likewise.
@@ -150,8 +152,9 @@ class Trainer:
         slurm_requeue: In a SLURM job, put it back into the queue when SIGUSR1 (``sbatch
             --signal=USR1@120``) or `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
-        accelerator: A ready one, in place of the arguments below. The folder and the trackers are
-            those that the Trainer is given.
+        accelerator: A ready one, in place of the arguments below. Its `project_configuration`
+            stands for `project_config`; what it has for loops of one's own, such as trackers, is
+            refused.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
         dataloader_config: See `Accelerator`. The Trainer shares out whole batches, reads on every
@@ -194,7 +197,7 @@ class Trainer:
         overfit_batches: Limit = None,
         reload_dataloaders_every_n_epochs: int = 0,
         fast_dev_run: bool | int = False,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         non_finite: Policy = "stop",
@@ -233,10 +236,10 @@ class Trainer:
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is found "
                 "by itself; cpu=True keeps away from accelerators."
             )
+        if project_config is None and accelerator is not None:
+            project_config = accelerator.project_configuration
         if project_config is not None:
             project_dir = project_dir_of(project_config, project_dir)
-        if accelerator is not None and gradient_accumulation_steps == 1:
-            gradient_accumulation_steps = accelerator.gradient_accumulation_steps
         settings = Settings(
             max_epochs=max_epochs,
             min_epochs=min_epochs,
@@ -251,7 +254,7 @@ class Trainer:
             limit_predict_batches=limit_predict_batches,
             overfit_batches=overfit_batches,
             reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
-            gradient_accumulation_steps=gradient_accumulation_steps,
+            gradient_accumulation_steps=chosen_window(gradient_accumulation_steps, accelerator),
             max_grad_norm=max_grad_norm,
             max_grad_value=max_grad_value,
             non_finite=non_finite,
@@ -290,7 +293,7 @@ class Trainer:
             set_seed(seed)
         self.accelerator = accelerator = chosen_accelerator(
             accelerator,
-            gradient_accumulation_steps,
+            settings.gradient_accumulation_steps,
             mixed_precision=mixed_precision,
             cpu=cpu,
             dataloader_config=dataloader_config,

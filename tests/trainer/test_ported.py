@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback
 from trackers import GeneralTracker, read_metrics
 from trainer import DataModule, Trainer, TrainModule
-from trainer.ported import attributes, hooks
+from trainer.ported import arguments, attributes, hooks
 
 
 def words(text):
@@ -190,6 +190,41 @@ def test_what_a_refused_hook_recommends_exists():
                         name,
                         word,
                     )
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("output_dir", "use project_dir"),
+        ("num_train_epochs", "use max_epochs"),
+        ("train_dataset", "fit(module, DataLoader("),
+        ("save_total_limit", "ModelCheckpoint(every=500"),
+    ],
+)
+def test_arguments_of_the_hugging_face_trainer_say_what_to_pass(argument, hint):
+    with pytest.raises(TypeError, match=f"no argument '{argument}'") as error:
+        Trainer(**{argument: 3})
+    assert hint in str(error.value)
+
+
+def test_what_is_recommended_for_them_are_arguments():
+    known = inspect.signature(Trainer).parameters
+    for instead in arguments._OF_HUGGING_FACE.values():
+        name = instead.partition("=")[0]
+        if name.isidentifier() and "=" in instead:
+            assert name in known
+    for name in ("train", "evaluate", "save_model"):
+        with pytest.raises(AttributeError, match=r"(fit|validate|save_pretrained)"):
+            getattr(make(), name)
+
+
+def test_the_type_of_a_module_is_that_of_its_parameters():
+    class Whole(TrainModule):
+        pass
+
+    assert Net().dtype == torch.float32
+    assert Net().double().dtype == torch.float64
+    assert Whole().dtype == torch.get_default_dtype()
 
 
 def test_a_layer_with_the_name_of_a_refused_hook_is_no_hook():
@@ -583,8 +618,8 @@ def clipped(**arguments):
 
 
 def test_gradients_are_clipped_as_lightnings_arguments_say():
-    for arguments in ({}, {"gradient_clip_algorithm": "norm"}):
-        norm, gradients = clipped(gradient_clip_val=1.0, **arguments)
+    for algorithm in ({}, {"gradient_clip_algorithm": "norm"}):
+        norm, gradients = clipped(gradient_clip_val=1.0, **algorithm)
         assert norm == 5.0
         torch.testing.assert_close(gradients, torch.tensor([0.6, 0.8]), rtol=1e-4, atol=0)
     norm, gradients = clipped(gradient_clip_val=3.5, gradient_clip_algorithm="value")

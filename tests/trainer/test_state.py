@@ -106,6 +106,7 @@ def test_the_variable_forces_the_cpu(monkeypatch):
 
 def test_a_device_named_by_variable_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps")
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     assert PartialState().device == torch.device("mps")
     PartialState._reset_state()
     assert PartialState(cpu=True).device == torch.device("cpu")
@@ -123,6 +124,7 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
 
 def test_the_cpu_cannot_be_asked_for_after_another_device_was_taken(monkeypatch):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps")
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     PartialState()
     with pytest.raises(ValueError, match=r"already uses mps. Restart it and pass cpu=True"):
         PartialState(cpu=True)
@@ -444,6 +446,7 @@ def launch(rank: int = 0, world_size: int = 1) -> Launch:
 )
 def test_a_named_accelerator_is_shared_out_by_local_rank(monkeypatch, named, world_size, device):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     place = launch(world_size - 1, world_size)
     assert joining.pick_device(place, cpu=False) == torch.device(device)
 
@@ -453,9 +456,13 @@ def test_a_named_accelerator_is_shared_out_by_local_rank(monkeypatch, named, wor
     [
         ("gpu", 1, "'gpu', which is no device"),
         ("mps", 2, "'mps', which has no collectives for 2 processes"),
+        ("xpu", 1, "'xpu', which this machine or this build of torch does not have"),
+        ("cuda:1", 2, "'cuda:1', which this machine"),
     ],
 )
 def test_a_named_device_that_cannot_serve_is_refused(monkeypatch, named, world_size, message):
+    for kind in (torch.cuda, torch.xpu):
+        monkeypatch.setattr(kind, "is_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
     with pytest.raises(ValueError, match=f"ACCELERATE_TORCH_DEVICE is {message}"):
         joining.pick_device(launch(0, world_size), cpu=False)

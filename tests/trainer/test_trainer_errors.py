@@ -13,6 +13,7 @@ from trainer import (
     DataLoaderConfiguration,
     DataModule,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     ProjectConfiguration,
     Trainer,
     TrainModule,
@@ -164,6 +165,48 @@ def test_an_accelerator_and_the_arguments_to_make_one_exclude_each_other():
 def test_a_ready_accelerator_is_checked_too():
     ready = Accelerator(cpu=True, split_batches=True)
     fails(lambda: make(accelerator=ready), ValueError, "split_batches=True")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"log_with": "tensorboard", "project_dir": "there"}, ("log_with to the Trainer",)),
+        ({"device_placement": False}, ("device_placement=False", "Leave it out")),
+        ({"step_scheduler_with_optimizer": False}, ("step_scheduler_with_optimizer=False",)),
+        ({"rng_types": ["torch"]}, ("rng_types=[", "torch")),
+        (
+            {
+                "gradient_accumulation_plugin": GradientAccumulationPlugin(
+                    sync_with_dataloader=False
+                )
+            },
+            ("sync_with_dataloader=False",),
+        ),
+        (
+            {"project_config": ProjectConfiguration(project_dir="there", total_limit=2)},
+            ("total_limit=2",),
+        ),
+        (
+            {"project_config": ProjectConfiguration(project_dir="there", logging_dir="q")},
+            ("logging_dir=",),
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_a_ready_accelerator_has_for_other_loops_is_refused(options, parts):
+    fails(lambda: make(accelerator=Accelerator(cpu=True, **options)), ValueError, *parts)
+
+
+def test_a_ready_accelerator_says_where_and_how_many_micro_batches(monkeypatch):
+    config = ProjectConfiguration(project_dir="there", save_on_each_node=True)
+    ready = Accelerator(cpu=True, gradient_accumulation_steps=3, project_config=config)
+    trainer = make(project_dir=None, accelerator=ready)
+    assert (str(trainer.project_dir), trainer.gradient_accumulation_steps) == ("there", 3)
+    assert trainer._parts.project.on_each_node
+    assert make(accelerator=ready, gradient_accumulation_steps=1).gradient_accumulation_steps == 1
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert make().gradient_accumulation_steps == 4
+    assert make(gradient_accumulation_steps=2).gradient_accumulation_steps == 2
 
 
 def test_the_project_configuration_says_where():
@@ -845,7 +888,13 @@ def test_a_schedule_of_an_optimizer_whose_parameters_no_other_has_is_refused():
         others = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         return [mine], [StepLR(others, 1)]
 
-    fit_fails(net(configure_optimizers=other), ValueError, "a StepLR of a SGD", "did not return")
+    def twin(self):
+        mine, others = (torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2))
+        return [mine], [StepLR(others, 1)]
+
+    for configure in (other, twin):
+        text = "a StepLR of a SGD"
+        fit_fails(net(configure_optimizers=configure), ValueError, text, "did not return")
 
     for wrapper in (Wraps, WrapsInGroupsOfItsOwn):
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from callbacks import Callback, Interval, ModelCheckpoint, ProgressBar
 from trainer.accelerator import Accelerator
-from trainer.configuration import ProjectConfiguration
+from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration, RNGType
 from trainer.hooks import is_overridden
 
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
@@ -32,6 +32,17 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
 }
 
 
+def chosen_window(steps: int | None, ready: Accelerator | None) -> int:
+    """Micro-batches for one update: as given, else a ready accelerator's, else the variable's."""
+    if steps is not None:
+        return steps
+    if ready is not None:
+        return ready.gradient_accumulation_steps
+    found = GradientAccumulationPlugin().num_steps
+    assert found is not None  # it has looked
+    return found
+
+
 def chosen_accelerator(
     ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
 ) -> Accelerator:
@@ -46,6 +57,8 @@ def chosen_accelerator(
         raise ValueError(
             f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
         )
+    else:
+        _refuse_of_own_loops(ready)
     config = ready.dataloader_config
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name):
@@ -55,6 +68,32 @@ def chosen_accelerator(
                 "together, divide the loader's by their number."
             )
     return ready
+
+
+def _refuse_of_own_loops(ready: Accelerator) -> None:
+    """Refuse options of a ready accelerator that the Trainer would leave out in silence.
+
+    Raises:
+        ValueError: It has one.
+    """
+    if ready.log_with:
+        raise ValueError(
+            "The Accelerator that was passed has log_with, whose trackers init_trackers starts in "
+            "a loop of one's own; pass log_with to the Trainer."
+        )
+    usual = {
+        "device_placement": (ready.device_placement, True),
+        "step_scheduler_with_optimizer": (ready.step_scheduler_with_optimizer, True),
+        "rng_types": (ready.rng_types, [RNGType.GENERATOR]),
+        "sync_with_dataloader": (ready.gradient_state.sync_with_dataloader, True),
+        "sync_each_batch": (ready.gradient_state.plugin.sync_each_batch, False),
+    }
+    for name, (value, default) in usual.items():
+        if value != default:
+            raise ValueError(
+                f"The Accelerator that was passed has {name}={value!r}, which concerns loops of "
+                "one's own; the Trainer decides that by itself. Leave it out."
+            )
 
 
 def project_dir_of(
@@ -68,6 +107,11 @@ def project_dir_of(
             f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "
             "save_state, which the Trainer does not use; pass callbacks=[ModelCheckpoint("
             "save_last=…)]."
+        )
+    if config.logging_dir != config.project_dir:
+        raise ValueError(
+            f"ProjectConfiguration(logging_dir={str(config.logging_dir)!r}) is for trackers of the "
+            "Accelerator; those of a Trainer write to logs in its project_dir. Leave it out."
         )
     return config.project_dir if project_dir is None else project_dir
 

@@ -52,9 +52,9 @@ def prepare_optimizers(
 
 
 def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
-    """Refuse a schedule whose optimizer has none of the parameters of those that were returned.
+    """Refuse a schedule of an optimizer that is not used: its learning rates would change nothing.
 
-    Its learning rates would change nothing.
+    One that another wraps is used, as far as can be seen.
 
     Raises:
         ValueError: There is one.
@@ -64,13 +64,20 @@ def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer
         scheduled = getattr(entry.scheduler, "optimizer", None)
         if not isinstance(scheduled, Optimizer):
             continue
+        known = any(scheduled is optimizer for optimizer in optimizers)
         # Parameters, not optimizers or groups: one that wraps another may have its own groups.
-        if trained.isdisjoint(map(id, parameters_of([scheduled]))):
+        apart = trained.isdisjoint(map(id, parameters_of([scheduled])))
+        if apart or not (known or any(map(_may_wrap, optimizers))):
             raise ValueError(
                 f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
                 f"{type(scheduled).__name__} that it did not return, whose learning rates nobody "
                 "uses: make the scheduler with the optimizer that you return."
             )
+
+
+def _may_wrap(optimizer: Optimizer) -> bool:
+    """It is none of torch's own, which wrap nothing."""
+    return not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:

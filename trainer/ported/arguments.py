@@ -1,4 +1,4 @@
-"""Arguments of Lightning's Trainer and of its ``log``."""
+"""Arguments of Lightning's Trainer and of its ``log``, and of Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -122,6 +122,38 @@ _TRAINER_ARGUMENTS = {
     "weights_save_path": "project_dir",
     "weights_summary": "callbacks=[ModelSummary()]",
 }
+_SAVES = "callbacks=[ModelCheckpoint(every=500, save_last=2)]"
+_LOADER = "fit(module, DataLoader(dataset, batch_size=8)), as torch.utils.data has it"
+_RATE = "configure_optimizers of the module"
+_OF_HUGGING_FACE = {
+    "args": "the arguments of TrainingArguments that docs/migrating.md lists, as the Trainer's own",
+    "bf16": "mixed_precision='bf16'",
+    "compute_metrics": "self.log in validation_step",
+    "data_collator": "collate_fn of the DataLoader",
+    "eval_dataset": _LOADER,
+    "eval_steps": "val_every='500 steps'",
+    "eval_strategy": "val_every='500 steps' or '1 epoch'",
+    "fp16": "mixed_precision='fp16'",
+    "learning_rate": _RATE,
+    "load_best_model_at_end": "fit or validate with ckpt_path='best'",
+    "logging_steps": "log_every",
+    "lr_scheduler_type": _RATE,
+    "model": "fit(module, ...)",
+    "num_train_epochs": "max_epochs",
+    "optimizers": _RATE,
+    "output_dir": "project_dir",
+    "per_device_eval_batch_size": _LOADER,
+    "per_device_train_batch_size": _LOADER,
+    "report_to": "log_with",
+    "save_steps": _SAVES,
+    "save_strategy": _SAVES,
+    "save_total_limit": _SAVES,
+    "train_dataset": _LOADER,
+    "use_cpu": "cpu",
+    "warmup_ratio": _RATE,
+    "warmup_steps": _RATE,
+    "weight_decay": _RATE,
+}
 
 
 def refuse_trainer_arguments(given: Iterable[str], known: Iterable[str]) -> None:
@@ -131,7 +163,7 @@ def refuse_trainer_arguments(given: Iterable[str], known: Iterable[str]) -> None
         TypeError: If any is given.
     """
     for name in given:
-        instead = _TRAINER_ARGUMENTS.get(name)
+        instead = _TRAINER_ARGUMENTS.get(name) or _OF_HUGGING_FACE.get(name)
         if instead is not None:
             raise TypeError(f"Trainer has no argument {name!r}; use {instead}.")
         raise TypeError(choose("An argument of Trainer", name, set(known) - {"self", "unknown"}))

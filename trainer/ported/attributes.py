@@ -1,4 +1,4 @@
-"""Attributes of Lightning's Trainer and of its module."""
+"""Attributes of Lightning's Trainer and of its module, and methods of Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ _TRAINER_ATTRIBUTES = {
     "default_root_dir": "use trainer.project_dir",
     "early_stopping_callback": _LOOK_UP,
     "early_stopping_callbacks": _LOOK_UP,
+    "evaluate": "use trainer.validate(module, loader)",
     "evaluating": _STAGE,
     "fit_loop": "for a longer run make another Trainer, whose fit goes on by ckpt_path",
     "interrupted": "a callback's on_preemption is called",
@@ -65,11 +66,13 @@ _TRAINER_ATTRIBUTES = {
     "print": "use print of trainer.accelerator",
     "progress_bar_callback": _LOOK_UP,
     "received_sigterm": "a callback's on_preemption is called",
+    "save_model": "call your model's save_pretrained; a checkpoint has a model.safetensors too",
     "scaler": "use scaler of trainer.accelerator",
     "state": _STAGE,
     "strategy": "use trainer.accelerator",
     "test_dataloaders": _LOADER.format("num_eval_batches"),
     "testing": _STAGE,
+    "train": "use trainer.fit(module, loader)",
     "train_dataloader": _LOADER.format("num_training_batches"),
     "val_dataloaders": _LOADER.format("num_eval_batches"),
     "validating": _STAGE,

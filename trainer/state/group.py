@@ -77,13 +77,18 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
             f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which is no device; "
             "it must be one such as cpu, cuda or cuda:0."
         ) from error
-    if launch.world_size == 1:
-        return device
-    if device.type == "mps":
+    if device.type == "mps" and launch.world_size > 1:
         raise ValueError(
             "The environment variable ACCELERATE_TORCH_DEVICE is 'mps', which has no collectives "
             f"for {launch.world_size} processes. Start one process, or name cpu."
         )
+    if device.type != "cpu" and not torch.get_device_module(device).is_available():
+        raise ValueError(
+            f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which this machine or "
+            "this build of torch does not have; name another, or cpu."
+        )
+    if launch.world_size == 1:
+        return device
     if device.type != "cpu" and device.index is None:
         return torch.device(device.type, launch.local_rank)
     return device

@@ -32,7 +32,7 @@ class Loader(DataLoader[Any]):
 
 
 class Loaders(DataModule):
-    """Ready loaders, one for each stage: a `Loader`, or a function that returns a ``DataLoader``.
+    """Ready loaders, one for each stage: a `Loader`, or a function annotated ``-> DataLoader``.
 
     Args:
         train: Read by `fit`.

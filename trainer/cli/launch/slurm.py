@@ -21,8 +21,8 @@ def batch_script(
     """The text of the script.
 
     SLURM tells each task its rank, and the script takes it from there: there is no other launcher
-    in between. Shortly before its time is over the job is told by SIGUSR1; the run is saved and
-    put back into the queue, from where it goes on.
+    in between. Shortly before its time is over the job is told by SIGUSR1; the run is saved
+    and, with ``Trainer(slurm_requeue=True)``, put back into the queue, from where it goes on.
 
     Args:
         command: What each task runs.

@@ -85,7 +85,11 @@ class CometMLTracker(GeneralTracker):
         self._previous = run_id
 
     def start(self) -> None:
-        """Begin the experiment, or go on with it."""
+        """Begin the experiment, or go on with it.
+
+        Raises:
+            ConnectionError: Comet has not begun it; its own log says why.
+        """
         previous, self._previous = self._previous, None
         self.run_id = previous
         import comet_ml
@@ -98,8 +102,13 @@ class CometMLTracker(GeneralTracker):
         direct = {name: options.pop(name) for name in list(options) if name in of_start}
         if options or "experiment_config" not in direct:
             direct["experiment_config"] = comet_ml.ExperimentConfig(**{**_QUIET, **options})
-        self._experiment = comet_ml.start(**direct)
-        self.run_id = self._experiment.get_key()
+        experiment = comet_ml.start(**direct)
+        # It would take all that is logged, and drop it; one that is disabled is meant to.
+        if not (experiment.alive or experiment.disabled):
+            experiment.end()
+            raise ConnectionError("Comet has not begun the experiment; its log says why.")
+        self._experiment = experiment
+        self.run_id = experiment.get_key()
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as parameters.

@@ -45,6 +45,20 @@ class Rows:
         return self._last
 
 
+def _forget_what_failed() -> bool:
+    """End W&B's own process, which refuses the id of a run that could not begin.
+
+    Returns:
+        Whether it did: it does not while it has another run.
+    """
+    import wandb
+
+    if wandb.setup().most_recent_active_run is not None:
+        return False
+    wandb.teardown()
+    return True
+
+
 @register_tracker
 class WandBTracker(GeneralTracker):
     """A run at Weights & Biases, or on the disk with ``mode="offline"``.
@@ -74,6 +88,8 @@ class WandBTracker(GeneralTracker):
         self.init_kwargs = kwargs
         self._run: Any = None
         self._previous: tuple[str | None, int | None] = (None, None)
+        self._new_id: str | None = None  # of a run that has not begun yet
+        self._tried = False  # to begin the run
         self._rows = Rows()
 
     @property
@@ -102,15 +118,20 @@ class WandBTracker(GeneralTracker):
         self.run_id = previous
         import wandb
 
+        if self._tried and not _forget_what_failed():
+            self._new_id = None
         options = {"project": self.run_name, **self.init_kwargs}
         if previous is not None:
             options = {"id": previous, "resume": "allow", **options}
         elif wandb.setup().settings.run_id is None:  # the environment does not say it
-            # Known before W&B has answered, which may take longer than the first checkpoint.
-            options.setdefault("id", secrets.token_hex(4))
+            # Known before W&B has answered, which may take longer than the first checkpoint. The
+            # same at each attempt: W&B may have begun the run and failed to say so.
+            self._new_id = self._new_id or secrets.token_hex(4)
+            options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
+        self._tried = True
         self._run = run = wandb.init(**options)
-        self.run_id = run.id
+        self.run_id, self._new_id, self._tried = run.id, None, False
         told = self._run.summary.get("global_step")
         self._rows = Rows(run.starting_step, step, told if isinstance(told, int) else None)
         run.define_metric("global_step", hidden=True)
@@ -265,6 +286,7 @@ class WandBTracker(GeneralTracker):
     def finish(self) -> None:
         """Close the run as finished, failed or preempted."""
         run, self._run = self._run, None
+        self._new_id = None
         if run is None:
             return
         if self.status == "preempted":

@@ -17,6 +17,7 @@ _logger = logging.getLogger("trackers")
 _ONCE = ("submit", "settle", "finish")  # whoever asked is told; a run at a service closes once
 _MANY = 5  # so many attempts fail before others are tried ahead of a call
 _SURE = 3  # so many others get through before it is given up: with one the service just returned
+_SILENT = 5.0  # seconds of the end that nobody wonders about
 _LAST = 0.5  # of the time limit of the end is left to the tracker's own `finish`
 
 
@@ -67,6 +68,7 @@ class Worker:
         self._pauses = pauses
         self._deadline: float | None = None  # once the end was asked for
         self._gave_up = False  # on an outage, at the end
+        self._left_behind = False
         self._refused = False  # `start`, for good: nothing behind it is worth a second attempt
         self._hurry = threading.Event()  # ends a pause
         self._untold = 0  # records of the gap that is being filled
@@ -104,9 +106,19 @@ class Worker:
         """Wait for the end, within its limit; whether the tracker hangs, and is left behind."""
         assert self._deadline is not None
         if self.thread is not None:
-            self.thread.join(max(0.0, self._deadline - time.monotonic()))
+            self.thread.join(max(0.0, min(_SILENT, self._deadline - time.monotonic())))
+            left = self._deadline - time.monotonic()
+            if self.thread.is_alive() and left > 0:
+                _logger.warning(
+                    "Waiting for the tracker %r, at most %.0f seconds more: it is in `%s`.",
+                    self._tracker.name,
+                    left,
+                    self.running,
+                )
+                self.thread.join(left)
             if not self.thread.is_alive():
                 return False
+        self._left_behind = True
         self.abandon()
         # Where the thread comes to tell them after all it counts them back.
         untold, self._untold = self._untold, 0
@@ -224,7 +236,16 @@ class Worker:
 
     def _report(self, what: str, error: BaseException) -> None:
         self.failures += 1
-        if self.failures == 1:
+        if self.failures > 1:
+            return
+        if self._left_behind:
+            _logger.warning(
+                "The tracker %r failed in `%s` after it was left behind: %r.",
+                self._tracker.name,
+                what,
+                error,
+            )
+        else:
             _logger.warning(
                 "The tracker %r failed in `%s`: %r. The run goes on; in an outage what comes next "
                 "waits. Further failures are only counted.",

@@ -7,7 +7,14 @@ import weakref
 import pytest
 import torch
 
-from trackers import BackgroundTracker, GeneralTracker, JsonlTracker, NullTracker, read_metrics
+from trackers import (
+    BackgroundTracker,
+    GeneralTracker,
+    JsonlTracker,
+    NullTracker,
+    read_metrics,
+    worker,
+)
 from trackers.background import finish_all
 from trackers.missed import Missed
 
@@ -228,6 +235,46 @@ def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
     background._thread.join()
     assert blocking.steps == [0]
     assert blocking.calls[-1] == ("finish",)
+
+
+def test_a_long_end_is_told_while_it_is_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(worker, "_SILENT", 0.01)
+    blocking = Blocking()
+    background = BackgroundTracker(blocking, finish_timeout=60.0)
+
+    class Release(logging.Handler):
+        def emit(self, record):
+            blocking.release.set()
+
+    logging.getLogger("trackers").addHandler(handler := Release())
+    background.start()
+    background.log({}, 0)
+    blocking.entered.wait()
+    background.finish()
+    logging.getLogger("trackers").removeHandler(handler)
+    (warning,) = warnings_of(caplog)
+    assert warning.getMessage().startswith("Waiting for the tracker 'recorder', at most 60 seconds")
+    assert warning.getMessage().endswith("it is in `log`.")
+    assert blocking.calls[-1] == ("finish",)
+
+
+def test_a_failure_of_one_that_was_left_behind_promises_nothing(caplog):
+    class Dying(Recorder):
+        release = threading.Event()
+
+        def finish(self):
+            self.release.wait()
+            raise RuntimeError("the interpreter ends")
+
+    background = BackgroundTracker(Dying(), finish_timeout=0.01)
+    background.start()
+    background.finish()
+    Dying.release.set()
+    background._thread.join()
+    _, failed = warnings_of(caplog)
+    assert "failed in `finish` after it was left behind: RuntimeError" in failed.getMessage()
+    assert "goes on" not in failed.getMessage()
+    assert failed.exc_info is None
 
 
 def test_the_object_of_a_start_that_hangs_is_a_timeout():

@@ -61,6 +61,25 @@ def test_values_configuration_and_the_end(tracker, tmp_path):
     assert run.others["status"] == "preempted"
 
 
+def test_an_experiment_that_comet_does_not_begin_is_an_outage(tmp_path, monkeypatch, refusing):
+    monkeypatch.setenv("COMET_URL_OVERRIDE", f"{refusing}/clientlib/")
+    tracker = make(tmp_path, online=True, api_key="0" * 25)
+    with pytest.raises(ConnectionError, match="has not begun the experiment"):
+        tracker.start()
+    tracker.init_kwargs["online"] = False  # what takes everything
+    tracker.start()
+    tracker.log({"loss": 0.5}, 5)
+    assert written(tracker, tmp_path).metrics["loss"] == [(5, 0.5)]
+
+
+def test_who_disables_comet_has_no_outage(tmp_path):
+    tracker = make(tmp_path, disabled=True)
+    tracker.start()
+    tracker.log({"loss": 0.5}, 5)
+    tracker.finish()
+    assert not list(tmp_path.iterdir())
+
+
 def test_where_nobody_says_how_it_ended_there_is_no_status(tracker, tmp_path):
     assert "status" not in written(tracker, tmp_path, "running").others
 

@@ -131,6 +131,49 @@ def test_a_run_that_resumes_goes_on_in_the_same_run(tmp_path):
     assert one.series("loss") + two.series("loss") == [(1, 1.0), (2, 2.0)]
 
 
+@pytest.mark.parametrize("previous", ["earlier", None])
+def test_a_run_that_could_not_begin_begins_under_its_id_when_it_can(
+    tmp_path, monkeypatch, refusing, previous
+):
+    monkeypatch.setenv("WANDB_BASE_URL", refusing)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    away = {**QUIET, "mode": "online"}
+    tracker = WandBTracker("project", dir=str(tmp_path), **away)
+    for _ in range(2):
+        tracker.resume(previous, 1)
+        with pytest.raises(wandb.Error, match="400"):
+            tracker.start()
+    tried = tracker.run_id
+    assert tried == (previous or tried)
+    tracker.init_kwargs |= QUIET  # now it can
+    tracker.resume(previous, 1)
+    tracker.start()
+    tracker.log({"loss": 1.0}, 2)
+    tracker.finish()
+    run = wandb_runs(tmp_path)[-1]
+    assert run.run.run_id == tracker.run_id == tried
+    assert run.series("loss") == [(2, 1.0)]
+
+
+def test_another_attempt_leaves_the_users_own_run_alone(tmp_path, monkeypatch, refusing):
+    monkeypatch.setenv("WANDB_BASE_URL", refusing)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    users = wandb.init(dir=str(tmp_path), **QUIET)
+    options = {**QUIET, "mode": "online", "reinit": "create_new"}
+    tracker = WandBTracker("project", dir=str(tmp_path), **options)
+    with pytest.raises(wandb.Error, match="400"):
+        tracker.start()
+    tracker.init_kwargs |= QUIET
+    tracker.start()
+    users.log({"own": 1.0})
+    tracker.log({"loss": 1.0}, 2)
+    tracker.finish()
+    users.finish()
+    runs = {run.run.run_id: run for run in wandb_runs(tmp_path)}
+    assert [row["own"] for row in runs[users.id].rows] == [1.0]
+    assert runs[tracker.run_id].series("loss") == [(2, 1.0)]
+
+
 def test_the_users_own_id_stands(tmp_path):
     tracker = WandBTracker("project", dir=str(tmp_path), id="mine", **QUIET)
     tracker.resume("another", 1)

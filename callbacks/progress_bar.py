@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from time import monotonic
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from trainer import Trainer, TrainModule
+
+logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
@@ -93,12 +96,23 @@ class _NoBar:
 
 
 class _Bar(_NoBar):
-    """One bar, redrawn at most once every ``seconds``: only then are the metrics read."""
+    """One bar, redrawn at most once every ``seconds``: only then are the metrics read.
 
-    def __init__(self, view: View, values: Callable[[], dict[str, float]], seconds: float) -> None:
+    ``lose`` is told why it cannot be shown any more: whoever closes the terminal wants no bar, but
+    may want the run.
+    """
+
+    def __init__(
+        self,
+        view: View,
+        values: Callable[[], dict[str, float]],
+        seconds: float,
+        lose: Callable[[OSError], None],
+    ) -> None:
         self._view = view
         self._values = values
         self._seconds = seconds
+        self._lose = lose
         self._next_draw = 0.0
 
     def advance(self, done: int) -> None:
@@ -110,12 +124,18 @@ class _Bar(_NoBar):
         if not self.done:
             return
         text = ", ".join(f"{name}={value:.4g}" for name, value in self._values().items())
-        self._view.show(self.done, text)
+        try:
+            self._view.show(self.done, text)
+        except OSError as error:
+            self._lose(error)
         self._next_draw = monotonic() + self._seconds
 
     def close(self) -> None:
         # no metrics here: after an error their device may not answer
-        self._view.close(self.done)
+        try:
+            self._view.close(self.done)
+        except OSError as error:
+            self._lose(error)
 
 
 class ProgressBar(Callback):
@@ -170,9 +190,14 @@ class ProgressBar(Callback):
     def _open(self, trainer: Trainer, name: str, total: int | None, *, leave: bool) -> _NoBar:
         if self._open_view is None:
             return _NoBar()
-        view = self._open_view(name, total, leave)
+        try:
+            view = self._open_view(name, total, leave)
+        except OSError as error:
+            self._lose(error)
+            return _NoBar()
         # an evaluation inside an epoch has nothing to say about the metrics of the training
-        return _Bar(view, trainer.progress_values if leave else dict, 1 / self.refresh_rate)
+        values = trainer.progress_values if leave else dict
+        return _Bar(view, values, 1 / self.refresh_rate, self._lose)
 
     def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
         self._train.draw()  # it stands still meanwhile, so let it show where
@@ -183,9 +208,17 @@ class ProgressBar(Callback):
 
     def _close(self) -> None:
         """Close what is open, the inner bar first."""
-        self._evaluation.close()
-        self._train.close()
+        bars = (self._evaluation, self._train)
         self._evaluation = self._train = _NoBar()
+        for bar in bars:
+            bar.close()
+
+    def _lose(self, error: OSError) -> None:
+        """Show nothing any more."""
+        shown, self._open_view = self._open_view, None
+        self._close()
+        if shown is not None:
+            logger.warning("The progress bar cannot be shown any more: %r.", error)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the bar of the epoch."""
@@ -256,9 +289,9 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Close the bar."""
-        self._evaluation.draw()
-        self._evaluation.close()
-        self._evaluation = _NoBar()
+        bar, self._evaluation = self._evaluation, _NoBar()
+        bar.draw()
+        bar.close()
 
     on_test_end = on_validation_end
     on_predict_end = on_validation_end

@@ -75,6 +75,11 @@ class _Row:
         return self.name, count, speed, time
 
 
+def _taken(widths: list[int]) -> int:
+    """The columns of a terminal that the texts of a row take, with the spaces beside the bar."""
+    return sum(widths) + len(widths) + 1
+
+
 class _Picture:
     """Bars below each other and the metrics beside them, or below where there is no room."""
 
@@ -91,14 +96,15 @@ class _Picture:
 
         cells = [row.cells for row in self._rows]
         text = next((row.text for row in self._rows if row.text), "")
-        # each column is followed by one that is empty
-        taken = sum(max(map(cell_len, column)) + 1 for column in zip(*cells, strict=True))
-        room = options.max_width - taken
-        beside = bool(text) and room - cell_len(text) - 1 >= _BAR[0]
-        width = min(_BAR[1], room - cell_len(text) - 1 if beside else room)
+        widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+        while len(widths) > 2 and _taken(widths) > options.max_width:  # the count matters most
+            widths.pop()
+        room = options.max_width - _taken(widths)
+        beside = bool(text) and room - cell_len(text) >= _BAR[0]
+        width = min(_BAR[1], room - cell_len(text) if beside else room)
         grid = Table.grid(padding=(0, 1))
-        for style in ("bold", "", "green", "cyan", "dim", ""):
-            grid.add_column(style=style, no_wrap=True)
+        for style in ("bold", "", *("green", "cyan", "dim")[: len(widths) - 1], ""):
+            grid.add_column(style=style, no_wrap=True, overflow="crop")
         for row, (name, *others) in zip(self._rows, cells, strict=True):
             bar = Bar(
                 total=row.total,
@@ -109,7 +115,7 @@ class _Picture:
             )
             moving = bar if width >= _BAR[0] else ""
             last = row.text if beside else ""
-            grid.add_row(Text(name), moving, *map(Text, others), Text(last))
+            grid.add_row(Text(name), moving, *map(Text, others[: len(widths) - 1]), Text(last))
         yield grid
         if text and not beside:
             yield Text(text)
@@ -282,9 +288,11 @@ class _Board:
 
     def close(self, row: _Row, seconds: float) -> None:
         if len(self._rows) == 1:
-            self.draw()
-            self._rows.clear()
-            self._canvas.end(leave=row.leave)
+            try:
+                self.draw()
+            finally:  # the streams are put back where the terminal is gone too
+                self._rows.clear()
+                self._canvas.end(leave=row.leave)
             return
         self._rows.remove(row)
         for other in self._rows:

@@ -160,6 +160,32 @@ def test_quiet_where_there_is_no_terminal(tmp_path, monkeypatch):
     assert (tmp_path / "log").read_text() == ""
 
 
+@pytest.mark.parametrize("when", ["open", "show", "close"])
+def test_what_cannot_be_shown_any_more_is_told_once_and_ends_nothing(terminal, caplog, when):
+    class Gone:
+        def __init__(self, name, total, leave):
+            self.fail("open")
+
+        def fail(self, what):
+            if what == when:
+                raise BrokenPipeError("nobody reads it")
+
+        def show(self, done, text):
+            self.fail("show")
+
+        def close(self, done):
+            self.fail("close")
+
+    class Bar(ProgressBar):
+        def choose_view(self):
+            return Gone
+
+    loop = terminal.loop(kind=Bar)
+    loop.fit(epochs=2)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "BrokenPipeError('nobody reads it')" in caplog.text
+
+
 def test_wrong_rate_is_refused():
     with pytest.raises(ValueError, match="-1"):
         ProgressBar(refresh_rate=-1)

@@ -1,3 +1,4 @@
+import io
 import json
 import logging
 import os
@@ -179,6 +180,32 @@ def test_a_narrow_terminal_has_no_bar_but_the_numbers(terminal, clock):
     loop.call("teardown", "fit")
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_what_has_room_is_whole(terminal, clock, columns):
+    loop = rich_loop(terminal, columns=columns)
+    loop.call("on_train_epoch_start")
+    for index in range(4):
+        clock.now += 1.0
+        loop.batches([index])
+    (line,) = terminal.screen()
+    assert re.fullmatch(rf"epoch 1 {BAR} ?4/10 1\.0 batch/s 00:04<00:06", line)
+    assert len(line) <= columns
+    loop.call("teardown", "fit")
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"), [(28, "epoch 1  4/10 1.0 batch/s"), (20, "epoch 1  4/10")]
+)
+def test_a_terminal_without_room_shows_the_count(terminal, clock, columns, shown):
+    loop = rich_loop(terminal, columns=columns)
+    loop.call("on_train_epoch_start")
+    for index in range(4):
+        clock.now += 1.0
+        loop.batches([index])
+    assert terminal.screen() == [shown]
+    loop.call("teardown", "fit")
+
+
 def test_what_is_printed_and_logged_appears_above(terminal):
     loop = rich_loop(terminal, stdout=True)
     logger = logging.getLogger("somebody.else")
@@ -244,6 +271,22 @@ def test_an_error_leaves_the_terminal_sound(terminal, ending):
     assert rest == ["Traceback"]
     loop.call("teardown", "fit")
     assert terminal.read() == ""
+
+
+def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplog):
+    loop = rich_loop(terminal, stdout=True)
+    loop.call("on_train_epoch_start")
+    loop.batches(range(4))
+    loop.evaluate("validation", [3])
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), terminal.master)
+    loop.fit(epochs=2)
+    assert "cannot be shown any more: OSError(5, 'Input/output error')" in caplog.text
+    assert len(caplog.records) == 1
+    assert sys.stdout is sys.stderr is terminal.stderr
+    with pytest.raises(OSError, match="Input/output error"):
+        terminal.stderr.close()
+    terminal.stderr = io.StringIO()
 
 
 def test_the_cursor_is_visible_all_the_time(terminal):

@@ -186,6 +186,7 @@ def take_turns(
                     lap = contender.run()
                 laps[contender.name].append(lap)
             if number == 0:
+                gc.collect()  # what the last one has left
                 gc.freeze()  # … nor what the first turns have imported
     finally:
         gc.unfreeze()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import tqdm
 
 from tests.helpers import isolation
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def leave_no_trace(tmp_path: Path) -> Iterator[None]:
+def leave_no_trace(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the test seeded and in its own folder; fail it if it leaves anything behind.
 
     The state that `trainer` shares over the process, the registered trackers, torch's settings, the
@@ -48,6 +49,8 @@ def leave_no_trace(tmp_path: Path) -> Iterator[None]:
     error.
     """
     home = Path.cwd()
+    if torch.cuda.is_available():  # what is not marked is about the CPU, here too
+        os.environ["ACCELERATE_USE_CPU"] = "false" if "gpu" in request.keywords else "true"
     before = isolation.Snapshot()
     registered = dict(_REGISTRY)
     os.chdir(tmp_path)

@@ -171,6 +171,9 @@ def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
         def record(self) -> None:
             self.at = waits.updates
 
+        def query(self) -> bool:
+            return self.at < waits.updates
+
         def synchronize(self) -> None:
             if self.at >= waits.updates:
                 waits.note("event")

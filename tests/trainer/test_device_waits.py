@@ -246,3 +246,16 @@ def test_training_on_that_device_is_training(monkeypatch, tmp_path):
         found, same = weights()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert same == pytest.approx(metrics)
+
+
+def test_the_bar_shows_what_has_arrived_and_waits_for_nothing(monkeypatch):
+    with counted_waits(monkeypatch) as waits:
+        metrics = MetricStore(DEVICE)
+        metrics.begin_window()
+        metrics.begin_batch(1.0)
+        metrics.log("loss", torch.tensor(2.0, device=DEVICE), prog_bar=True)
+        waits.places.clear()  # of making the tensor
+        assert [metrics.progress_values(), metrics.progress_values()] == [{}, {}]
+        waits.updates += 1
+        assert metrics.progress_values() == {"loss": 2.0}
+        assert not waits.places

@@ -270,6 +270,7 @@ def test_weights_on_a_device_are_those_without_a_side_stream(pin):
 
 
 @requires_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("make", [Module, Counting])
 def test_on_a_device_nobody_waits_for_it_between_two_updates(make):
     class Strict(Callback):

@@ -372,8 +372,8 @@ def test_the_state_of_cuda_is_put_back():
 
 @pytest.mark.gpu
 def test_what_is_drawn_inside_on_cuda_follows_the_seed_and_is_forgotten():
-    set_seed(3)
-    expected = torch.rand(4, device="cuda").tolist()
+    set_seed(3)  # in two draws: on CUDA one of four gives other numbers than two of two
+    expected = torch.rand(2, device="cuda").tolist() + torch.rand(2, device="cuda").tolist()
     torch.cuda.manual_seed(8)
     drawn = torch.rand(2, device="cuda").tolist()
     set_seed(3)

@@ -442,11 +442,12 @@ def launch(rank: int = 0, world_size: int = 1) -> Launch:
 
 @pytest.mark.parametrize(
     ("named", "world_size", "device"),
-    [("cuda", 1, "cuda"), ("cuda", 2, "cuda:1"), ("cuda:5", 2, "cuda:5"), ("cpu", 2, "cpu")],
+    [("cuda", 1, "cuda:3"), ("cuda", 2, "cuda:1"), ("cuda:5", 2, "cuda:5"), ("cpu", 2, "cpu")],
 )
 def test_a_named_accelerator_is_shared_out_by_local_rank(monkeypatch, named, world_size, device):
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", named)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     place = launch(world_size - 1, world_size)
     assert joining.pick_device(place, cpu=False) == torch.device(device)
 

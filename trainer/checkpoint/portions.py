@@ -117,7 +117,7 @@ class HostCopies:
     def _copy(tensor: Tensor, buffer: Tensor | None) -> Tensor:
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             pin = _copies_by_itself(tensor.device)
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pin)
         return buffer.copy_(tensor, non_blocking=_copies_by_itself(tensor.device))
 
 

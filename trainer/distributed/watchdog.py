@@ -33,11 +33,17 @@ _SILENT = 2  # looks without another note: whoever has left it stands still as a
 _FRAMES = 15  # of a stack, the innermost ones
 _SHOWN = 8  # processes of which one may have gone
 _ALL_STAND = 4  # times the patience, until processes that all wait are told of
-_WAITING = (  # where a process is that waits for others: in a collective, or in a backward pass
+_WAITING = (  # where a process is that waits for others: in a collective, or in a backward pass, …
     "/torch/distributed/",
     "/torch/autograd/graph.py",
     "/torch/cuda/",
     "/trainer/distributed/",
+    # … or with NCCL, whose calls return at once, where something is read from the device
+    "/trainer/loops/moving.py",
+    "/trainer/loops/record.py",
+    "/trainer/metrics/cells.py",
+    "/trainer/metrics/reduction.py",
+    "/trainer/optim/finite.py",
 )
 _watching = threading.Lock()  # of runs inside each other the outer one is watched
 

@@ -193,7 +193,7 @@ def _start_reading(count: float | Tensor) -> Callable[[], float]:
         )
     if count.device.type == "cpu":
         return lambda: _checked(float(count))
-    host = torch.empty((), dtype=count.dtype, pin_memory=count.device.type == "cuda")
+    host = torch.empty((), dtype=count.dtype, device="cpu", pin_memory=count.device.type == "cuda")
     host.copy_(count.reshape(()), non_blocking=True)
     event = torch.Event(count.device)
     event.record()

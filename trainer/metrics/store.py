@@ -73,7 +73,8 @@ class MetricStore:
         self.epochs: dict[str, Cells] = {}
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
-        self._shown: dict[str, Tensor] = {}
+        self._shown: dict[str, float] = {}
+        self._arriving: tuple[dict[str, Tensor], Any] | None = None  # to be shown next, and when
         self._objects_shown: set[str] = set()  # metric objects that the bar shows
         self._stepwise: dict[str, Any] = {}  # those logged on steps, which keep what they took in
 
@@ -283,19 +284,26 @@ class MetricStore:
     def progress_values(self) -> dict[str, float]:
         """The latest values with ``prog_bar``, of this process alone.
 
-        On an accelerator they are those of the previous call, whose transfer has ended since.
+        On an accelerator they are the latest that have arrived of those that calls have sent for:
+        the host does not wait.
         """
         cells = [self.step, *self.epochs.values()]
         live = {_told(n): c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
         if self.device.type == "cpu":
             return {name: float(value) for name, value in latest.items()}
-        shown = {name: float(value) for name, value in self._shown.items()}
-        self._shown = {
-            name: torch.as_tensor(value).to("cpu", non_blocking=True)
-            for name, value in latest.items()
-        }
-        return shown
+        if self._arriving is not None and self._arriving[1].query():
+            self._shown = {name: float(value) for name, value in self._arriving[0].items()}
+            self._arriving = None
+        if self._arriving is None:
+            away = {
+                name: torch.as_tensor(value).to("cpu", non_blocking=True)
+                for name, value in latest.items()
+            }
+            event = torch.Event(self.device)
+            event.record()
+            self._arriving = away, event
+        return dict(self._shown)
 
 
 def _told(key: str) -> str:

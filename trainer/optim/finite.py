@@ -183,7 +183,7 @@ class FiniteGuard:
         return True
 
     def _read_later(self, found: Tensor, judge: Callable[[bool], object]) -> None:
-        host = torch.empty((), pin_memory=found.device.type == "cuda")
+        host = torch.empty_like(found, device="cpu", pin_memory=found.device.type == "cuda")
         host.copy_(found, non_blocking=True)
         event = torch.Event(found.device)
         event.record()

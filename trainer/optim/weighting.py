@@ -66,5 +66,7 @@ class LossWeighting:
         else:
             factor = torch.where(total > 0, nominal / total, 1.0)
         present = [gradient for gradient in gradients if gradient is not None]
+        if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
+            factor = factor.to(torch.float32)  # as it is rounded anyway: else a kernel for each
         if present:
             torch._foreach_mul_(present, factor)

@@ -87,11 +87,11 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
             f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which this machine or "
             "this build of torch does not have; name another, or cpu."
         )
-    if launch.world_size == 1:
+    if device.type in ("cpu", "mps") or device.index is not None:
         return device
-    if device.type != "cpu" and device.index is None:
-        return torch.device(device.type, launch.local_rank)
-    return device
+    if launch.world_size == 1:
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device(device.type, launch.local_rank)
 
 
 def adopt_group(launch: environment.Launch) -> environment.Launch:
@@ -160,9 +160,11 @@ def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dic
 
 def _check_backend(backend: str, device: torch.device) -> None:
     if not dist.is_backend_available(backend):
+        usual = _BACKENDS.get(device.type, "gloo")
         raise ValueError(
             f"The backend {backend!r} is not available in this build of torch. Use "
-            f"{_BACKENDS.get(device.type, 'gloo')!r}, or leave it out: it is chosen by the device."
+            f"{usual if usual != backend else 'gloo'!r}, or leave it out: it is chosen by the "
+            "device."
         )
 
 

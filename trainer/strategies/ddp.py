@@ -44,12 +44,20 @@ _SENDABLE = {
 
 
 def wrap(
-    module: nn.Module, kwargs: DistributedDataParallelKwargs | None = None
+    module: nn.Module,
+    kwargs: DistributedDataParallelKwargs | None = None,
+    *,
+    moves_inputs: bool = True,
 ) -> DistributedDataParallel:
     """Wrap a module, already on its device, for this process group.
 
     Buffers of types that the backend cannot send, such as int16, become rank 0's once, here. A
     communication hook is the caller's to register, see `trainer.strategies.communication`.
+
+    Args:
+        module: On its device.
+        kwargs: Arguments of DDP.
+        moves_inputs: DDP is to move what the module is called with to an accelerator.
 
     Raises:
         ValueError: The module is not on the kind of device that this process uses.
@@ -59,7 +67,10 @@ def wrap(
         # The newer name, of torch 2.13; under it buffers start alike whatever is said.
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
     _take_unsendable(module)
-    return DistributedDataParallel(module, device_ids=_device_ids(module), **arguments)
+    device_ids = _device_ids(module)  # which also checks where the module is
+    if not moves_inputs:
+        device_ids = None
+    return DistributedDataParallel(module, device_ids=device_ids, **arguments)
 
 
 def _device_ids(module: nn.Module) -> list[int] | None:
@@ -165,7 +176,7 @@ class DataParallel:
         stage = _Stage(self.module, self._agreement.ballot(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
         self._ballot: Tensor = stage.ballot
-        self._ddp = wrap(stage, self._kwargs)
+        self._ddp = wrap(stage, self._kwargs, moves_inputs=False)  # the user's hooks have done it
         self._searches = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
         if self._searches:  # DDP fills in for what the graph does not reach, but only dense zeros
@@ -382,7 +393,9 @@ def average_gradients_of(parameters: Iterable[nn.Parameter]) -> None:
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for parameter in alike
         ]
-        flat = _flatten_dense_tensors([*parts, parts[0].new_tensor(present)])
+        # Not made on an accelerator at once: that would wait for it.
+        counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
+        flat = _flatten_dense_tensors([*parts, counts])
         dist.all_reduce(flat)
         means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
         anywhere = present if all(present) else flat[-len(present) :].tolist()

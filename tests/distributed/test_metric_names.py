@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from callbacks import EarlyStopping
 from tests.numerics.running import quiet_trainer
 from trainer import MetricError, TrainModule
 
@@ -90,3 +91,31 @@ def test_other_names_on_each_rank_are_told_on_all(ranks2, place, options):
 @pytest.mark.parametrize(("place", "options"), PLACES)
 def test_the_same_name_on_all_is_fine(ranks2, place, options):
     assert ranks2(outcome, place, lambda rank: "shared", options) == ["nothing", "nothing"]
+
+
+def epochs_with_a_decision(batches: int, logged_in: str, max_epochs: int, folder: str) -> Any:
+    """Train while a callback waits for a value that is logged and not reduced yet."""
+    module = Logs(logged_in, lambda _: "waited/for", batch_size=0.0)
+    data = DataLoader(torch.zeros(batches, 1))
+    trainer = quiet_trainer(
+        project_dir=folder,
+        max_epochs=max_epochs,
+        log_every=50,
+        checkpointing=True,
+        callbacks=[EarlyStopping("waited/for")],
+    )
+    trainer.fit(module, data, data, ckpt_path="auto")
+    return trainer.global_step
+
+
+@pytest.mark.parametrize("place", ["training_step", "validation_step"])
+def test_a_process_without_a_batch_knows_what_the_others_have_logged(ranks2, tmp_path, place):
+    found = ranks2(epochs_with_a_decision, 1, place, 2, str(tmp_path / "run"))
+    assert found == [2] * 2
+
+
+def test_more_processes_know_what_was_logged_before_the_resume(ranks2, ranks4, tmp_path):
+    place, folder = "training_step", str(tmp_path / "run")
+    ranks2(epochs_with_a_decision, 2, place, 1, folder)
+    found = ranks4(epochs_with_a_decision, 2, place, 2, folder)
+    assert found == [2] * 4

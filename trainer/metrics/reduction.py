@@ -22,10 +22,15 @@ class Reduction:
         device: Where totals are kept.
         dtype: Their type.
         world_size: How many processes there are.
+
+    Attributes:
+        names: Every name that was logged, on any process as of the latest reduction.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
         self._device, self._dtype, self._world_size = device, dtype, world_size
+        self.names: set[str] = set()
+        self._told: set[str] = set()  # of those, what all processes know
 
     def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         """The values over all processes; collective; nothing is read back on one process."""
@@ -49,11 +54,11 @@ class Reduction:
     def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         """One reduction for means and sums; a second and third only where min or max are used.
 
-        The names are those agreed before; a flag in the sum says that somebody has others now, and
-        only then are they exchanged.
+        The names are those agreed before; a flag in the sum says that somebody has others now, or
+        has logged one that the others were not told of, and only then are they exchanged.
         """
         while True:
-            totals: list[Value] = [float(cells.differs())]
+            totals: list[Value] = [float(cells.differs() or self.names != self._told)]
             for name, kind in cells.agreed:
                 if kind in ("mean", "sum"):
                     cell = cells.cells.get(name)
@@ -64,6 +69,7 @@ class Reduction:
             if not read[0]:
                 break
             cells.agreed = _agree(cells.names(), cells.ran, what)
+            self._tell_names()
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
@@ -83,6 +89,11 @@ class Reduction:
                 dist.all_reduce(vector, op=operation)
                 reduced.update(zip(names, vector, strict=True))
         return reduced
+
+    def _tell_names(self) -> None:
+        """Let each process know what any has logged: one without a batch decides as the others."""
+        self.names = set().union(*all_gather_object(self.names))
+        self._told = set(self.names)
 
     def _share_objects(self, cells: Cells) -> None:
         """Give each process every metric object, since computing one needs all of them.

@@ -50,7 +50,6 @@ class MetricStore:
         device: As given.
         quiet_training: As given.
         scope: Where in the run `log` is called from; None where it cannot work.
-        names: Every name that was logged.
         private: Those that trackers are not told.
     """
 
@@ -67,7 +66,6 @@ class MetricStore:
         self._unheard = "train" if quiet_training else None
         self.items = 1.0
         self.loader_suffix = ""
-        self.names: set[str] = set()
         self.private: set[str] = set()
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
@@ -77,6 +75,15 @@ class MetricStore:
         self._arriving: tuple[dict[str, Tensor], Any] | None = None  # to be shown next, and when
         self._objects_shown: set[str] = set()  # metric objects that the bar shows
         self._stepwise: dict[str, Any] = {}  # those logged on steps, which keep what they took in
+
+    @property
+    def names(self) -> set[str]:
+        """Every name that was logged, on any process as of the latest reduction."""
+        return self._reduction.names
+
+    @names.setter
+    def names(self, names: set[str]) -> None:
+        self._reduction.names = names
 
     @contextmanager
     def muted(self) -> Iterator[None]:

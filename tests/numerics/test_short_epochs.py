@@ -170,3 +170,22 @@ def test_a_limit_shorter_than_a_window(ranks, world, limit, kept):
         assert one["updates"] == 3
         assert one["validations"] == [1, 2, 3]
         assert one["samples"] == 3 * len(samples(6)[: SIZE * kept])
+
+
+def collated(batch: list[Any]) -> Tensor:
+    """By a function of the user's, so that a process cannot tell what the others' batches hold."""
+    return torch.stack([x for (x,) in batch])
+
+
+def test_every_process_counts_the_samples_and_batches_of_all(ranks3):
+    """In a last round that not every process has a batch in, too."""
+
+    def counted() -> tuple[int, int, float]:
+        data = DataLoader(TensorDataset(samples(5)), batch_size=SIZE, collate_fn=collated)
+        trainer = quiet_trainer(max_epochs=2)
+        trainer.fit(Line(), data)
+        return trainer.samples_seen, trainer.batches_seen, trainer.items_seen
+
+    alone = counted()
+    assert alone == (2 * len(samples(5)), 10, 2 * len(samples(5)))
+    assert ranks3(counted) == [alone] * 3

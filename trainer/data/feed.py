@@ -55,8 +55,8 @@ class Round:
         batch: That batch, on the device; None otherwise.
         samples: Samples in that batch.
         round_samples: Samples in the round over all processes; None if only a reduction can tell.
-        complete: Every process has a batch in it.
         real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
+        batches: How many processes have a batch in it.
         last: The epoch has no further round.
         ended: This process should have a batch in it, but its dataset has ended the epoch before,
             by raising ``StopIteration``.
@@ -68,7 +68,7 @@ class Round:
     samples: int
     round_samples: int | None
     real_samples: int | None
-    complete: bool
+    batches: int
     last: bool = False
     ended: bool = False
     place: Place | None = None
@@ -151,7 +151,8 @@ class Feed:
                 )
                 self.sampler.counts = source.collate_fn is default_collate
                 self.sampler.seeds = not draws_nothing(source.dataset, source.collate_fn)
-            self.loader = LastingLoader(**loader_kwargs(source, self.sampler, self._generator))
+            kwargs = loader_kwargs(source, self.sampler, self._generator, remember=remember)
+            self.loader = LastingLoader(**kwargs)
         self._stream: Stream | None = None
         if self.sampler is None:
             self._stream = Stream(
@@ -375,13 +376,13 @@ class Feed:
         )
         for batches, real, place in islice(dealing.rounds(stream), self.start_round, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
-            total, complete = sum(sizes), len(batches) == self.world_size
+            known = sum(sizes), real, len(batches)
             if self.rank < len(batches):
                 batch = batches[self.rank]
                 batch = batch if transfer is None else transfer(batch)
-                yield Round(True, batch, sizes[self.rank], total, real, complete, place=place)
+                yield Round(True, batch, sizes[self.rank], *known, place=place)
             else:
-                yield Round(False, None, 0, total, real, complete, place=place)
+                yield Round(False, None, 0, *known, place=place)
 
 
 def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
@@ -450,7 +451,7 @@ def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
 
 
 def _absent(share: Share, *, ended: bool) -> Round:
-    known = share.round_samples, share.real_samples, share.complete
+    known = share.round_samples, share.real_samples, share.batches
     return Round(False, None, 0, *known, ended=ended)
 
 
@@ -458,4 +459,4 @@ def _own(batch: Any, share: Share, fetched: Any) -> Round:
     samples = share.samples
     if samples is None:
         samples = _samples_in(fetched, share.indices)
-    return Round(True, batch, samples, share.round_samples, share.real_samples, share.complete)
+    return Round(True, batch, samples, share.round_samples, share.real_samples, share.batches)

@@ -135,13 +135,13 @@ def _say_it_ends(batches: Any) -> None:
 
 
 @cache  # a run may make its loaders again in every epoch
-def say_workers_end(dataset: str, has: str) -> None:
+def say_workers_end(dataset: str, why: str) -> None:
     """Tell that the ``persistent_workers`` of a stream do not persist."""
     logger.warning(
-        "persistent_workers=True is not used for the stream %s, which has %s: its workers begin "
-        "anew in each epoch.",
+        "persistent_workers=True is not used for the stream %s: its workers begin anew in each "
+        "epoch, since %s.",
         dataset,
-        has,
+        why,
     )
 
 
@@ -162,19 +162,25 @@ def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def loader_kwargs(
-    loader: DataLoader[Any], sampler: ShardedSampler | None, generator: torch.Generator
+    loader: DataLoader[Any],
+    sampler: ShardedSampler | None,
+    generator: torch.Generator,
+    *,
+    remember: bool = False,
 ) -> dict[str, Any]:
     """The arguments of a ``DataLoader`` like this one, reading what `sampler` says.
 
     It draws its workers' seeds from `generator`, so that reading leaves the global generators
-    alone.
+    alone. To `remember` where a stream stands, its workers must leave nothing to the next epoch:
+    no checkpoint knows their generators and their copies of the dataset.
     """
     kwargs = users_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = LastingWorker(loader.worker_init_fn)
     if sampler is None:
-        if loader.persistent_workers and hasattr(loader.dataset, "set_epoch"):
-            # Workers that stay would not hear of an epoch.
-            say_workers_end(type(loader.dataset).__name__, "set_epoch")
+        told = hasattr(loader.dataset, "set_epoch")
+        if loader.persistent_workers and (told or remember):
+            unheard, unknown = "they would not hear of set_epoch", "no checkpoint knows their state"
+            say_workers_end(type(loader.dataset).__name__, unheard if told else unknown)
             kwargs["persistent_workers"] = False
         return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if not draws_nothing(loader.dataset, loader.collate_fn):

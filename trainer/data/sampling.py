@@ -107,7 +107,7 @@ class Share(NamedTuple):
         samples: Samples in that batch; None where only the batch itself can tell.
         round_samples: Samples in the round over all processes; None likewise.
         real_samples: Of those, the ones that are not repeated to fill the round.
-        complete: Every process has a batch in it.
+        batches: How many processes have a batch in it.
     """
 
     present: bool
@@ -115,7 +115,7 @@ class Share(NamedTuple):
     indices: int
     round_samples: int | None
     real_samples: int | None
-    complete: bool
+    batches: int
 
 
 class ShardedSampler(Sampler[Any]):
@@ -221,7 +221,7 @@ class ShardedSampler(Sampler[Any]):
             size = len(batch) if isinstance(batch, list) else None
             if number >= self.start_round:
                 samples = size if self.counts else None
-                yield Share(True, samples, size or 0, samples, size, True), batch, position
+                yield Share(True, samples, size or 0, samples, size, 1), batch, position
             position += 1 if size is None else size
 
     def _together(self) -> Iterator[tuple[Share, Any, int]]:
@@ -237,7 +237,7 @@ class ShardedSampler(Sampler[Any]):
                 indices=len(own) if isinstance(own, list) else 0,
                 round_samples=sum(known) if told else None,
                 real_samples=real if known else None,
-                complete=len(batches) == self.world_size,
+                batches=len(batches),
             )
             before = sum(known[: self.rank]) if known else self.rank
             yield share, own, position + before

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from trainer.data.rebuild import LastingLoader, LastingWorker, say_workers_end, users_kwargs
+from trainer.data.rebuild import LastingLoader, LastingWorker, users_kwargs
 from trainer.data.seeding import as_fetched
 from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
 
@@ -210,8 +210,6 @@ class DatasetReading:
     def __init__(self, loader: DataLoader[Any], generator: torch.Generator) -> None:
         self.name, self.workers = type(loader.dataset).__name__, loader.num_workers
         self._reader = StreamReader(loader)
-        if loader.persistent_workers and not hasattr(loader.dataset, "set_epoch"):  # told by that
-            say_workers_end(type(loader.dataset).__name__, "a state that checkpoints hold")
         self._kwargs = users_kwargs(loader) | {
             "dataset": self._reader,
             "collate_fn": as_fetched,

@@ -65,7 +65,7 @@ def update_batch_norm(run: FitRun) -> None:
         closing(run.mover.rounds(feed)) as rounds,
     ):
         for batch_idx, current in enumerate(rounds):
-            if current.present and (current.complete or not together):
+            if current.present and (current.batches == run.world_size or not together):
                 batch, _ = items_of(current)
                 with run.precision.autocast():
                     run.module.training_step(batch, batch_idx)

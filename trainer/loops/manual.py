@@ -37,7 +37,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     outputs: Any = None
     metrics.begin_window()
     hooks.on_train_step_start()
-    if not micro.complete and run.last_batch is None:
+    if micro.batches < run.world_size and run.last_batch is None:
         # Fewer batches in the epoch than processes. It travels by the host.
         run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
     if micro.present:

@@ -143,15 +143,17 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     """Count a round, and add its items over all processes to `known` if each process knows them."""
     counters = run.counters
     counters.rounds += 1
-    counters.epoch_batches += run.world_size if micro.complete else 1  # it is the last one
+    counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
     run.data_ended = micro.ended or (micro.last and run.feed.sampler is None)
     samples = micro.round_samples
-    if samples is None:  # only with ready-made batches: each process knows its own alone
-        samples = micro.samples * (1 if run.world_size == 1 else run.world_size)
-        known = None if run.world_size > 1 else known
+    if samples is None and run.world_size == 1:
+        samples = micro.samples
+    elif samples is None:  # of ready-made batches each process knows its own alone
+        known = None
+        samples = micro.real_samples or micro.samples * run.world_size
     counters.samples_seen += samples
-    counters.batches_seen += run.world_size if micro.complete else 1
+    counters.batches_seen += micro.batches
     return None if run.mover.counts_items or known is None else known + samples
 
 

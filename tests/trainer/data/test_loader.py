@@ -142,7 +142,7 @@ def test_rounds_tell_sizes_and_the_end_alike_on_all_processes(source):
         assert [r.last for r in own] == [False, False, True]
         assert [r.round_samples for r in own] == [4, 4, 1]
         assert [r.real_samples for r in own] == [4, 4, 1]
-        assert [r.complete for r in own] == [True, True, False]
+        assert [r.batches for r in own] == [2, 2, 1]
     assert [r.samples for r in rounds[0]] == [2, 2, 1]
     assert [r.samples for r in rounds[1]] == [2, 2, 0]
 

@@ -382,7 +382,7 @@ def test_shares_tell_what_all_processes_have_in_each_round():
         shares.append(list(sampler.shares))
     for ours, theirs in zip(*shares, strict=True):
         assert ours.round_samples == theirs.round_samples == ours.samples + theirs.samples
-        assert ours.complete == theirs.complete == (ours.present and theirs.present)
+        assert ours.batches == theirs.batches == ours.present + theirs.present
     assert [share.samples for share in shares[1]] == [2, 2, 0]
     assert [share.real_samples for share in shares[0]] == [4, 4, 1]
 

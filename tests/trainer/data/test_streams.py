@@ -162,6 +162,17 @@ class Held(IterableDataset):
         pass
 
 
+class Draws(IterableDataset):
+    """Neither has a state nor hears of an epoch, and leaves something behind in its workers."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for _ in range(SAMPLES):
+            yield torch.rand(()).item(), self.passes
+
+
 class Ordered(IterableDataset):
     """Draws its order as it hears of an epoch."""
 
@@ -327,21 +338,29 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
     assert {item[2] for _, _, batch, _ in seen for item in batch} == {0, 1, 2}  # set_epoch arrived
     # Without a state too: the workers of a resumed run would know an epoch that others did not.
     staying = {"num_workers": 1, "persistent_workers": True}
+    assert_resumes(lambda: loader(Draws(), **staying), limit=2, epochs=2)
     seen = assert_resumes(lambda: loader(Plain(), **staying), limit=2, epochs=2)
     assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
 
 
 @pytest.mark.parametrize(
-    ("dataset", "has"), [(Onward, "set_epoch"), (Plain, "set_epoch"), (Held, "a state")]
+    ("dataset", "why"),
+    [
+        (Onward, "they would not hear of set_epoch"),
+        (Plain, "they would not hear of set_epoch"),
+        (Held, "no checkpoint knows their state"),
+        (Draws, "no checkpoint knows their state"),
+    ],
 )
-def test_workers_that_would_stay_are_told_of_once(dataset, has, caplog):
+def test_workers_that_would_stay_are_told_of_once(dataset, why, caplog):
     say_workers_end.cache_clear()
     feed_of(loader(dataset(), num_workers=1))
     assert not caplog.messages
     for _ in range(2):
         feed_of(loader(dataset(), num_workers=1, persistent_workers=True))
     (message,) = caplog.messages
-    assert f"the stream {dataset.__name__}, which has {has}" in message
+    assert f"the stream {dataset.__name__}: " in message
+    assert message.endswith(f"since {why}.")
 
 
 def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():

@@ -280,7 +280,11 @@ class _Board:
     def open(self, name: str, total: int | None, leave: bool) -> _BoardView:
         row = _Row(name, total, leave)
         self._rows.append(row)
-        self.draw()
+        try:
+            self.draw()
+        except OSError:  # nobody will close it
+            self._rows.remove(row)
+            raise
         return _BoardView(row, self)
 
     def draw(self) -> None:

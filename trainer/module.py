@@ -21,7 +21,7 @@ from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.optim.optimizer import parameters_of
 from trainer.ported.arguments import log_arguments
-from trainer.ported.attributes import NO_LOGGER, Refused
+from trainer.ported.attributes import NO_LOGGER, Refused, TypeOfParameters
 from trainer.tree import count_samples, map_tree, to_device
 
 if TYPE_CHECKING:
@@ -158,13 +158,6 @@ class TrainModule(nn.Module):
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the parameters; torch's default for a module without any that are not integers."""
-        found = (tensor.dtype for tensor in chain(self.parameters(), self.buffers()))
-        floats = (dtype for dtype in found if dtype.is_floating_point or dtype.is_complex)
-        return next(floats, torch.get_default_dtype())
-
-    @property
     def global_step(self) -> int:
         """Updates made so far; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")
@@ -190,6 +183,7 @@ class TrainModule(nn.Module):
 
     logger = Refused(NO_LOGGER)
     loggers = Refused(NO_LOGGER)
+    dtype = TypeOfParameters()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print``, once a machine."""

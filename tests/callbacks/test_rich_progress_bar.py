@@ -273,13 +273,19 @@ def test_an_error_leaves_the_terminal_sound(terminal, ending):
     assert terminal.read() == ""
 
 
-def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplog):
+@pytest.mark.parametrize("batches", [0, 4])
+def test_a_terminal_that_is_closed_ends_the_bar_and_nothing_else(terminal, caplog, batches):
     loop = rich_loop(terminal, stdout=True)
     loop.call("on_train_epoch_start")
-    loop.batches(range(4))
-    loop.evaluate("validation", [3])
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), terminal.master)
+    loop.batches(range(batches))
+    if not batches:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), terminal.master)
+        loop.call("on_validation_start")
+    else:
+        loop.evaluate("validation", [3])
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), terminal.master)
     loop.fit(epochs=2)
     assert "cannot be shown any more: OSError(5, 'Input/output error')" in caplog.text
     assert len(caplog.records) == 1

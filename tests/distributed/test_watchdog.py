@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from trainer import PartialState, Trainer, TrainModule
 from trainer.distributed import watchdog
-from trainer.distributed.watchdog import Note, blame, complaint, watched
+from trainer.distributed.watchdog import Note, complaint, unexplained, watched
+from trainer.errors import CheckpointError
 
 
 class Line(TrainModule):
@@ -218,22 +219,80 @@ def test_who_has_failed_is_named_to_those_who_still_wait_for_it():
     )
 
 
-def test_where_the_backend_fails_an_error_of_another_process_comes_first():
-    assert blame(0, "step 4", [HERE, BUSY, FAILED]) == (
-        "Rank 2 failed while the others waited for it, in step 3: ValueError: of its own"
-    )
-
-
 def test_where_nobody_has_said_anything_those_who_have_not_taken_leave_are_told():
-    before = (
-        "Another process has gone or does not answer, and has not said why; this one was in step "
-        "4. Last seen: "
+    text = unexplained("step 4", {0: HERE, 2: Note("step 5")}, "RuntimeError: closed")
+    assert text == (
+        "The exchange with the other processes has failed, as where one has gone or does not "
+        "answer, and none has said why. This one was in step 4; last seen: rank 0 in step 3. The "
+        "backend says: RuntimeError: closed"
     )
-    assert blame(1, "step 4", [HERE, BUSY, Note("step 5")]) == f"{before}rank 0 in step 3."
-    many = blame(0, "step 4", [BUSY] * 12)
-    assert many.startswith(f"{before}rank 1 in step 3; rank 2 ")
-    assert many.endswith("; rank 8 in step 3; 3 more.")
-    assert blame(0, "step 4", [BUSY]) == f"{before}none."
+    many = unexplained("step 4", dict.fromkeys(range(1, 12), BUSY), "")
+    assert "last seen: rank 1 in step 3; rank 2 " in many
+    assert "; rank 8 in step 3; 3 more. The" in many
+    assert "last seen: none." in unexplained("step 4", {}, "")
+
+
+class Odd(Exception):
+    """Cannot be shown."""
+
+    def __str__(self):
+        return 7
+
+
+def ends(error=None):
+    """How a run ends that fails so, for whoever called it."""
+    try:
+        with watched(lambda: "here") as note_place:
+            try:
+                if error is not None:
+                    raise error
+            except BaseException:
+                note_place()
+                raise
+    except Exception as caught:  # noqa: BLE001 - whatever it has become
+        return type(caught).__name__, str(caught) if not isinstance(caught, Odd) else ""
+    return "nothing", ""
+
+
+def closed():
+    return RuntimeError("[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+def test_the_first_failure_is_the_cause_and_that_of_another_run_is_not(ranks2):
+    def one_after_the_other():
+        rank = dist.get_rank()
+        told = [ends(ValueError("of both"))]  # on all processes alike
+        dist.barrier()
+        told.append(ends(closed()))  # nobody has said why
+        for error in (ValueError("of its own"), OSError("gloo/data"), Odd()):
+            dist.barrier()
+            if rank == 1:
+                told.append(ends(error))
+            dist.barrier()
+            if rank == 0:
+                told.append(ends(closed()))
+            dist.barrier()
+        wrapped = CheckpointError("in the background")
+        wrapped.__cause__ = closed()
+        told.append(ends(wrapped))  # it stays what it is
+        left = [thread.name for thread in threading.enumerate()]
+        assert "cadence-watchdog" not in left
+        assert not watchdog._watching.locked()
+        return told
+
+    first, second = ranks2(one_after_the_other)
+    assert first[0] == second[0] == ("ValueError", "of both")
+    for kind, text in (first[1], second[1]):
+        assert kind == "RuntimeError"
+        assert text.startswith("The exchange with the other processes has failed, ")
+        assert text.endswith("The backend says: RuntimeError: " + str(closed()))
+    failed = "Rank 1 failed while the others waited for it, in here: "
+    assert first[2] == ("RuntimeError", f"{failed}ValueError: of its own")
+    assert first[3] == ("RuntimeError", f"{failed}OSError: gloo/data")
+    assert first[4][0] == "RuntimeError"
+    assert first[4][1].startswith(f"{failed}tests.distributed.test_watchdog.Odd: ")
+    assert second[2:5] == [("ValueError", "of its own"), ("OSError", "gloo/data"), ("Odd", "")]
+    assert first[5] == second[5] == ("CheckpointError", "in the background")
 
 
 def test_the_patience_is_less_than_the_groups_limit(ranks2):

@@ -205,3 +205,33 @@ def test_gradients_that_come_after_a_clipping_are_averaged_too(ranks):
     reference = {f"net.{name}": value for name, value in copy_of(net).items()}
     for name, value in results[0].items():
         torch.testing.assert_close(value, reference[name], rtol=1e-5, atol=1e-7)
+
+
+class Weighed(TrainModule):
+    """Logs its rank where a step is over, on processes without a batch too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layer = nn.Linear(5, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.layer(batch[0]).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def on_train_step_end(self) -> None:
+        self.log("rank", float(self.trainer.global_rank), on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_process_without_a_batch_has_no_weight_in_what_is_logged(ranks3):
+    def logged() -> float:
+        trainer = quiet_trainer(max_epochs=1)
+        trainer.fit(Weighed(), DataLoader(tensors(4 * BATCH), batch_size=BATCH))
+        return trainer.callback_metrics["rank"]
+
+    assert ranks3(logged) == [pytest.approx((0 * 2 + 1 + 2) / 4)] * 3

@@ -225,6 +225,9 @@ def test_the_type_of_a_module_is_that_of_its_parameters():
     assert Net().dtype == torch.float32
     assert Net().double().dtype == torch.float64
     assert Whole().dtype == torch.get_default_dtype()
+    own = Whole()
+    own.dtype = "of its own"
+    assert own.dtype == "of its own"
 
 
 def test_a_layer_with_the_name_of_a_refused_hook_is_no_hook():

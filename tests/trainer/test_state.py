@@ -459,6 +459,7 @@ def test_a_named_accelerator_is_shared_out_by_local_rank(monkeypatch, named, wor
         ("mps", 2, "'mps', which has no collectives for 2 processes"),
         ("xpu", 1, "'xpu', which this machine or this build of torch does not have"),
         ("cuda:1", 2, "'cuda:1', which this machine"),
+        ("meta", 1, "'meta', which this machine"),
     ],
 )
 def test_a_named_device_that_cannot_serve_is_refused(monkeypatch, named, world_size, message):

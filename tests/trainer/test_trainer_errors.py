@@ -183,6 +183,10 @@ def test_a_ready_accelerator_is_checked_too():
             ("sync_with_dataloader=False",),
         ),
         (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(adjust_scheduler=False)},
+            ("adjust_scheduler=False",),
+        ),
+        (
             {"project_config": ProjectConfiguration(project_dir="there", total_limit=2)},
             ("total_limit=2",),
         ),
@@ -483,7 +487,7 @@ def test_manual_optimisation_does_not_accumulate():
         ValueError,
         "gradient_accumulation_steps is 2",
         "manual",
-        "leave it at 1",
+        "pass gradient_accumulation_steps=1",
         gradient_accumulation_steps=2,
     )
 

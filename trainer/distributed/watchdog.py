@@ -9,6 +9,7 @@ by what, and where: the others, who lose their connection to it, say so before t
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -16,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ _OF_LIMIT = 0.25  # … or this part of the time after which the backend gives u
 _LOOKS = 6  # in that time
 _SILENT = 2  # looks without another note: whoever has left it stands still as a whole
 _FRAMES = 15  # of a stack, the innermost ones
-_SHOWN = 8  # processes of which one may have gone
+_ASKED = 100  # processes, at the end: that each asks thousands would take the store too long
+_SHOWN = 8  # of those of which one may have gone
 _ALL_STAND = 4  # times the patience, until processes that all wait are told of
 _WAITING = (  # where a process is that waits for others: in a collective, or in a backward pass, …
     "/torch/distributed/",
@@ -46,6 +48,7 @@ _WAITING = (  # where a process is that waits for others: in a collective, or in
     "/trainer/optim/finite.py",
 )
 _watching = threading.Lock()  # of runs inside each other the outer one is watched
+_runs = itertools.count()  # every process watches the same ones: what one leaves is no other's
 
 
 class Note(NamedTuple):
@@ -58,7 +61,7 @@ class Note(NamedTuple):
         waits: The training thread waits for other processes.
         stack: Where that thread is, as Python formats it, once it has been there for long.
         looks: How often the process has looked.
-        failure: The error that has ended the run there, unless another process's end was its cause.
+        failure: The error that has ended the run there.
     """
 
     place: str = ""
@@ -99,8 +102,10 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
     try:
         yield watchdog.note_place
     except BaseException as error:
-        watchdog.note_error(error)
-        end()
+        try:
+            watchdog.note_error(error)
+        finally:
+            end()
         if watchdog.cause:
             raise RuntimeError(watchdog.cause) from error
         raise
@@ -151,30 +156,34 @@ def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
 
 
 def _is_of_backend(error: BaseException) -> bool:
-    """What it raises where another process has gone or does not answer."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/" in str(error)  # which has no type of its own
+    """What it raises where another process has gone or does not answer, among other things."""
+    return isinstance(error, dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and "gloo/transport/" in str(error)  # it has no type
     )
 
 
-def blame(own: int, place: str, notes: Sequence[Note]) -> str:
-    """Why the backend has failed: whose error is behind it, or who may have gone without a word.
+def _is_of_a_loss(error: BaseException | None) -> bool:
+    """The backend's error is behind this one."""
+    while error is not None and not _is_of_backend(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
+    """What is known where the backend has failed and no process has said that it did.
 
     Args:
-        own: This process's rank.
-        place: Where it was.
-        notes: The latest ones of all ranks.
+        place: Where this process was.
+        notes: The latest ones of others.
+        error: The backend's.
     """
-    for rank, note in enumerate(notes):
-        if note.failure:
-            told = f"in {note.place}: {note.failure}"
-            return f"Rank {rank} failed while the others waited for it, {told}"
-    inside = [rank for rank, note in enumerate(notes) if note.inside and rank != own]
+    inside = [rank for rank, note in notes.items() if note.inside]
     last = [f"rank {rank} in {notes[rank].place}" for rank in inside[:_SHOWN]]
     last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
     return (
-        "Another process has gone or does not answer, and has not said why; this one was in "
-        f"{place}. Last seen: {'; '.join(last) or 'none'}."
+        "The exchange with the other processes has failed, as where one has gone or does not "
+        f"answer, and none has said why. This one was in {place}; last seen: "
+        f"{'; '.join(last) or 'none'}. The backend says: {error}"
     )
 
 
@@ -192,14 +201,16 @@ class _Watchdog:
         store: Any = group.get_group_store()
         self._store = store.clone()  # the training thread may be waiting in the other
         self._rank = dist.get_rank()
-        self._keys = [f"cadence/place/{rank}" for rank in range(dist.get_world_size())]
+        run = f"cadence/run/{next(_runs)}"
+        self._keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
+        self._first = f"{run}/first"  # the rank that has failed before the others
         self._patience = min(_PATIENCE, store.timeout.total_seconds() * _OF_LIMIT)
         self._place, self._thread = place, threading.get_ident()
         self._looks = 0
         self._since = time.monotonic(), ""
         self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # how often each had looked
         self._ended_in = self._error = ""
-        self._lost = False
+        self._lost = self._replaced = False
         self.cause = ""
         self.ended = threading.Event()
 
@@ -209,9 +220,11 @@ class _Watchdog:
 
     def note_error(self, error: BaseException) -> None:
         """By this one; kept as text, since it holds all that the run held."""
-        self._lost = _is_of_backend(error)
-        if not (self._lost or isinstance(error, Preempted)):
-            self._error = f"{type(error).__name__}: {error}"
+        if isinstance(error, Preempted):
+            return
+        self._replaced, self._lost = _is_of_backend(error), _is_of_a_loss(error)
+        told = traceback.format_exception_only(type(error), error)  # whatever its __str__ does
+        self._error = "".join(told).strip()
 
     def look(self) -> None:
         """Until the run has ended."""
@@ -238,10 +251,28 @@ class _Watchdog:
     def _take_leave(self) -> None:
         """Note how the run has ended here; learn whose failure was the cause."""
         place = self._ended_in or self._place()
-        if self._lost:
-            notes = [self._read_note(rank) for rank in range(len(self._keys))]
-            self.cause = blame(self._rank, place, notes)
         self._leave(Note(place, looks=self._looks + 1, failure=self._error))
+        if self._error and not self._lost and self._failure() is None:
+            self._store.set(self._first, str(self._rank))
+        elif self._replaced:
+            others = [rank for rank in range(len(self._keys)) if rank != self._rank]
+            self.cause = self._failure() or unexplained(
+                place, {rank: self._read_note(rank) for rank in others[:_ASKED]}, self._error
+            )
+
+    def _failure(self) -> str | None:
+        """That of the process that failed first, as the others are told it; None if there is none.
+
+        Processes that were started again may find a rank there, but no failure in its new note.
+        """
+        if not self._store.check([self._first]):
+            return None
+        rank = int(self._store.get(self._first))
+        note = self._read_note(rank)
+        if not note.failure:
+            return None
+        told = f"in {note.place}: {note.failure}"
+        return f"Rank {rank} failed while the others waited for it, {told}"
 
     def _note(self) -> Note:
         now, place = time.monotonic(), self._place()

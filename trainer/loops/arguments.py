@@ -86,6 +86,7 @@ def _refuse_of_own_loops(ready: Accelerator) -> None:
         "step_scheduler_with_optimizer": (ready.step_scheduler_with_optimizer, True),
         "rng_types": (ready.rng_types, [RNGType.GENERATOR]),
         "sync_with_dataloader": (ready.gradient_state.sync_with_dataloader, True),
+        "adjust_scheduler": (ready.gradient_state.adjust_scheduler, True),
         "sync_each_batch": (ready.gradient_state.plugin.sync_each_batch, False),
     }
     for name, (value, default) in usual.items():

@@ -221,7 +221,8 @@ def _check_manual(settings: Settings) -> None:
     if steps > 1:
         raise ValueError(
             f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
-            "decides when to step; leave it at 1."
+            "decides when to step; pass gradient_accumulation_steps=1. (It may come from the "
+            "launcher, by ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or from a ready Accelerator.)"
         )
     if settings.non_finite == "skip":
         raise ValueError(

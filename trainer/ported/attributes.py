@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
+
+import torch
+from torch import nn
 
 NO_LOGGER = (
     "trackers run on a thread of their own, so that none can slow or stop the training. Values go "
@@ -102,3 +106,17 @@ class Refused:
         if instance is None:
             return self
         raise RuntimeError(f"{type(instance).__name__} has no {self._name}: {self._hint}.")
+
+
+class TypeOfParameters:
+    """The `dtype` of a module: of its first parameter or buffer that is no integer.
+
+    Without any it is torch's default. A module may set an attribute of this name to something else.
+    """
+
+    def __get__(self, instance: nn.Module | None, owner: type) -> Any:
+        if instance is None:
+            return self
+        found = (tensor.dtype for tensor in chain(instance.parameters(), instance.buffers()))
+        others = (dtype for dtype in found if dtype.is_floating_point or dtype.is_complex)
+        return next(others, torch.get_default_dtype())

@@ -82,7 +82,8 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
             "The environment variable ACCELERATE_TORCH_DEVICE is 'mps', which has no collectives "
             f"for {launch.world_size} processes. Start one process, or name cpu."
         )
-    if device.type != "cpu" and not torch.get_device_module(device).is_available():
+    module = getattr(torch, device.type, None)  # meta, for example, has none
+    if device.type != "cpu" and not (module is not None and module.is_available()):
         raise ValueError(
             f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which this machine or "
             "this build of torch does not have; name another, or cpu."

@@ -232,7 +232,7 @@ def test_where_nobody_has_said_anything_those_who_have_not_taken_leave_are_told(
     assert "last seen: none." in unexplained("step 4", {}, "")
 
 
-class Odd(Exception):
+class Odd(RuntimeError):
     """Cannot be shown."""
 
     def __str__(self):

@@ -4,7 +4,6 @@ On the device of `tests.helpers.device`, whose copies to the host that nobody wa
 until an event behind them has been waited for they hold nonsense.
 """
 
-import json
 import math
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.device import DEVICE, OnDevice, counted_waits
+from trackers import read_metrics
 from trainer import Trainer, TrainModule
 from trainer.optim.finite import FiniteGuard, find_non_finite
 
@@ -86,7 +86,7 @@ def records(folder, module=None, **settings):
         **settings,
     )
     trainer.fit(module or Module(), DATA)
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = read_metrics(folder / "metrics.jsonl")
     return [{key: value for key, value in line.items() if key != "time"} for line in lines]
 
 

@@ -155,10 +155,15 @@ def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
     return f"rank {rank} has been in {note.place} for {note.seconds:.0f} seconds:\n{note.stack}"
 
 
+def _shown(error: BaseException) -> str:
+    """Its type and what it says, whatever its ``__str__`` does."""
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
+
+
 def _is_of_backend(error: BaseException) -> bool:
     """What it raises where another process has gone or does not answer, among other things."""
     return isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and "gloo/transport/" in str(error)  # it has no type
+        isinstance(error, RuntimeError) and "gloo/transport/" in _shown(error)  # it has no type
     )
 
 
@@ -223,8 +228,7 @@ class _Watchdog:
         if isinstance(error, Preempted):
             return
         self._replaced, self._lost = _is_of_backend(error), _is_of_a_loss(error)
-        told = traceback.format_exception_only(type(error), error)  # whatever its __str__ does
-        self._error = "".join(told).strip()
+        self._error = _shown(error)
 
     def look(self) -> None:
         """Until the run has ended."""

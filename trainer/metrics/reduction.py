@@ -68,8 +68,8 @@ class Reduction:
             read = summed.tolist()
             if not read[0]:
                 break
-            cells.agreed = _agree(cells.names(), cells.ran, what)
-            self._tell_names()
+            cells.agreed, self.names = _agree(cells.names(), cells.ran, self.names, what)
+            self._told = set(self.names)  # one without a batch decides as the others
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
@@ -89,11 +89,6 @@ class Reduction:
                 dist.all_reduce(vector, op=operation)
                 reduced.update(zip(names, vector, strict=True))
         return reduced
-
-    def _tell_names(self) -> None:
-        """Let each process know what any has logged: one without a batch decides as the others."""
-        self.names = set().union(*all_gather_object(self.names))
-        self._told = set(self.names)
 
     def _share_objects(self, cells: Cells) -> None:
         """Give each process every metric object, since computing one needs all of them.
@@ -118,21 +113,33 @@ class Reduction:
         return torch.stack([as_tensor(value, like).reshape(()) for value in values])
 
 
-def _agree(own: set[tuple[str, str]], ran: set[str], what: str) -> tuple[tuple[str, str], ...]:
-    """Exchange the names; a rank that ran a loader's batches and lacks some is an error on all."""
-    reports = all_gather_object((sorted(own), ran))
-    union = sorted({pair for names, _ in reports for pair in names})
-    for rank, (names, ran_there) in enumerate(reports):
+def _agree(
+    own: set[tuple[str, str]], ran: set[str], ever: set[str], what: str
+) -> tuple[tuple[tuple[str, str], ...], set[str]]:
+    """Exchange the names; a rank that ran a loader's batches and lacks some is an error on all.
+
+    Args:
+        own: Those to be reduced now, with their kinds.
+        ran: The loaders whose batches this process has run.
+        ever: Every name that this process knows.
+        what: What is reduced, for the error.
+
+    Returns:
+        What is to be reduced, and every name that any process knows.
+    """
+    reports = all_gather_object((sorted(own), ran, ever))
+    union = sorted({pair for names, *_ in reports for pair in names})
+    for rank, (names, ran_there, _) in enumerate(reports):
         missing = [pair for pair in union if pair not in names and owes(pair[0], ran_there)]
         if missing:
-            having = next(r for r, (others, _) in enumerate(reports) if missing[0] in others)
+            having = next(r for r, (others, *_) in enumerate(reports) if missing[0] in others)
             raise MetricError(
                 f"Rank {rank} did not log {', '.join(repr(name) for name, _ in missing)} in "
                 f"{what}, but rank {having} did. Every rank that runs a batch must log the same "
                 "names with the same `reduce`: move the call out of the condition that only some "
                 "ranks meet."
             )
-    return tuple(union)
+    return tuple(union), set().union(*(known for *_, known in reports))
 
 
 def _emptied(metric: Any) -> Any:

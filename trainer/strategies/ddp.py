@@ -68,9 +68,9 @@ def wrap(
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
     _take_unsendable(module)
     device_ids = _device_ids(module)  # which also checks where the module is
-    if not moves_inputs:
-        device_ids = None
-    return DistributedDataParallel(module, device_ids=device_ids, **arguments)
+    return DistributedDataParallel(
+        module, device_ids=device_ids if moves_inputs else None, **arguments
+    )
 
 
 def _device_ids(module: nn.Module) -> list[int] | None:

@@ -42,6 +42,10 @@ def write(name: str, text: str) -> str:
     return name
 
 
+# Not `signal.pause()`: a signal that comes just before it is heard by the one after only.
+WAIT = "import time\nwhile True:\n    time.sleep(0.01)\n"
+
+
 def launch(*words: str) -> int:
     """Start processes on the CPU, from this process."""
     return main(["launch", "--cpu", *words])
@@ -450,8 +454,7 @@ def test_a_signal_to_the_launcher_reaches_the_processes_which_may_save(name):
         f"signal.signal(signal.{name}, save)\n"
         "open('ready-' + os.environ['RANK'], 'w').close()\n"
         "while not (os.path.exists('ready-0') and os.path.exists('ready-1')):\n    pass\n"
-        f"if os.environ['RANK'] == '1':\n    os.kill(os.getppid(), signal.{name})\n"
-        "while True:\n    signal.pause()\n",
+        f"if os.environ['RANK'] == '1':\n    os.kill(os.getppid(), signal.{name})\n" + WAIT,
     )
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert launch("--num_processes", "2", "--max_restarts", "1", "train.py") == 128 + getattr(
@@ -468,8 +471,7 @@ def test_an_exception_while_they_save_is_told_and_is_no_saved_run(capfd):
         "import os, signal\n"
         "def save(*_):\n    raise OSError('the disk is full')\n"
         "signal.signal(signal.SIGTERM, save)\n"
-        "os.kill(os.getppid(), signal.SIGTERM)\n"
-        "while True:\n    signal.pause()\n",
+        "os.kill(os.getppid(), signal.SIGTERM)\n" + WAIT,
     )
     assert launch("--max_restarts", "1", "train.py") == 1
     text = capfd.readouterr().err
@@ -497,8 +499,7 @@ def test_processes_end_when_the_launcher_is_killed(monkeypatch, tmp_path):
         "mine = 'ready-' + os.environ['RANK']\n"
         "open(mine, 'w').close()\n"
         "while mine == 'ready-0' and not os.path.exists('ready-1'):\n    pass\n"
-        "if mine == 'ready-0':\n    os.kill(os.getppid(), signal.SIGKILL)\n"
-        "while True:\n    signal.pause()\n",
+        "if mine == 'ready-0':\n    os.kill(os.getppid(), signal.SIGKILL)\n" + WAIT,
     )
     words = ["--cpu", "--num_processes", "2", "train.py"]
     done = subprocess.run([sys.executable, "-m", "trainer", "launch", *words], check=False)
@@ -519,8 +520,7 @@ def test_a_second_signal_reaches_them_too():
         "    if len(came) == 1:\n        os.kill(os.getppid(), signal.SIGINT)\n"
         "    else:\n        open('twice', 'w').close(); os._exit(1)\n"
         "signal.signal(signal.SIGINT, hear)\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
-        "while True:\n    signal.pause()\n",
+        "os.kill(os.getppid(), signal.SIGINT)\n" + WAIT,
     )
     assert launch("--max_restarts", "1", "train.py") == 130
     assert Path("twice").exists()

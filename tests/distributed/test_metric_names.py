@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from callbacks import EarlyStopping
+from callbacks import Callback, EarlyStopping
 from tests.numerics.running import quiet_trainer
 from trainer import MetricError, TrainModule
 
@@ -119,3 +119,33 @@ def test_more_processes_know_what_was_logged_before_the_resume(ranks2, ranks4, t
     ranks2(epochs_with_a_decision, 2, place, 1, folder)
     found = ranks4(epochs_with_a_decision, 2, place, 2, folder)
     assert found == [2] * 4
+
+
+class Notes(Callback):
+    """What the process knows to be logged before it has trained."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.known = set(trainer.logged_names)
+
+
+def fitted(name: Callable[[int], str | None], max_epochs: int, folder: str) -> Any:
+    """Train in epochs in which the first process alone has a batch."""
+    notes = Notes()
+    module = Logs("training_step", name, on_step=False, on_epoch=True)
+    trainer = quiet_trainer(
+        project_dir=folder, max_epochs=max_epochs, checkpointing=True, callbacks=[notes]
+    )
+    trainer.fit(module, DataLoader(torch.zeros(1, 1)), ckpt_path="auto")
+    return notes.known
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_resumed_run_knows_on_all_processes_what_was_logged(request, tmp_path, processes):
+    ranks2, folder = request.getfixturevalue("ranks2"), str(tmp_path / "run")
+    assert ranks2(fitted, lambda _: "loss", 1, folder) == [set(), set()]
+    args = (fitted, lambda _: "loss", 2, folder)
+    if processes == 1:
+        assert fitted(*args[1:]) == {"loss"}
+    else:
+        again = request.getfixturevalue(f"ranks{processes}")
+        assert again(*args) == [{"loss"}] * processes

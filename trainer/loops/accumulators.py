@@ -60,6 +60,8 @@ def restore_accumulators(
 ) -> None:
     """Take over one process's part, or several together; none leaves everything empty.
 
+    Their names are the caller's to take over: every process has to know all of them.
+
     Args:
         metrics: Empty.
         module: As it was when they were saved.
@@ -67,7 +69,6 @@ def restore_accumulators(
     """
     objects = dict(metric_objects(module))
     for part in parts:
-        metrics.names.update(part["names"])
         for phase, saved in part["epochs"].items():
             cells = metrics.step if phase == _UPDATE else metrics.epoch(phase)
             cells.ran.update(saved["ran"])

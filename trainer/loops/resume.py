@@ -134,6 +134,8 @@ def _restore_ranks(run: FitRun, path: Path) -> None:
     ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in saved_ranks]
     run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
     taken_in = [rank["metrics"] for rank in ranks]
+    for part in taken_in:  # whoever decides by what was logged decides alike on every process
+        run.metrics.names.update(part["names"])
     if len(ranks) == run.world_size:
         restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
     elif run.rank == 0:

@@ -122,6 +122,12 @@ def test_evaluation_of_any_dataset_size(ranks, world, stage, objects):
             assert_metrics(result[0], expected(numbers(samples), size, objects=objects))
 
 
+@every_world
+def test_values_are_returned_in_the_order_of_logging(ranks, world):
+    main, *_ = on_processes(ranks, world, evaluations, "validate", [(4, 2)], False)
+    assert list(main[0][0]) == ["mean", "sum", "min", "max", "number", "classes", "of_class"]
+
+
 def several_loaders() -> list[dict[str, float]]:
     loaders = [
         DataLoader(numbers(samples, samples), batch_size=size)

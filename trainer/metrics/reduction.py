@@ -41,7 +41,9 @@ class Reduction:
                 if cell.kind != "mean" or cell.weight > 0
             }
         else:
-            reduced = self._all_reduce(cells, what)
+            found = self._all_reduce(cells, what)
+            # In the order of logging, as on one process.
+            reduced = {name: found[name] for name in (*cells.cells, *found) if name in found}
         for name, kind in self.pairs(cells):
             if kind == "object":
                 reduced[name] = computed(name, cells.known[name].compute())

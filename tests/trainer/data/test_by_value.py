@@ -247,6 +247,7 @@ class Collecting:
 
     def begin(self, worker_id):
         self.found = self.of.count(os.getpid()), gc.isenabled()
+        gc.set_threshold(1000)  # else it collects at each step of its way out, for seconds
 
 
 @pytest.mark.parametrize("collects", [True, False])

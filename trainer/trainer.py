@@ -745,7 +745,10 @@ class Trainer:
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on, of all processes."""
+        """Samples trained on, of all processes.
+
+        Of an indexable dataset also those that a `collate_fn` of the user's has left out.
+        """
         return self._counters.samples_seen
 
     @property

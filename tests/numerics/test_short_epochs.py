@@ -177,15 +177,22 @@ def collated(batch: list[Any]) -> Tensor:
     return torch.stack([x for (x,) in batch])
 
 
-def test_every_process_counts_the_samples_and_batches_of_all(ranks3):
+def first_alone(batch: list[Any]) -> Tensor:
+    """The others are left out."""
+    return collated(batch[:1])
+
+
+@pytest.mark.parametrize("collate_fn", [collated, first_alone])
+def test_every_process_counts_the_samples_and_batches_of_all(ranks3, collate_fn):
     """In a last round that not every process has a batch in, too."""
 
     def counted() -> tuple[int, int, float]:
-        data = DataLoader(TensorDataset(samples(5)), batch_size=SIZE, collate_fn=collated)
+        data = DataLoader(TensorDataset(samples(5)), batch_size=SIZE, collate_fn=collate_fn)
         trainer = quiet_trainer(max_epochs=2)
         trainer.fit(Line(), data)
         return trainer.samples_seen, trainer.batches_seen, trainer.items_seen
 
     alone = counted()
-    assert alone == (2 * len(samples(5)), 10, 2 * len(samples(5)))
+    items = 10 if collate_fn is first_alone else 2 * len(samples(5))
+    assert alone == (2 * len(samples(5)), 10, items)
     assert ranks3(counted) == [alone] * 3

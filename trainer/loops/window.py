@@ -146,15 +146,14 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
     run.data_ended = micro.ended or (micro.last and run.feed.sampler is None)
-    samples = micro.round_samples
-    if samples is None and run.world_size == 1:
-        samples = micro.samples
-    elif samples is None:  # of ready-made batches each process knows its own alone
-        known = None
-        samples = micro.real_samples or micro.samples * run.world_size
-    counters.samples_seen += samples
+    # A collate_fn of the user's may leave some of them out, which each process knows of its own.
+    items = micro.samples if run.world_size == 1 else micro.round_samples
+    read = micro.round_samples or micro.real_samples or micro.samples * run.world_size
+    counters.samples_seen += read
     counters.batches_seen += micro.batches
-    return None if run.mover.counts_items or known is None else known + samples
+    if run.mover.counts_items or known is None or items is None:
+        return None
+    return known + items
 
 
 def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:

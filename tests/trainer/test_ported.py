@@ -492,13 +492,20 @@ def test_the_number_of_the_loader_may_be_left_out_of_a_name():
             self.log(name, float(batch_idx), add_dataloader_idx=False, prog_bar=True)
             self.log("usual", 1.0)
 
+        def on_validation_epoch_end(self):
+            self.log("all", 3.0)
+
     module, trainer = Several(), make()
-    trainer.validate(module, [loader(), loader(2)])
+    assert trainer.validate(module, [loader(), loader(2)]) == [
+        {"of 0": 0.5, "usual/dataloader_idx_0": 1.0, "all": 3.0},
+        {"of 1": 0.0, "usual/dataloader_idx_1": 1.0, "all": 3.0},
+    ]
     assert trainer.callback_metrics == {
         "of 0": 0.5,
         "of 1": 0.0,
         "usual/dataloader_idx_0": 1.0,
         "usual/dataloader_idx_1": 1.0,
+        "all": 3.0,
     }
     module.same = True
     with pytest.raises(ValueError, match=r"Several loaders logged 'same'.*name of its own"):
@@ -511,12 +518,11 @@ def log_under_own_names():
             self.log(f"of {dataloader_idx}", 1.0 + batch_idx, add_dataloader_idx=False)
 
     trainer = make(cpu=True)
-    trainer.validate(Several(), [loader(8), loader(2)])
-    return trainer.callback_metrics
+    return trainer.validate(Several(), [loader(8), loader(2)])
 
 
 def test_a_process_without_a_batch_of_a_loader_owes_none_of_its_names(ranks2):
-    assert ranks2(log_under_own_names) == [{"of 0": 1.5, "of 1": 1.0}] * 2
+    assert ranks2(log_under_own_names) == [[{"of 0": 1.5}, {"of 1": 1.0}]] * 2
 
 
 # -- manual optimisation ---------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -93,7 +93,7 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
         getattr(hooks, f"on_{phase.name}_epoch_end_callbacks")()
         getattr(hooks, f"on_{phase.name}_end")()
     metrics.scope = scope_before
-    return by_feed(read, len(feeds))
+    return by_feed(read, len(feeds), metrics.loader_of)
 
 
 def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> int:
@@ -151,16 +151,25 @@ def refuse_missing(run: Run, phase: Phase, feeds: list[Feed], rounds: list[int])
             )
 
 
-def by_feed(values: dict[str, float], feeds: int) -> list[dict[str, float]]:
-    """The values of each feed, by the suffix of their names; those without belong to all."""
+def by_feed(
+    values: dict[str, float], feeds: int, loader_of: Mapping[str, str]
+) -> list[dict[str, float]]:
+    """The values of each feed; those that were logged outside the steps belong to all.
+
+    Args:
+        values: By their names; a feed's end with its suffix.
+        feeds: How many there are.
+        loader_of: The suffix for those whose names do not.
+    """
     if feeds == 1:
         return [values]
-    suffixes = [f"/dataloader_idx_{index}" for index in range(feeds)]
+    suffixes = tuple(f"/dataloader_idx_{index}" for index in range(feeds))
+    whose = {name: name + loader_of.get(name, "") for name in values}
     return [
         {
             name: value
             for name, value in values.items()
-            if name.endswith(own) or not any(name.endswith(suffix) for suffix in suffixes)
+            if whose[name].endswith(own) or not whose[name].endswith(suffixes)
         }
         for own in suffixes
     ]

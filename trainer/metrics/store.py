@@ -51,6 +51,7 @@ class MetricStore:
         quiet_training: As given.
         scope: Where in the run `log` is called from; None where it cannot work.
         private: Those that trackers are not told.
+        loader_of: The suffix of its loader, for each value of the latest epoch without one.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class MetricStore:
         self.items = 1.0
         self.loader_suffix = ""
         self.private: set[str] = set()
+        self.loader_of: dict[str, str] = {}
         self.step = Cells()
         self.epochs: dict[str, Cells] = {}
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
@@ -273,6 +275,8 @@ class MetricStore:
                 f"Several loaders logged {twice!r} with add_dataloader_idx=False; give each one's "
                 "a name of its own, or leave the argument out."
             )
+        parts = [key.partition(_UNTOLD) for key in values]
+        self.loader_of = {name: suffix for name, _, suffix in parts if suffix}
         return renamed
 
     def forget(self, phase: str) -> None:

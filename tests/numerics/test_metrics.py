@@ -124,8 +124,10 @@ def test_evaluation_of_any_dataset_size(ranks, world, stage, objects):
 
 @every_world
 def test_values_are_returned_in_the_order_of_logging(ranks, world):
-    main, *_ = on_processes(ranks, world, evaluations, "validate", [(4, 2)], False)
-    assert list(main[0][0]) == ["mean", "sum", "min", "max", "number", "classes", "of_class"]
+    """The same on a process without a batch."""
+    for results in on_processes(ranks, world, evaluations, "validate", [(4, 2)], False):
+        wanted = ["mean", "sum", "min", "max", "number", "classes", "of_class"]
+        assert list(results[0][0]) == wanted
 
 
 def several_loaders() -> list[dict[str, float]]:

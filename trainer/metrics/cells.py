@@ -91,14 +91,14 @@ class Cells:
     agreed: tuple[tuple[str, str], ...] = ()
     ran: set[str] = field(default_factory=set)
 
-    def names(self) -> set[tuple[str, str]]:
-        """What this process has, as (name, kind)."""
-        pairs = {(name, cell.kind) for name, cell in self.cells.items()}
-        return pairs | {(name, "object") for name in self.objects}
+    def names(self) -> list[tuple[str, str]]:
+        """What this process has, as (name, kind), in the order of logging; objects last."""
+        pairs = [(name, cell.kind) for name, cell in self.cells.items()]
+        return pairs + [(name, "object") for name in self.objects]
 
     def differs(self) -> bool:
         """This process has a name that was not agreed, or lacks one that it owes."""
-        own, agreed = self.names(), set(self.agreed)
+        own, agreed = set(self.names()), set(self.agreed)
         return not own <= agreed or any(owes(name, self.ran) for name, _ in agreed - own)
 
 

@@ -42,16 +42,15 @@ class Reduction:
             }
         else:
             found = self._all_reduce(cells, what)
-            # In the order of logging, as on one process.
-            reduced = {name: found[name] for name in (*cells.cells, *found) if name in found}
+            reduced = {name: found[name] for name, _ in cells.agreed if name in found}
         for name, kind in self.pairs(cells):
             if kind == "object":
                 reduced[name] = computed(name, cells.known[name].compute())
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
-        """What a reduction is over, in the same order on all processes."""
-        return sorted(cells.names()) if self._world_size == 1 else cells.agreed
+        """What a reduction is over, in the same order on all processes: that of logging."""
+        return cells.names() if self._world_size == 1 else cells.agreed
 
     def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         """One reduction for means and sums; a second and third only where min or max are used.
@@ -116,7 +115,7 @@ class Reduction:
 
 
 def _agree(
-    own: set[tuple[str, str]], ran: set[str], ever: set[str], what: str
+    own: list[tuple[str, str]], ran: set[str], ever: set[str], what: str
 ) -> tuple[tuple[tuple[str, str], ...], set[str]]:
     """Exchange the names; a rank that ran a loader's batches and lacks some is an error on all.
 
@@ -129,8 +128,8 @@ def _agree(
     Returns:
         What is to be reduced, and every name that any process knows.
     """
-    reports = all_gather_object((sorted(own), ran, ever))
-    union = sorted({pair for names, *_ in reports for pair in names})
+    reports = all_gather_object((own, ran, ever))
+    union = tuple(dict.fromkeys(pair for names, *_ in reports for pair in names))
     for rank, (names, ran_there, _) in enumerate(reports):
         missing = [pair for pair in union if pair not in names and owes(pair[0], ran_there)]
         if missing:
@@ -141,7 +140,7 @@ def _agree(
                 "names with the same `reduce`: move the call out of the condition that only some "
                 "ranks meet."
             )
-    return tuple(union), set().union(*(known for *_, known in reports))
+    return union, set().union(*(known for *_, known in reports))
 
 
 def _emptied(metric: Any) -> Any:

@@ -747,7 +747,9 @@ class Trainer:
     def samples_seen(self) -> int:
         """Samples trained on, of all processes.
 
-        Of an indexable dataset also those that a `collate_fn` of the user's has left out.
+        Of an indexable dataset also those that a `collate_fn` of the user's has left out. Where it
+        gives ready-made batches (``batch_size=None``), several processes take a round's to be as
+        large as their own.
         """
         return self._counters.samples_seen
 

@@ -196,3 +196,14 @@ def test_every_process_counts_the_samples_and_batches_of_all(ranks3, collate_fn)
     items = 10 if collate_fn is first_alone else 2 * len(samples(5))
     assert alone == (2 * len(samples(5)), 10, items)
     assert ranks3(counted) == [alone] * 3
+
+
+def test_a_round_of_ready_made_batches_is_taken_to_be_of_one_size(ranks2):
+    """Each process knows its own batch, and how many of them have one."""
+
+    def counted() -> int:
+        trainer = quiet_trainer(max_epochs=1)
+        trainer.fit(Line(), DataLoader([samples(2)] * 3, batch_size=None))
+        return trainer.samples_seen
+
+    assert ranks2(counted)[0] == counted() == 3 * len(samples(2))

@@ -146,9 +146,10 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
     run.data_ended = micro.ended or (micro.last and run.feed.sampler is None)
-    # A collate_fn of the user's may leave some of them out, which each process knows of its own.
+    # A collate_fn of the user's may leave some of them out, which each process knows of its own
+    # alone; of ready-made batches it takes those of the others to be as large.
     items = micro.samples if run.world_size == 1 else micro.round_samples
-    read = micro.round_samples or micro.real_samples or micro.samples * run.world_size
+    read = micro.round_samples or micro.real_samples or micro.samples * micro.batches
     counters.samples_seen += read
     counters.batches_seen += micro.batches
     if run.mover.counts_items or known is None or items is None:

@@ -466,6 +466,7 @@ def entropy(counts: Counter[str]) -> float:
     return -sum(n / total * math.log2(n / total) for n in counts.values())
 
 
+@pytest.mark.timeout(900)  # a minute and a half, on a machine that may be busy with others
 def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(tmp_path):
     options = ("language_model.py", "--max-steps", 32, "--project-dir", "runs/lm")
     output = run(*options)
@@ -497,6 +498,7 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
     assert series(folder, "val/loss") == [*losses, losses[-1]]  # it was evaluated once more
 
 
+@pytest.mark.timeout(900)  # a minute and a half, on a machine that may be busy with others
 def test_language_model_makes_the_same_updates_however_a_batch_is_split(tmp_path):
     options = ("language_model.py", "--max-steps", 2, "--precision", "no")
     for processes, batch_size, accumulation in ((1, 32, 1), (2, 8, 2)):

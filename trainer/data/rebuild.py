@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader
 
@@ -28,6 +30,7 @@ from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0  # seconds for workers that still read when their process ends; torch's, for each
+_LET_GO = 0.01  # seconds in which a backend's threads let go of what was exchanged last
 
 
 class LastingWorker:
@@ -80,12 +83,24 @@ class LastingLoader(DataLoader[Any]):
             self.worker_init_fn.collects = collects
         gc.disable()  # until the workers have been forked; see LastingWorker
         try:
+            _let_backends_finish()
             batches = super().__iter__()
         finally:
             if collects:
                 gc.enable()
         _end_with_process(batches)
         return batches
+
+
+def _let_backends_finish() -> None:
+    """Give the threads of a process group the interpreter before workers are forked.
+
+    The thread that ran a collective drops its tensors behind it. To do so it becomes known to
+    Python, under a lock that a child forked in that moment waits for without end, up to Python
+    3.11.7 (https://github.com/python/cpython/issues/112275).
+    """
+    if sys.version_info < (3, 11, 8) and dist.is_available() and dist.is_initialized():
+        time.sleep(_LET_GO)
 
 
 _reading: dict[int, WeakSet[Any]] = {}  # by process: a fork inherits what is its parent's to end

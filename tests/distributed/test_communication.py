@@ -351,9 +351,13 @@ def test_state_for_other_options_is_left_out_and_told_of(ranks2):
 # -- the Trainer -------------------------------------------------------------------------------
 
 
-def fit(hook: str, steps: int, *, warm: bool = True, **settings: Any) -> list[torch.Tensor]:
+def fit(
+    hook: str, steps: int, *, warm: bool = True, static: bool = False, **settings: Any
+) -> list[torch.Tensor]:
     options = {"start_powerSGD_iter": 2, "warm_start": warm} if hook == "power_sgd" else {}
-    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options)
+    handler = DistributedDataParallelKwargs(
+        comm_hook=hook, comm_state_option=options, static_graph=static
+    )
     module = Net()
     data = DataLoader(TensorDataset(torch.cat([rows(0, n) for n in range(12)])), 4, shuffle=True)
     trainer = Trainer(
@@ -381,6 +385,22 @@ def test_a_run_with_a_hook_goes_on_to_the_last_bit(ranks2, tmp_path, hook, warm)
     for one, other in zip(whole, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))
+
+
+@pytest.mark.parametrize("hook", ["no", "fp16", "power_sgd"])
+def test_a_run_with_a_static_graph_goes_on_to_the_last_bit(ranks3, tmp_path, hook):
+    whole = ranks3(lambda: fit(hook, 9, static=True, project_dir=tmp_path / "whole"))
+    ranks3(lambda: fit(hook, 5, static=True, project_dir=tmp_path / "parts"))
+    resumed = ranks3(lambda: fit(hook, 9, static=True, project_dir=tmp_path / "parts"))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))
+
+
+def test_a_static_graph_is_resumed_by_another_number_of_processes(ranks2, ranks3, tmp_path):
+    ranks2(lambda: fit("no", 5, static=True, project_dir=tmp_path))
+    found = ranks3(lambda: fit("no", 9, static=True, project_dir=tmp_path))
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
 
 
 def test_a_run_with_powersgd_goes_on_on_another_number_of_processes(ranks2, ranks3, tmp_path):

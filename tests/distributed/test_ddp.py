@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.ranks import RankError
 from trainer.configuration import DistributedDataParallelKwargs
@@ -21,6 +22,7 @@ from trainer.strategies import ddp
 from trainer.strategies.choose import choose_engine
 from trainer.strategies.ddp import DataParallel, Replicas, average_gradients
 from trainer.strategies.single import SingleDevice
+from trainer.strategies.static import StaticDataParallel
 
 CPU = torch.device("cpu")
 
@@ -66,7 +68,8 @@ def engine(
 ) -> tuple[DataParallel, Agreement]:
     agreement = Agreement(CPU, whole_items=whole)
     handler = DistributedDataParallelKwargs(**kwargs)
-    return DataParallel(module, agreement, handler), agreement
+    kind = StaticDataParallel if handler.static_graph else DataParallel
+    return kind(module, agreement, handler), agreement
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -285,9 +288,114 @@ def test_parameters_without_a_gradient_are_found_where_asked(ranks2):
             assert torch.equal(gradient, right[name])
 
 
-def test_a_static_graph_is_refused_with_the_reason(ranks2):
-    with pytest.raises(RankError, match=r"ValueError: .*static_graph=True\) cannot be used"):
-        ranks2(lambda: engine(Model(), static_graph=True))
+# -- a graph that is the same in every update -----------------------------------------------------
+
+
+class Partly(Model):
+    """Shares a layer among parts that are checkpointed, and leaves another out."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.never = nn.Linear(3, 3).double()
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        halves = x.tensor_split(2)
+        parts = [checkpoint(self.first, half, use_reentrant=self.reentrant) for half in halves]
+        return self.last(torch.cat(parts).tanh()).square().mean()
+
+
+def train_partly(
+    windows: list[list[list[Any]]],
+    *,
+    reentrant: bool = False,
+    rebuild_at: int | None = None,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Windows of micro-batches by rank, with an optimizer that moves whatever has a gradient."""
+    rank = dist.get_rank()
+    model = Partly(reentrant=reentrant)
+    torch.nn.init.ones_(model.never.weight)
+    torch.nn.init.ones_(model.never.bias)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    own, _ = engine(model, **kwargs)
+    totals = []
+    for update, batches in enumerate(windows):
+        if update == rebuild_at:
+            graph = own.graph
+            own, _ = engine(model, **kwargs)
+            own.graph = graph
+            own.begin_epoch()
+        optimizer.zero_grad()
+        items = sum(batch is not None for batch in batches[rank])
+        totals.append(window(own, batches[rank], items=items))
+        optimizer.step()
+    return {"totals": totals, **model.state_dict()}
+
+
+ROUNDS = [
+    [[data(3)], [data(6)[3:]]],
+    [[data(2), data(3)], [data(5)[2:], data(4)]],
+    [[data(4)], [None]],
+    [[None], [data(3)]],
+    [[data(1), None], [data(2), data(3)]],
+    [[data(4)], [data(4)]],
+]
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 4], ids=["even", "accumulated", "without", "within"])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"gradient_as_bucket_view": True}, {"reentrant": True}], ids=["", "view", "re"]
+)
+def test_a_static_graph_changes_nothing(ranks2, first, kwargs):
+    windows = ROUNDS[first:] + ROUNDS[:first]
+    searched = ranks2(lambda: train_partly(windows, find_unused_parameters=True))
+    static = ranks2(lambda: train_partly(windows, static_graph=True, **kwargs))
+    tolerance = 1e-13 if "reentrant" in kwargs else 0.0  # which adds up in another order
+    for one, other in zip(searched, static, strict=True):
+        assert one.pop("totals") == other.pop("totals")
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=tolerance, atol=tolerance)
+        assert torch.equal(other["never.weight"], torch.ones(3, 3).double())  # not even decayed
+
+
+def test_a_static_graph_that_is_resumed_changes_no_bit(ranks3):
+    settings = {"static_graph": True, "reentrant": True}
+    rounds = [[*batches, [data(9)[2:]]] for batches in ROUNDS]
+    whole = ranks3(lambda: train_partly(rounds, **settings))
+    resumed = ranks3(lambda: train_partly(rounds, rebuild_at=3, **settings))
+    for one, other in zip(whole, resumed, strict=True):
+        assert one.pop("totals") == other.pop("totals")
+        for name, value in one.items():
+            assert torch.equal(other[name], value), name
+
+
+class Changing(Model):
+    """Leaves a layer out of what it is called with when that is negative."""
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x.sum() + self.first(x).tanh() if x.sum() > 0 else x.new_ones(4)).mean()
+
+
+@pytest.mark.parametrize(
+    ("signs", "message"),
+    [((1, -1), "this one depends on fewer"), ((-1, 1), "training graph has changed")],
+)
+def test_a_graph_that_is_not_static_is_an_error(ranks2, signs, message):
+    def train() -> None:
+        own, _ = engine(Changing(), static_graph=True)
+        for sign in signs:
+            window(own, [sign * torch.ones(2, 3, dtype=torch.float64)])
+
+    with pytest.raises(RankError, match=message):
+        ranks2(train)
+
+
+def test_sparse_gradients_with_a_static_graph_are_refused(ranks2):
+    with pytest.raises(RankError, match=r"static_graph=True cannot be used with an embedding"):
+        ranks2(lambda: engine(nn.Embedding(2, 2, sparse=True), static_graph=True))
 
 
 # -- the layout of buckets ---------------------------------------------------------------------

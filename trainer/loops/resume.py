@@ -35,6 +35,7 @@ from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
 from trainer.strategies.communication import for_processes
 from trainer.strategies.ddp import DataParallel
+from trainer.strategies.static import StaticDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,8 @@ def _restore_ranks(run: FitRun, path: Path) -> None:
     if isinstance(run.engine, DataParallel):
         kept = [rank.get("communication", {}) for rank in ranks]
         run.engine.load_state_dict(for_processes(kept, run.rank, run.world_size))
+    if isinstance(run.engine, StaticDataParallel):
+        run.engine.graph = ranks[0].get("graph", {})  # it is the same for all
     if run.rank < len(ranks):
         run.saved_rng = ranks[run.rank]["rng"]
     else:

@@ -32,6 +32,7 @@ from trainer.optim.groups import names_of_groups
 from trainer.rng import rng_state
 from trainer.state import PartialState
 from trainer.strategies.ddp import DataParallel
+from trainer.strategies.static import StaticDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     }
     if isinstance(run.engine, DataParallel):
         state["communication"] = run.engine.state_dict()
+    if isinstance(run.engine, StaticDataParallel):
+        state["graph"] = run.engine.graph
     if not run.module.automatic_optimization:
         run.precision.state_dict()  # puts the gradients on the scale that is saved
         state["gradients"] = gradients.take(named_gradients(run))

@@ -8,6 +8,7 @@ from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import Agreement
 from trainer.strategies.ddp import DataParallel, Replicas
 from trainer.strategies.single import SingleDevice
+from trainer.strategies.static import StaticDataParallel
 
 
 def choose_engine(
@@ -33,6 +34,8 @@ def choose_engine(
     if world_size == 1:
         return SingleDevice(module, agreement)
     if automatic:
+        if ddp_kwargs is not None and ddp_kwargs.static_graph:
+            return StaticDataParallel(module, agreement, ddp_kwargs)
         return DataParallel(module, agreement, ddp_kwargs)
     if ddp_kwargs is not None and ddp_kwargs.comm_hook != "no":
         raise ValueError(

@@ -8,7 +8,7 @@ optimizer averages its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -25,6 +25,7 @@ from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
 from trainer.strategies import communication
+from trainer.strategies.buckets import fix_layout
 from trainer.strategies.zeros import give_nothing, look_up_nothing, sparse_weights, zeros_for
 
 # What DDP can send with every backend.
@@ -144,7 +145,7 @@ class DataParallel:
         kwargs: Arguments of DDP.
 
     Raises:
-        ValueError: A static graph is asked for, or a communication hook that torch cannot run here.
+        ValueError: There is a communication hook that torch cannot run here.
     """
 
     def __init__(
@@ -153,13 +154,6 @@ class DataParallel:
         agreement: Agreement,
         kwargs: DistributedDataParallelKwargs | None = None,
     ) -> None:
-        if kwargs is not None and kwargs.static_graph:
-            raise ValueError(
-                "DistributedDataParallelKwargs(static_graph=True) cannot be used with the Trainer: "
-                "the micro-batches of a window, and rounds for which a process has no data, are "
-                "different graphs. Leave it out; for a module that leaves out some of its "
-                "parameters there is find_unused_parameters=True."
-            )
         self.module = module
         self._agreement = agreement
         self._world_size = PartialState().num_processes
@@ -184,13 +178,17 @@ class DataParallel:
             self._tables = [parameter for parameter in trained if id(parameter) in sparse]
             stage.tables = [*self._tables]
         else:
-            fix_bucket_layout(self._ddp, [stage.ballot, *reversed(trained)])
+            self._fix_layout([stage.ballot, *reversed(trained)])
         # Not before: PowerSGD counts the iterations.
         self._hook = communication.register(self._ddp, self._kwargs)
         self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _fix_layout(self, order: list[nn.Parameter]) -> None:
+        """Lay the buckets out, in the order in which backward reaches the parameters."""
+        fix_layout(self._ddp, order)
 
     def _zeros(self, parameters: list[Tensor]) -> list[Tensor]:
         """A gradient of zero for each, in the layout that DDP expects of it."""
@@ -288,48 +286,6 @@ class DataParallel:
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
         broadcast_(list(self.module.buffers()))
-
-
-def fix_bucket_layout(
-    wrapped: DistributedDataParallel, order: Sequence[nn.Parameter] | None = None
-) -> None:
-    """Let DDP rebuild its buckets now, over gradients of zero; collective.
-
-    It does so once, in the order in which gradients first arrive. With three processes or more a
-    new layout is a new order of summation: done during training, a resumed run would add up
-    differently from the run that it resumes. A bucket is sent when its last gradient is there: the
-    order must be that of backward, or nothing is sent before backward ends.
-
-    A graph that DDP has to see first, to find unused parameters or because it is static, is left to
-    its first update, and so are parameters that are updated in backward. Gradients that are there
-    stay, and hooks of the parameters are not called: they may update, as those of LOMO do.
-
-    Args:
-        wrapped: Without a communication hook, which would count an iteration.
-        order: All parameters that it reduces; by default the reverse of that in the module.
-    """
-    if wrapped.find_unused_parameters or wrapped.static_graph:
-        return
-    ignored = wrapped.parameters_to_ignore
-    named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]
-    trained = order or [parameter for name, parameter in reversed(named) if name not in ignored]
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained):
-        return
-    held = [(p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in trained]
-    values = [None if p.grad is None else p.grad.clone() for p in trained]  # it may be in a bucket
-    wrapped.reducer.prepare_for_forward()
-    wrapped.reducer.prepare_for_backward([])
-    try:
-        for parameter, zero in zip(trained, zeros_for(wrapped.module, trained), strict=True):
-            parameter.grad = None
-            parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
-            parameter.backward(zero)  # one by one: among leaves autograd keeps no order
-        wrapped.reducer._rebuild_buckets()
-    finally:
-        for parameter, (gradient, hooks, later), value in zip(trained, held, values, strict=True):
-            parameter.grad = None if gradient is None or value is None else gradient.copy_(value)
-            parameter._backward_hooks = hooks
-            parameter._post_accumulate_grad_hooks = later
 
 
 class Replicas:

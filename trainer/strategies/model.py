@@ -16,6 +16,7 @@ from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
 from trainer.strategies import communication, ddp
+from trainer.strategies.buckets import fix_layout
 from trainer.strategies.compile import compile_model, uncompiled
 
 _HOOK = "_communication"  # an attribute of the DDP that `prepare_model` makes
@@ -85,7 +86,7 @@ def _register(
     kind = "no" if ddp_kwargs is None else ddp_kwargs.comm_hook
     keeps = kind in communication.POWER_SGD and not wrapped.static_graph
     if keeps:
-        ddp.fix_bucket_layout(wrapped)  # before the hook is there, which counts the updates
+        fix_layout(wrapped)  # before the hook is there, which counts the updates
     hook = communication.register(wrapped, ddp_kwargs)
     return hook if keeps else None
 

@@ -1,0 +1,74 @@
+"""In which order DDP sends gradients: the layout of its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.strategies.zeros import zeros_for
+
+
+def fix_layout(
+    wrapped: DistributedDataParallel,
+    order: Sequence[nn.Parameter] | None = None,
+    times: Sequence[int] | None = None,
+) -> None:
+    """Let DDP rebuild its buckets now, over gradients of zero; collective.
+
+    It does so once, in the order in which gradients first arrive. With three processes or more a
+    new layout is a new order of summation: done during training, a resumed run would add up
+    differently from the run that it resumes. A bucket is sent when its last gradient is there: the
+    order must be that of backward, or nothing is sent before backward ends.
+
+    A graph that DDP has to see first, to find unused parameters or because it is static and not
+    known, is left to its first update, and so are parameters that are updated in backward.
+    Gradients that are there stay, and hooks of the parameters are not called: they may update, as
+    those of LOMO do.
+
+    Args:
+        wrapped: Without a communication hook, which would count an iteration.
+        order: All parameters that it reduces; by default the reverse of that in the module.
+        times: How often backward adds to each of them, where a static graph is known. DDP takes it
+            from this.
+    """
+    static = wrapped.static_graph
+    if (static and times is None) or (wrapped.find_unused_parameters and not static):
+        return
+    ignored = wrapped.parameters_to_ignore
+    named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]
+    trained = order or [parameter for name, parameter in reversed(named) if name not in ignored]
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained):
+        return
+    held = [(p.grad, p._backward_hooks, p._post_accumulate_grad_hooks) for p in trained]
+    values = [None if p.grad is None else p.grad.clone() for p in trained]  # it may be in a bucket
+    try:
+        for parameter in trained:
+            parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
+        if times is not None:
+            _backward_of_zeros(wrapped, trained, times)
+            # DDP's own forward pass would put this behind the first backward pass.
+            wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # in no stub
+            wrapped._static_graph_delay_allreduce_enqueued = True
+        _backward_of_zeros(wrapped, trained, times or [1] * len(trained))
+        wrapped.reducer._rebuild_buckets()
+    finally:
+        for parameter, (gradient, hooks, later), value in zip(trained, held, values, strict=True):
+            parameter.grad = None if gradient is None or value is None else gradient.copy_(value)
+            parameter._backward_hooks = hooks
+            parameter._post_accumulate_grad_hooks = later
+
+
+def _backward_of_zeros(
+    wrapped: DistributedDataParallel, parameters: Sequence[nn.Parameter], times: Sequence[int]
+) -> None:
+    wrapped.reducer.prepare_for_forward()
+    wrapped.reducer.prepare_for_backward([])
+    # One by one: among leaves autograd keeps no order.
+    for parameter, zero, often in zip(
+        parameters, zeros_for(wrapped.module, parameters), times, strict=True
+    ):
+        parameter.grad = None
+        for _ in range(often):
+            parameter.backward(zero)

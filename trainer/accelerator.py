@@ -174,6 +174,8 @@ class Accelerator:
         self._tracking = RunTrackers(log_with, self.project_configuration.logging_dir)
         self.dynamo_plugin = _chosen_dynamo(dynamo_backend, dynamo_plugin)
         window = _chosen_window(gradient_accumulation_steps, gradient_accumulation_plugin)
+        if mixed_precision not in (None, AcceleratorState._shared_state.get("_mixed_precision")):
+            AcceleratorState._leave_to_trainer()
         is_first = not is_initialized()
         self.state = AcceleratorState(
             mixed_precision,

@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
-from tests.helpers.isolation import reset_trainer_state
-from trainer import Trainer, TrainModule
+from trainer import Accelerator, AcceleratorState, Trainer, TrainModule, notebook_launcher
 from trainer.configuration import GradScalerKwargs
 
 
@@ -49,7 +48,6 @@ def loader(batches=8):
 
 
 def make(precision, *callbacks, scale=None, **arguments):
-    reset_trainer_state()  # a process has one precision; here each Trainer has its own
     handlers = None if scale is None else [GradScalerKwargs(init_scale=scale)]
     return Trainer(
         mixed_precision=precision,
@@ -213,3 +211,38 @@ def test_two_ranks_leave_the_same_update_out(ranks2):
     assert [scale for _, scale, *_ in first] == [256.0, 256.0, 128.0]
     assert torch.equal(first[0][3], first[1][3])
     assert not torch.equal(first[1][3], first[2][3])
+
+
+# -- whose precision ---------------------------------------------------------------------------
+
+
+def test_each_trainer_has_its_own_precision(monkeypatch):
+    trainers = {name: make(name, barebones=True) for name in ("no", "bf16")}
+    for name, dtype in [("bf16", torch.bfloat16), ("no", torch.float32), ("bf16", torch.bfloat16)]:
+        module = Net()
+        trainers[name].fit(module, loader())
+        assert module.computed_in == {("train", dtype)}
+        assert trainers[name].accelerator.mixed_precision == name
+    assert make(None).accelerator.mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert make(None).accelerator.mixed_precision == "bf16"
+
+
+def test_an_accelerator_of_ones_own_behind_a_trainer_has_its_own_precision():
+    trainer = make("bf16")
+    assert Accelerator().mixed_precision == "bf16"  # as in a hook of this Trainer
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+    assert trainer.accelerator.mixed_precision == "bf16"
+    assert AcceleratorState().mixed_precision == "no"
+    with pytest.raises(ValueError, match="already been initialised with mixed_precision='no'"):
+        make("fp16")
+    assert make(None).accelerator.mixed_precision == "no"
+
+
+def test_a_function_of_a_notebook_does_not_ask_for_the_precision_of_a_trainer():
+    make("bf16")
+
+    def train():
+        return make("fp16").accelerator.mixed_precision, make(None).accelerator.mixed_precision
+
+    assert notebook_launcher(train, num_processes=1, mixed_precision="no") == ("fp16", "no")

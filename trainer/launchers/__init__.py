@@ -143,6 +143,7 @@ def _check(
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:
+    AcceleratorState._leave_to_trainer()
     made = AcceleratorState._shared_state.get("_mixed_precision", precision)
     if precision not in ("no", made):
         raise ValueError(

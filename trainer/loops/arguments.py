@@ -11,6 +11,7 @@ from callbacks import Callback, Interval, ModelCheckpoint, ProgressBar
 from trainer.accelerator import Accelerator
 from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration, RNGType
 from trainer.hooks import is_overridden
+from trainer.state import AcceleratorState, is_initialized
 
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
     # An argument, the part that `barebones=True` leaves out and that it asks for or is about, and
@@ -48,11 +49,15 @@ def chosen_accelerator(
 ) -> Accelerator:
     """The one that was given, or one with these options, if the loop can work with it."""
     if ready is None:
+        AcceleratorState._leave_to_trainer()  # each has a precision of its own
+        ours = not is_initialized()
         ready = Accelerator(
             gradient_accumulation_steps=gradient_accumulation_steps,
             scheduler_tick="update",
             **options,
         )
+        if ours:
+            ready.state._of_trainer = True
     elif said := [name for name, value in options.items() if value]:
         raise ValueError(
             f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."

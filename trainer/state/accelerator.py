@@ -46,6 +46,7 @@ class AcceleratorState(PartialState):
     fsdp_plugin: Any
     megatron_lm_plugin: Any
     _mixed_precision: str
+    _of_trainer: bool = False  # made by one that was given no `Accelerator`
 
     def __init__(
         self,
@@ -110,6 +111,12 @@ class AcceleratorState(PartialState):
 
     def _picklable(self) -> dict[str, Any]:
         return {**PartialState._shared_state, **self.__dict__}
+
+    @staticmethod
+    def _leave_to_trainer() -> None:
+        """Let the next instance begin anew, if this is the state of a `Trainer`, which keeps it."""
+        if AcceleratorState._shared_state.get("_of_trainer"):
+            AcceleratorState._shared_state = {}  # who has the old one still has it
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

@@ -40,23 +40,40 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def _choose_tqdm() -> type[tqdm[Any]] | None:
-    """The kind of bar that can be shown here, or None.
+class CellOutput:
+    """An output of the notebook's cell; what is shown next takes its place."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, content: Any) -> None:
+        """Show a widget, or a dict of texts by their kinds."""
+        from IPython.display import display
+
+        raw = isinstance(content, dict)
+        if self._handle is None:
+            self._handle = display(content, raw=raw, display_id=True)  # type: ignore[no-untyped-call]
+        else:
+            self._handle.update(content, raw=raw)
+
+
+def _choose_tqdm(*, notebook: bool) -> tuple[type[tqdm[Any]], dict[str, Any]]:
+    """The kind of bar that can be shown here, and its own arguments.
 
     ``tqdm.auto`` makes the same choice, with warnings in a notebook.
     """
     from tqdm import tqdm
 
-    base: type[tqdm[Any]] = tqdm
-    if in_notebook():
-        from tqdm import notebook
-
-        if getattr(notebook, "IProgress", None) is not None:  # there are ipywidgets
-            base = notebook.tqdm_notebook
-    elif not sys.stderr.isatty():
-        return None
     # The thread that tqdm would start redraws bars that have not moved; it outlives the bars.
-    return type("Bar", (base,), {"monitor_interval": 0})
+    ours: dict[str, Any] = {"monitor_interval": 0}
+    if not notebook:
+        return type("Bar", (tqdm,), ours), {}
+    from tqdm import notebook as widgets
+
+    # that it is displayed is up to `_CellView`
+    if getattr(widgets, "IProgress", None) is not None:  # there are ipywidgets
+        return type("Bar", (widgets.tqdm_notebook,), ours), {"display": False}
+    return type("Bar", (tqdm,), ours | {"display": lambda *_: None}), {"gui": True}
 
 
 class _TqdmView:
@@ -78,6 +95,38 @@ class _TqdmView:
     def close(self, done: int) -> None:
         self._bar.n = max(self._bar.n, done)
         self._bar.close()
+
+
+class _CellView(_TqdmView):
+    """A bar of tqdm's in a notebook: a widget if there are ipywidgets, else text.
+
+    What stays of it is text: a widget lives in the kernel, and a page that is opened again, or on
+    another site, has an error in its place. On a cell's standard error there would be a line for
+    each time that two bars change turns.
+    """
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        super().__init__(bar)
+        self._widget = getattr(bar, "container", None)
+        self._output = CellOutput()
+        if self._widget is None:
+            self._write()
+        else:
+            self._output.show(self._widget)
+
+    def show(self, done: int, text: str) -> None:
+        super().show(done, text)
+        if self._widget is None:
+            self._write()
+
+    def close(self, done: int) -> None:
+        super().close(done)
+        self._write(gone=not self._bar.leave)
+
+    def _write(self, *, gone: bool = False) -> None:
+        # whatever the terminal that the server runs in can show
+        text = self._bar.format_meter(**{**self._bar.format_dict, "ncols": None, "ascii": False})
+        self._output.show({"text/plain": "" if gone else text})
 
 
 class _NoBar:
@@ -143,7 +192,7 @@ class ProgressBar(Callback):
 
     It shows what was logged with ``prog_bar=True``. A finished epoch stays on the screen, a
     validation inside it does not. Nothing is shown on processes other than the main one, nor where
-    standard error is not a terminal and there is no notebook.
+    standard error is not a terminal and there is no notebook. In a notebook what stays is text.
 
     Args:
         refresh_rate: At most so many redraws a second; 0 shows nothing.
@@ -172,10 +221,12 @@ class ProgressBar(Callback):
 
         Another look is a subclass with this method.
         """
-        kind = _choose_tqdm()
-        if kind is None:
+        notebook = in_notebook()
+        if not notebook and not sys.stderr.isatty():
             return None
-        return lambda name, total, leave: _TqdmView(
+        kind, its_own = _choose_tqdm(notebook=notebook)
+        view = _CellView if notebook else _TqdmView
+        return lambda name, total, leave: view(
             kind(
                 total=total,
                 desc=name,
@@ -184,6 +235,7 @@ class ProgressBar(Callback):
                 dynamic_ncols=True,
                 mininterval=0,
                 miniters=1,
+                **its_own,
             )
         )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tqdm import tqdm
 
-from callbacks.progress_bar import OpenView, ProgressBar, in_notebook
+from callbacks.progress_bar import CellOutput, OpenView, ProgressBar, in_notebook
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -212,7 +212,7 @@ class _Notebook:
     """An output of the cell that is replaced; it needs no widgets and is saved with the page."""
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self._output = CellOutput()
 
     def draw(self, rows: list[_Row]) -> None:
         from rich.console import Console
@@ -230,20 +230,12 @@ class _Notebook:
         html = console.export_html(
             inline_styles=True, code_format='<pre style="line-height: normal">{code}</pre>'
         )
-        self._show({"text/plain": text, "text/html": html})
-
-    def _show(self, content: dict[str, str]) -> None:
-        from IPython.display import display
-
-        if self._handle is None:
-            self._handle = display(content, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(content, raw=True)
+        self._output.show({"text/plain": text, "text/html": html})
 
     def end(self, *, leave: bool) -> None:
         if not leave:
-            self._show({"text/plain": "", "text/html": ""})
-        self._handle = None
+            self._output.show({"text/plain": "", "text/html": ""})
+        self._output = CellOutput()
 
 
 class _Lines:

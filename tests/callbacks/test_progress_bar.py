@@ -6,6 +6,7 @@ import pytest
 from tqdm import tqdm
 
 from callbacks import ProgressBar
+from tests.helpers.notebook import outputs_of
 from tests.helpers.stand_in import AcceleratorStandIn
 from tests.helpers.terminal import COLUMNS, Loop
 
@@ -191,3 +192,38 @@ def test_wrong_rate_is_refused():
         ProgressBar(refresh_rate=-1)
     with pytest.raises(TypeError, match="refresh_rate is 'often'; it must be a number"):
         ProgressBar(refresh_rate="often")
+
+
+CELL = """
+from tests.helpers.terminal import Loop
+loop = Loop(sanity_checking=True)
+loop.evaluate("validation", [2])
+loop.call("on_validation_end")
+loop.trainer.sanity_checking = False
+loop.fit(epochs=1)
+loop.call("on_train_epoch_start")
+loop.batches(range(4))
+loop.call("on_train_end")
+loop = Loop()
+loop.call("on_train_epoch_start")
+loop.batches(range(7))
+"""
+WITHOUT_WIDGETS = "import sys; sys.modules['ipywidgets'] = None"
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_WIDGETS])
+def test_a_notebook_keeps_texts_and_nothing_of_what_went(before):
+    pytest.importorskip("nbclient")
+    outputs = outputs_of(before + CELL)
+    assert {output["output_type"] for output in outputs} == {"display_data"}  # nothing printed
+    *stay, moving = [output["data"] for output in outputs]
+    sanity, epoch, validation, stopped = stay
+    assert sanity == validation == {"text/plain": ""}
+    assert epoch.keys() == stopped.keys() == {"text/plain"}  # widgets go with the kernel
+    pattern = r"epoch 1: 100%\|█+\| 10/10 \[.*batch/s, loss=0\.3333\]"
+    assert re.fullmatch(pattern, epoch["text/plain"])
+    assert stopped["text/plain"].startswith("epoch 1:  40%|")
+    if before:
+        assert moving["text/plain"].startswith("epoch 1:  70%|")
+    else:
+        assert "application/vnd.jupyter.widget-view+json" in moving

@@ -1,5 +1,4 @@
 import io
-import json
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint, ProgressBar, RichProgressBar, rich_progress_bar
+from tests.helpers.notebook import outputs_of
 from tests.helpers.stand_in import AcceleratorStandIn
 from tests.helpers.terminal import COLUMNS, Loop
 from trainer import Trainer, TrainModule
@@ -456,23 +456,13 @@ loop.call("on_validation_end")
 loop.trainer.sanity_checking = False
 loop.fit(epochs=1)
 """
-RUN = """
-import json, sys, nbclient, nbformat
-cell = nbformat.v4.new_code_cell(sys.argv[1])
-notebook = nbformat.v4.new_notebook(cells=[cell])
-nbclient.NotebookClient(notebook, timeout=250, kernel_name="python3").execute()
-print(json.dumps([[output.output_type, output.get("data")] for output in cell.outputs]))
-"""
 
 
 def test_a_notebook():
-    # in a process of its own: the client of a kernel leaves threads behind for a while
     pytest.importorskip("nbclient")
-    command = [sys.executable, "-W", "ignore", "-c", RUN, CELL]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    (kind, sanity), (same_kind, epoch) = json.loads(run.stdout)
-    assert kind == same_kind == "display_data"  # and nothing was printed
+    sanity, epoch = outputs_of(CELL)
+    assert sanity["output_type"] == epoch["output_type"] == "display_data"  # nothing was printed
+    sanity, epoch = sanity["data"], epoch["data"]
     assert sanity == {"text/plain": "", "text/html": ""}
     assert re.fullmatch(rf"epoch 1 {BAR} 10/10 \S+ \S+ [\d:]+ loss=0\.3333\s*", epoch["text/plain"])
     assert epoch["text/html"].startswith("<pre")

@@ -19,11 +19,19 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.utils.data import DataLoader
 
 import trainer
-from trainer import Accelerator, Trainer, debug_launcher, notebook_launcher, utils
+from trainer import (
+    Accelerator,
+    Trainer,
+    TrainModule,
+    debug_launcher,
+    notebook_launcher,
+    utils,
+)
 from trainer.launchers.group import RankFailed, machines
-from trainer.state import AcceleratorState, GradientState, PartialState
+from trainer.state import PartialState
 
 ROOT = Path(trainer.__file__).parents[1]
 
@@ -149,8 +157,19 @@ def test_what_cannot_be_sent_back_is_told(notebook, capfd):
 
         return threading.Lock()
 
-    assert debug_launcher(notebook(returns_a_lock)) is None
-    assert "What rank 0 returned cannot be sent" in capfd.readouterr().err
+    def returns_what_has_an_accelerator():
+        from trainer import Trainer
+
+        return Trainer(max_epochs=1, cpu=True)
+
+    for function, why in (
+        (returns_a_lock, "lock"),
+        (returns_what_has_an_accelerator, "an `Accelerator`, which a `Trainer` has too"),
+    ):
+        assert debug_launcher(notebook(function)) is None
+        said = capfd.readouterr().err
+        assert "What rank 0 returned cannot be sent" in said
+        assert why in said
 
 
 def test_an_accelerator_of_this_process_is_refused(capfd):
@@ -165,7 +184,7 @@ def test_an_accelerator_of_this_process_is_refused(capfd):
         def train(held=held):
             return held
 
-        with pytest.raises(ValueError, match=r"train uses an `Accelerator` .* inside the function"):
+        with pytest.raises(ValueError, match=r"train uses an `Accelerator`.* inside the function"):
             notebook_launcher(train, num_processes=2)
 
 
@@ -236,7 +255,7 @@ def test_machines_meet_at_the_first(monkeypatch):
 # -- one process: this one -----------------------------------------------------------------------
 
 
-def test_one_process_is_this_one_and_leaves_no_state():
+def test_one_process_is_this_one_and_each_launch_begins_anew():
     found = []
 
     def train(wanted):
@@ -247,9 +266,43 @@ def test_one_process_is_this_one_and_leaves_no_state():
     for precision in ("bf16", "no"):  # a second launch may have another one
         assert notebook_launcher(train, (3,), num_processes=1, mixed_precision=precision) == 3
     assert found == [(os.getpid(), "bf16", 1), (os.getpid(), "no", 1)]
-    for kind in (PartialState, AcceleratorState, GradientState):
-        assert kind._shared_state == {}
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch, batch_idx):
+        return (self.weight * batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("weight", self.weight)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@pytest.mark.parametrize("there_was_one", [False, True])
+def test_the_notebook_goes_on_with_what_one_process_returns(there_was_one):
+    arguments = {"cpu": True, "max_epochs": 1, "progress_bar": False}
+    before = Trainer(**arguments) if there_was_one else None
+    loader = DataLoader(torch.ones(5), batch_size=1)
+
+    def train():
+        trainer, module = Trainer(**arguments), Line()
+        trainer.fit(module, loader, loader)
+        return trainer, module, Accelerator(gradient_accumulation_steps=2)
+
+    trainer, module, accelerator = notebook_launcher(train, num_processes=1)
+    assert trainer.validate(module, loader) == [{"weight": -1.5}]
+    windows = []
+    for _ in accelerator.prepare(loader):
+        with accelerator.accumulate(module):
+            windows.append(accelerator.sync_gradients)
+    assert windows == [False, True, False, True, True]  # it hears of the loader's end
+    assert before is None or before.accelerator.is_main_process
 
 
 def test_one_process_takes_the_accelerator_that_is_there():

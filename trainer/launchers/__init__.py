@@ -13,6 +13,9 @@ from trainer.configuration import PrecisionType
 from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.state.shared import Shared
 
+_STATES: tuple[type[Shared], ...] = (AcceleratorState, GradientState, PartialState)
+_OF_LAUNCH = "_of_launch"  # in the state that a launch in this process has left
+
 
 def notebook_launcher(
     function: Callable[..., Any],
@@ -143,6 +146,7 @@ def _check(
 
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:
+    _forget_last_launch()
     AcceleratorState._leave_to_trainer()
     made = AcceleratorState._shared_state.get("_mixed_precision", precision)
     if precision not in ("no", made):
@@ -150,18 +154,31 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str)
             f"mixed_precision is {precision!r}, but this process has an `Accelerator` with "
             f"{made!r}. Restart the notebook, and make none outside of the function."
         )
-    with _state_as_before(), environment.patch_environment(ACCELERATE_MIXED_PRECISION=precision):
+    with _state_of_launch(), environment.patch_environment(ACCELERATE_MIXED_PRECISION=precision):
         return function(*args)
 
 
+def _forget_last_launch() -> None:
+    """Let the function make another `Accelerator` than that of the last launch."""
+    for kind in _STATES:
+        if _OF_LAUNCH in kind._shared_state:
+            kind._shared_state = {}
+
+
 @contextmanager
-def _state_as_before() -> Iterator[None]:
-    """Inside, the function may make its `Accelerator`; the next launch may make another one."""
-    kinds: tuple[type[Shared], ...] = (AcceleratorState, GradientState, PartialState)
-    before = [dict(kind._shared_state) for kind in kinds]
+def _state_of_launch() -> Iterator[None]:
+    """Afterwards an `Accelerator` that was there before is what it was.
+
+    One that is made inside stays until the next launch: the notebook goes on with what the function
+    returned, such as its `Trainer`.
+    """
+    before = [dict(kind._shared_state) for kind in _STATES]
     try:
         yield
     finally:
-        for kind, state in zip(kinds, before, strict=True):
-            kind._shared_state.clear()
-            kind._shared_state.update(state)
+        for kind, state in zip(_STATES, before, strict=True):
+            if before[0]:
+                kind._shared_state.clear()
+                kind._shared_state.update(state)
+            elif kind._shared_state and not state:
+                kind._shared_state[_OF_LAUNCH] = True

@@ -54,9 +54,8 @@ def write_call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
         packed = _pack((function, args, _lines_without_files()))
     except _OfThisProcessError as error:
         raise ValueError(
-            f"{name} uses an `Accelerator` of this process, or what one has prepared (found: "
-            f"{error}), which is alone. Make it inside the function, so that each process has its "
-            "own."
+            f"{name} uses {error}. That of this process is alone: make it inside the function, so "
+            "that each process has its own."
         ) from None
     except Exception as error:  # noqa: BLE001  # whatever refuses to be pickled, in its own words
         raise ValueError(
@@ -96,7 +95,10 @@ def _pack(value: object) -> bytes:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # its base has no types
         def persistent_id(self, value: object) -> None:
             if isinstance(value, bound):
-                raise _OfThisProcessError(type(value).__name__)
+                raise _OfThisProcessError(
+                    "an `Accelerator`, which a `Trainer` has too, or what one has prepared "
+                    f"(found: {type(value).__name__})"
+                )
 
     # What was not loaded, and torch perhaps neither, takes seconds and can be in no value.
     loaded = ((sys.modules.get(module), name) for module, name in _BOUND.items())

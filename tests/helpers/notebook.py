@@ -1,0 +1,26 @@
+"""A notebook of one cell, run in a kernel."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import json, sys, nbclient, nbformat
+cell = nbformat.v4.new_code_cell(sys.argv[1])
+notebook = nbformat.v4.new_notebook(cells=[cell])
+nbclient.NotebookClient(notebook, timeout=250, kernel_name="python3").execute()
+print(json.dumps(cell.outputs))
+"""
+
+
+def outputs_of(cell: str) -> list[dict[str, Any]]:
+    """What the cell shows when it is over."""
+    # in a process of its own: the client of a kernel leaves threads behind for a while
+    command = [sys.executable, "-W", "ignore", "-c", RUN, cell]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(run.stdout)

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, Status
-from trackers.copies import frozen
+from trackers.copies import frozen, size_of
 from trackers.missed import Missed
 from trackers.pending import Call
 from trackers.worker import Worker, log
@@ -36,8 +36,8 @@ def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
 
 
 def _with_copies(
-    values: Any, function: Callable[[GeneralTracker, Any], None]
-) -> Callable[[GeneralTracker], None]:
+    what: str, values: Any, function: Callable[[GeneralTracker, Any], None], *, record: bool = True
+) -> Call:
     """A call of `function` with the values as they are now; one that fails where none can be had.
 
     A figure that cannot be drawn, for one, must not end the run that it is about.
@@ -48,14 +48,14 @@ def _with_copies(
     except Exception as error:  # noqa: BLE001  # whatever their libraries raise
         refused = ValueError(f"A value cannot be copied or drawn: {error!r}")
         refused.__cause__ = error
-        return partial(_refuse, refused)
+        return Call(what, partial(_refuse, refused), record)
 
     def call(tracker: GeneralTracker) -> None:
         for event in arrivals:
             event.synchronize()
         function(tracker, copies)
 
-    return call
+    return Call(what, call, record, size=size_of(copies) if record else 0)
 
 
 def _refuse(error: ValueError, _: GeneralTracker) -> None:
@@ -92,6 +92,7 @@ class BackgroundTracker(GeneralTracker):
     Args:
         tracker: the tracker, not started. From here on it belongs to the thread.
         capacity: how many records may wait.
+        memory: about how many bytes of images, tables and so on may wait; one alone may be larger.
         finish_timeout: how long `finish` waits, in seconds.
         first_pause: about how long to wait before a second attempt, in seconds.
         longest_pause: the limit of the pauses, each of which is about twice the one before.
@@ -115,6 +116,7 @@ class BackgroundTracker(GeneralTracker):
         tracker: GeneralTracker,
         *,
         capacity: int = 10_000,
+        memory: int = 2**30,
         finish_timeout: float = 30.0,
         first_pause: float = 0.5,
         longest_pause: float = 60.0,
@@ -122,6 +124,8 @@ class BackgroundTracker(GeneralTracker):
     ) -> None:
         if capacity < 1:
             raise ValueError(f"capacity={capacity} records: a queue holds at least 1.")
+        if memory < 1:
+            raise ValueError(f"memory={memory} bytes: give 1 or more.")
         if not finish_timeout > 0:
             raise ValueError(f"finish_timeout={finish_timeout} seconds: give a positive time.")
         if not 0 < first_pause <= longest_pause:
@@ -140,6 +144,7 @@ class BackgroundTracker(GeneralTracker):
         self._worker = Worker(
             tracker,
             capacity=capacity,
+            memory=memory,
             limit=finish_timeout,
             pauses=(first_pause, longest_pause),
             gathering=gathering,
@@ -224,15 +229,17 @@ class BackgroundTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration, on the thread."""
+        what = "store_init_configuration"
         store = _with_copies(
-            values, lambda tracker, copies: tracker.store_init_configuration(copies)
+            what, values, lambda tracker, copies: getattr(tracker, what)(copies), record=False
         )
-        self._worker.pending.put(Call("store_init_configuration", store, record=False))
+        self._worker.pending.put(store)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Queue values to be recorded."""
-        call = _with_copies(values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
-        self._worker.pending.put(Call("log", call))
+        self._worker.pending.put(
+            _with_copies("log", values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
+        )
 
     def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
         """Queue values that the local record, which `missed` reads, has too.
@@ -348,10 +355,12 @@ class BackgroundTracker(GeneralTracker):
         if not self._has(method, what):
             return
         call = _with_copies(
+            method,
             (args, kwargs),
             lambda tracker, copies: getattr(tracker, method)(*copies[0], **copies[1]),
+            record=method not in _KEPT,
         )
-        self._worker.pending.put(Call(method, call, record=method not in _KEPT))
+        self._worker.pending.put(call)
 
     def _has(self, method: str, what: str) -> bool:
         own = getattr(getattr(self.wrapped, method), "__func__", None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
 import os
 import random
 import sys
@@ -172,18 +174,17 @@ class CometMLTracker(GeneralTracker):
             data: the rows, each as long as the others.
             dataframe: of pandas or polars, instead of `columns` and `data`.
             step: the number of optimizer updates so far.
-            **kwargs: for `log_table` of the experiment.
+            **kwargs: for `log_asset_data` of the experiment.
 
         Raises:
             ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
         """
         names, rows = table_of(table_name, columns, data, dataframe)
-        if step is not None:
-            self.tracker.set_step(step)  # a table takes none
-        table: dict[str, Any] = {"tabular_data": rows, "headers": [str(name) for name in names]}
-        if not rows:  # Comet looks at the first
-            table = {"tabular_data": [table["headers"]], "headers": False}
-        self.tracker.log_table(f"{table_name}.csv", **table, **kwargs)
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([names, *rows])
+        # Its own log_table would take a file of that name in the working folder instead.
+        options = {"name": f"{table_name}.csv", "step": step, **kwargs}
+        self.tracker.log_asset_data(text.getvalue(), **options)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record each as a histogram over the steps, see `GeneralTracker.log_histogram`."""

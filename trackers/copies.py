@@ -1,9 +1,16 @@
 """Copies of logged values, which a loop may go on writing to."""
 
 import copy
+import math
+from argparse import Namespace
+from collections import deque
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from trackers.media import rendered
+
+_HOLDERS = (Namespace, SimpleNamespace, set, deque, bytearray)  # as configurations have them
 
 
 def frozen(value: Any, arrivals: list[Any]) -> Any:
@@ -12,8 +19,10 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
     Tensors of devices are sent to the host.
 
     Args:
-        value: a tensor, an array, a data frame, or dicts, lists and tuples of these; a figure of
-            matplotlib, in whose place its pixels are; other objects are taken as they are.
+        value: a tensor, an array, a picture of PIL, a data frame, or dicts, lists and tuples of
+            these; a figure of matplotlib, in whose place its pixels are; a namespace, a dataclass
+            or a set, of which only what is put in its fields later is kept out; other objects are
+            taken as they are.
         arrivals: gets an event for each tensor on its way: its copy may be read after the event's
             `synchronize()`.
     """
@@ -25,10 +34,28 @@ def frozen(value: Any, arrivals: list[Any]) -> Any:
         return _to_host(value.detach(), arrivals)
     if hasattr(value, "set_canvas"):
         return rendered(value)
-    if not hasattr(value, "__array__"):
+    if isinstance(value, _HOLDERS) or (is_dataclass(value) and not isinstance(value, type)):
+        return copy.copy(value)  # not what they hold: that may be a model
+    if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
         return value
     # Frames of polars have no `copy`, and the general one would share the numbers of an array.
     return value.copy() if hasattr(value, "copy") else copy.copy(value)
+
+
+def size_of(value: Any) -> int:
+    """About how much memory a copy takes, in bytes; a number by itself takes nothing."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return 0
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(size_of, value)) + 32 * len(value)
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if hasattr(value, "getbands"):  # a picture
+        return int(value.width * value.height * len(value.getbands()))
+    # What has a shape and no such number is a data frame.
+    return int(getattr(value, "nbytes", 8 * math.prod(getattr(value, "shape", (0,)))))
 
 
 def _to_host(tensor: Any, arrivals: list[Any]) -> Any:

@@ -103,19 +103,29 @@ class CSVTracker(GeneralTracker):
         Args:
             values: names and numbers or texts; of a dict each entry becomes ``"outer/inner"``.
             step: the number of optimizer updates so far. Without one, values have a row of their
-                own.
+                own, or that of a value "step" which is an int.
 
         Raises:
             RuntimeError: the tracker is not started, or finished.
+            ValueError: a value "step" is another than the step. The others are recorded.
             OSError: the disk refused.
         """
-        row: dict[str, Any] = {"step": step, **one_level(values)}
+        values = one_level(values)
+        named = values.pop("step", step)
+        if step is None and isinstance(named, int):
+            step = named
+        row: dict[str, Any] = {"step": step, **values}
         if self._file is None:
             raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
         with _locked(self.path):
             if not is_at(self._file, self.path):  # what is written there now would be lost
                 self._open_anew()
             self._add(row, self._file)
+        if named != step:
+            raise ValueError(
+                f"A value 'step' is {named!r}, but the column of this name has the step, {step}. "
+                "Log it under another name."
+            )
 
     def finish(self) -> None:
         """Close the file."""

@@ -10,6 +10,15 @@ from trackers.base import python_number
 
 _logger = logging.getLogger("trackers")
 _CHANNELS = (1, 3, 4)
+_MODES = (
+    "P",
+    "PA",
+    "LA",
+    "CMYK",
+    "YCbCr",
+    "HSV",
+    "LAB",
+)  # of pictures, whose numbers are no pixels
 
 
 def plain(value: Any) -> Any:
@@ -58,24 +67,27 @@ def image_layout(name: str, images: Any) -> str:
         can be theirs, being 1, 3 or 4.
 
     Raises:
-        ValueError: it has not two to four dimensions.
+        ValueError: it has not two to four dimensions, or not 1, 3 or 4 channels.
     """
     shape = tuple(images.shape)
-    if not 2 <= len(shape) <= 4:
-        raise ValueError(
-            f"The images {name!r} have the shape {shape}; give (height, width), (channels, height, "
-            "width) or (batch, channels, height, width), or the same with the channels last."
-        )
     if len(shape) == 2:
         return "HW"
-    last = shape[-1] in _CHANNELS and shape[-3] not in _CHANNELS
-    return ("N" if len(shape) == 4 else "") + ("HWC" if last else "CHW")
+    first, last = (len(shape) in (3, 4) and shape[at] in _CHANNELS for at in (-3, -1))
+    if not (first or last):
+        raise ValueError(
+            f"The images {name!r} have the shape {shape}; give (height, width), (channels, height, "
+            "width) or (batch, channels, height, width), or the same with the channels last: 1, 3 "
+            "or 4 of them. A batch without channels gets one by images[:, None]."
+        )
+    return ("N" if len(shape) == 4 else "") + ("CHW" if first else "HWC")
 
 
 def image_bytes(images: Any) -> Any:
     """The bytes of images that are floats in [0, 1], masks of booleans, or integers up to 255."""
     import numpy as np
 
+    if getattr(images, "mode", None) in _MODES:
+        images = images.convert("RGBA" if images.has_transparency_data else "RGB")
     array = array_of(images)
     if array.dtype.kind in "fb":
         array = (np.nan_to_num(array.astype(np.float64)).clip(0, 1) * 255).round()
@@ -88,7 +100,7 @@ def pixels(name: str, images: Any) -> list[Any]:
     Args:
         name: of the images, for the error.
         images: a tensor or an array of one image or a batch, see `image_layout`: floats in
-            [0, 1], integers up to 255 or masks of booleans; or a list of these.
+            [0, 1], integers up to 255 or masks of booleans; a picture of PIL; or a list of these.
 
     Raises:
         ValueError: the shape is none of an image.
@@ -172,9 +184,13 @@ def table_of(
     """
     if dataframe is not None:
         columns = list(dataframe.columns)
-        data = dataframe.rows() if hasattr(dataframe, "rows") else dataframe.to_numpy().tolist()
+        # Of pandas row by row, so that integers beside floats stay what they are; and first, since
+        # a column of it may be called "rows".
+        of_pandas = hasattr(dataframe, "itertuples")
+        data = dataframe.itertuples(False, None) if of_pandas else dataframe.rows()
     if data is None:
         raise ValueError(f"The table {name!r} is empty: give `data`, a list of rows, or a frame.")
+    data = list(data)  # of an array too, which is neither true nor false
     if columns is None:
         columns = range(1, len(data[0]) + 1) if data else []
     for number, row in enumerate(data):

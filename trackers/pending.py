@@ -19,6 +19,7 @@ class Call(NamedTuple):
         record: whether it is one of many, which a full queue drops.
         time: of the same record in the local one, which has it if it is dropped here.
         future: what who asked for it waits for.
+        size: about how much memory its values take, in bytes; those of numbers alone nothing.
     """
 
     what: str
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     record: bool = True
     time: float | None = None
     future: "Future[Any] | None" = None
+    size: int = 0
 
 
 class Gap(NamedTuple):
@@ -44,6 +46,8 @@ class Pending:
 
     Args:
         capacity: how many calls wait until a further record drops one.
+        memory: how many bytes the values of records may take until a further one drops older ones
+            of those that take any.
         gathering: for so many seconds the first record waits for others. To wake a thread for each
             takes several times what a record does, of the training's time too.
 
@@ -52,8 +56,10 @@ class Pending:
         lost: how many dropped records cannot, or came after the end.
     """
 
-    def __init__(self, capacity: int, gathering: float = 0.0) -> None:
+    def __init__(self, capacity: int, gathering: float = 0.0, memory: int = 2**30) -> None:
         self.capacity = capacity
+        self.memory = memory
+        self._size = 0  # of all that waits
         self._gathering = gathering
         self.fills = False
         self.lost = 0
@@ -72,7 +78,10 @@ class Pending:
             self._ended = last
             if call.record and len(self._calls) >= self.capacity:
                 self._drop_oldest()
+            while call.size and self._size and self._size + call.size > self.memory:
+                self._drop_oldest(sized=True)
             self._calls.append(call)
+            self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
             self._urgent = self._urgent or not call.record or filling
             if self._urgent or len(self._calls) == 1:  # else a thread gathers, or has not come yet
@@ -87,7 +96,7 @@ class Pending:
                 self._changed.wait_for(lambda: self._calls or self._gap)
                 self._changed.wait_for(lambda: self._urgent, self._gathering)
             gap, self._gap = self._gap, None
-            return gap or self._calls.popleft()
+            return gap or self._remove_at(0)
 
     def oldest_record(self) -> Call | None:
         """The record that comes next; None where a gap or nothing does."""
@@ -99,10 +108,10 @@ class Pending:
         with self._changed:
             for position, waiting in enumerate(self._calls):
                 if waiting is call:
-                    del self._calls[position]
+                    self._remove_at(position)
                     return
             # It was dropped meanwhile, as the first of what was.
-            if self._gap is None:
+            if self._gap is None or call.time is None:
                 self.lost -= 1
             elif self._gap.size == 1:
                 self._gap = None
@@ -122,6 +131,7 @@ class Pending:
         with self._changed:
             cleared = [call for call in self._calls if call.what != "finish"]
             self._calls = deque(call for call in self._calls if call.what == "finish")
+            self._size = 0
             self.lost += sum(call.record for call in cleared)
             self.lost += self._gap.size if self._gap else 0
             self._gap = None
@@ -132,10 +142,16 @@ class Pending:
         with self._changed:
             self.lost += count
 
-    def _drop_oldest(self) -> None:
+    def _remove_at(self, position: int) -> Call:
+        call = self._calls[position]
+        del self._calls[position]
+        self._size -= call.size
+        return call
+
+    def _drop_oldest(self, *, sized: bool = False) -> None:
         for position, call in enumerate(self._calls):
-            if call.record:
-                del self._calls[position]
+            if call.record and (call.size or not sized):
+                self._remove_at(position)
                 break
         else:
             return

@@ -1,5 +1,6 @@
 """Which errors of a tracker may pass, and how long to wait for that."""
 
+import errno
 import random
 
 # What these say of a call is so the next time too. Some errors of networks are among their
@@ -30,6 +31,8 @@ def may_pass(error: BaseException, what: str) -> bool:
         what: the method's name.
     """
     if isinstance(error, FileNotFoundError) and what in _FILES:
+        return False
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return False
     return isinstance(error, OSError) or not isinstance(error, _FOR_GOOD)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from trackers.base import GeneralTracker, register_tracker
 from trackers.code import git_commit
 from trackers.jsonl import unused_name
-from trackers.media import finite, image_bytes, image_layout, one_level, plain, rendered, table_of
+from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
+
+_PROBE = 4096  # bytes that a disk takes before a file is begun on it
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
@@ -29,6 +32,18 @@ def _is_float(value: float) -> bool:
 def _cell(value: Any) -> str:
     text = str(value)
     return text.replace("|", "\\|").replace("\r\n", "\n").replace("\n", "<br>")
+
+
+def _shown(name: str, value: Any) -> dict[str, Any]:
+    """The images under the names that they get: a batch is one where torch's writer can join it."""
+    import numpy as np
+
+    each = [np.atleast_3d(image) for image in pixels(name, value)]
+    if len(each) == 1:
+        return {name: each[0]}
+    if len({image.shape for image in each}) == 1 and each[0].shape[-1] != 4:
+        return {name: np.stack(each)}
+    return {f"{name}/{number}": image for number, image in enumerate(each)}
 
 
 def _set_aside(folder: Path) -> None:
@@ -75,6 +90,7 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = False
         self._writer: Any = None
         self._success: Any = None
+        self._refused = False  # by the disk: the writer is of no use any more
 
     @property
     def tracker(self) -> Any:
@@ -160,21 +176,27 @@ class TensorBoardTracker(GeneralTracker):
             )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images.
+        """Record images; those of a batch as one, unless their sizes differ: "name/0", "name/1".
 
         Args:
             values: names and tensors or arrays of shape (height, width), (channels, height, width)
                 or (batch, channels, height, width), or the same with the channels last: floats in
-                [0, 1], integers up to 255 or masks of booleans.
+                [0, 1], integers up to 255 or masks of booleans; or lists of these.
             step: the number of optimizer updates so far.
             **kwargs: for `add_image` or `add_images`, for example `dataformats="HWC"`.
+
+        Raises:
+            ValueError: a shape is none of an image.
         """
+        given = kwargs.get("dataformats")
         with self._written():
-            for name, given in values.items():
-                images = image_bytes(given)  # torch's writer multiplies integers by 255
-                layout = kwargs.get("dataformats") or image_layout(name, images)
-                add = self.tracker.add_images if "N" in layout else self.tracker.add_image
-                add(name, images, global_step=step, **{**kwargs, "dataformats": layout})
+            for name, value in values.items():
+                # Bytes all: torch's writer multiplies other integers by 255.
+                shown = {name: image_bytes(value)} if given else _shown(name, value)
+                for label, images in shown.items():
+                    layout = given or ("HWC" if images.ndim == 3 else "NHWC")
+                    add = self.tracker.add_images if "N" in layout else self.tracker.add_image
+                    add(label, images, global_step=step, **{**kwargs, "dataformats": layout})
 
     def log_table(
         self,
@@ -240,30 +262,42 @@ class TensorBoardTracker(GeneralTracker):
 
     def finish(self) -> None:
         """Write what is pending, with `status` as a text, and close the files."""
-        if self._writer is not None:
-            if self.status != "running":  # nobody says how it ended
-                self._writer.add_text("status", self.status)
-            # Of several ends TensorBoard knows the first: a run that may go on has none.
-            if self.status == "finished" and self._success is not None:
-                self._writer.file_writer.add_summary(self._success)
+        if self._writer is None:
+            return
+        try:
+            with self._written():
+                if self.status != "running":  # nobody says how it ended
+                    self._writer.add_text("status", self.status)
+                # Of several ends TensorBoard knows the first: a run that may go on has none.
+                if self.status == "finished" and self._success is not None:
+                    self._writer.file_writer.add_summary(self._success)
             self._writer.close()
+        finally:  # also where the disk refuses
             self._writer = None
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
         """Flush behind what is added inside; where the disk refuses, go on in another file."""
         try:
+            if self._refused:
+                self._open(**{**self.writer_options, "purge_step": None})
             yield
             self.tracker.flush()
         except OSError:
             # The writer's own thread ended with it: only another writer, and file, can go on.
-            self._open(**{**self.writer_options, "purge_step": None})
+            self._refused = True
             raise
 
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        # The writer's thread would end by what the disk refuses, with its traceback, and leave an
+        # empty file, at each attempt of an outage.
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self.log_dir) as probe:
+            probe.write(bytes(_PROBE))
         self._writer = SummaryWriter(str(self.log_dir), **options)
+        self._refused = False
 
     def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
         rejected = []

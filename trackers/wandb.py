@@ -6,6 +6,7 @@ import html
 import os
 import re
 import secrets
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ class Rows:
             self._last = max(self._last + 1, step or 0)
             self._step = step
         return self._last
+
+
+def _cell(value: Any) -> Any:
+    """A cell of a table; what W&B has no form for, such as a path, is its text."""
+    kept = hasattr(value, "shape") or isinstance(value, date)
+    kept = kept or type(value).__module__.partition(".")[0] == "wandb"
+    return value if kept else plain(value)
 
 
 def _forget_what_failed() -> bool:
@@ -212,7 +220,12 @@ class WandBTracker(GeneralTracker):
         import wandb
 
         names, rows = table_of(table_name, columns, data, dataframe)
-        table = wandb.Table(columns=[str(name) for name in names], data=rows)
+        headers: list[Any] = [str(name) for name in names]
+        cells = [[_cell(one) for one in row] for row in rows]
+        try:
+            table = wandb.Table(columns=headers, data=cells)
+        except TypeError:  # W&B gives each column a type, which one of numbers and texts has not
+            table = wandb.Table(columns=headers, data=cells, allow_mixed_types=True)
         self.log({table_name: table}, step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -35,6 +35,7 @@ class Worker:
     Args:
         tracker: the tracker.
         capacity: how many calls may wait until a further record drops one.
+        memory: see `Pending`.
         limit: how long the end may take, in seconds.
         pauses: the first and the longest one, in seconds.
         gathering: see `Pending`.
@@ -53,11 +54,12 @@ class Worker:
         tracker: GeneralTracker,
         *,
         capacity: int,
+        memory: int,
         limit: float,
         pauses: tuple[float, float],
         gathering: float = 0.0,
     ) -> None:
-        self.pending = Pending(capacity, gathering)
+        self.pending = Pending(capacity, gathering, memory)
         self.missed: Missed | None = None
         self.running = ""
         self.thread: threading.Thread | None = None

@@ -359,7 +359,25 @@ def test_an_idle_thread_keeps_no_tensor_alive():
     background.finish()
 
 
-@pytest.mark.parametrize("wrong", [{"capacity": 0}, {"finish_timeout": 0}, {"first_pause": 0}])
+def test_images_that_wait_for_a_tracker_that_hangs_take_no_more_memory_than_allowed():
+    tracker = Blocking()
+    background = BackgroundTracker(tracker, memory=1200)
+    background.start()
+    background.log({}, 0)
+    tracker.entered.wait()
+    for step in range(1, 6):
+        background.log_images({"x": torch.zeros(100)}, step)
+        background.log({"loss": float(step)}, step)
+    assert background.dropped == 3
+    tracker.release.set()
+    background.finish()
+    assert [call[2] for call in tracker.calls if call[0] == "images"] == [4, 5]
+    assert tracker.steps == list(range(6))  # numbers take none
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"capacity": 0}, {"memory": 0}, {"finish_timeout": 0}, {"first_pause": 0}]
+)
 def test_wrong_arguments(wrong):
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))}=0"):
         BackgroundTracker(Recorder(), **wrong)

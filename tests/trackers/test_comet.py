@@ -1,5 +1,6 @@
 """Against the real SDK in its offline mode: what is claimed is read back from its archives."""
 
+import csv
 import io
 import random
 import shutil
@@ -157,6 +158,17 @@ def test_tables_histograms_and_texts(tracker, tmp_path):
     (text,) = uploads(run, "text-sample")
     assert run.content(text) == b"once upon"
     assert text["metadata"] == {"name": "sample"}
+
+
+def test_a_table_is_that_which_is_given(tracker, tmp_path, monkeypatch):
+    """Not a file of its name in the working folder; a list is one cell."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.csv").write_text("of the user's own")
+    tracker.log_table("t", columns=["a", "b"], data=[[[1, 2], None], ["x", 'say "y"']], step=2)
+    (table,) = (one for one in written(tracker, tmp_path).uploads if name_of(one) == "t.csv")
+    (run,) = comet_runs(tmp_path)
+    rows = list(csv.reader(io.StringIO(run.content(table).decode(), newline="")))
+    assert rows == [["a", "b"], ["[1, 2]", ""], ["x", 'say "y"']]
 
 
 def test_a_checkpoint_is_a_model(tracker, tmp_path):

@@ -1,10 +1,12 @@
+from argparse import Namespace
 from collections import namedtuple
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from trackers.copies import frozen
+from trackers.copies import frozen, size_of
 
 
 def write(value):
@@ -55,6 +57,31 @@ def test_changes_in_place_do_not_reach_the_copy():
     assert arrivals == []  # nothing came from a device
 
 
+def test_what_is_set_in_a_configuration_later_is_not_in_the_copy():
+    @dataclass
+    class Options:
+        lr: float
+        width: int = 64
+
+    options = {"args": Namespace(lr=0.1), "options": Options(0.1), "tags": {"first"}}
+    copies = frozen(options, [])
+    options["args"].lr = options["options"].lr = 0.5
+    options["tags"].add("second")
+    assert copies == {"args": Namespace(lr=0.1), "options": Options(0.1), "tags": {"first"}}
+    assert frozen(Options, []) is Options
+
+
+def test_how_much_memory_copies_take():
+    from PIL import Image
+
+    assert size_of({"loss": 1.0, "flag": True, "none": None}) == 0  # of numbers not worth counting
+    assert size_of(([torch.zeros(3), np.zeros(2, np.uint8)], {"text": "abc"})) == 12 + 2 + 3 + 128
+    assert size_of({"picture": Image.new("RGB", (5, 7))}) == 105
+    assert size_of([[1, 2.5], [3, "x"]]) == 64 + 128 + 1
+    frame = type("Frame", (), {"shape": (3, 2)})()
+    assert size_of(frame) == 48
+
+
 def test_other_objects_are_taken_as_they_are():
     pair = namedtuple("pair", "a b")(1, [2])
     thing = object()
@@ -87,6 +114,15 @@ def test_of_a_figure_there_are_the_pixels_of_now():
     figure.set_facecolor("blue")
     assert copies["f"].shape == (50, 100, 3)
     assert copies["f"][0, 0].tolist() == [255, 0, 0]
+
+
+def test_of_a_picture_there_are_the_pixels_of_now():
+    from PIL import Image
+
+    picture = Image.new("RGB", (2, 1), "red")
+    copies = frozen({"nested": [picture]}, [])
+    picture.paste("blue", (0, 0, 2, 1))
+    assert copies["nested"][0].getpixel((0, 0)) == (255, 0, 0)
 
 
 def test_what_has_numbers_and_no_copy_is_copied_all_the_same():

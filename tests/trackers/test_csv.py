@@ -73,6 +73,23 @@ def test_values_of_one_step_share_its_row(started):
     ]
 
 
+def test_a_value_step_is_the_step_or_no_value(started):
+    """The column is what a run that goes on reads, and takes for integers."""
+    tracker = started()
+    tracker.log({"step": 3, "loss": 1.0}, 3)
+    tracker.log({"step": 4, "loss": 2.0})
+    with pytest.raises(
+        ValueError, match=r"'step' is 0\.5, but the column .* step, 5\. Log it under"
+    ):
+        tracker.log({"step": 0.5, "loss": 3.0}, 5)
+    tracker.log({"val": 4.0}, 5)
+    tracker.finish()
+    assert table(started(purge_step=5).path) == [
+        {"step": "3", "loss": "1.0", "val": ""},
+        {"step": "4", "loss": "2.0", "val": ""},
+    ]
+
+
 def test_a_new_name_adds_a_column(started):
     tracker = started()
     tracker.log({"loss": 1.0}, 1)

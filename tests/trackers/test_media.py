@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 
 from trackers.media import array_of, finite, image_layout, pixels, rendered, table_of
 
@@ -13,7 +14,6 @@ from trackers.media import array_of, finite, image_layout, pixels, rendered, tab
         ((3, 5, 7), "CHW"),
         ((5, 7, 4), "HWC"),
         ((3, 5, 3), "CHW"),  # either may be: the first wins
-        ((5, 7, 9), "CHW"),
         ((2, 1, 5, 7), "NCHW"),
         ((2, 5, 7, 1), "NHWC"),
     ],
@@ -22,10 +22,23 @@ def test_layouts(shape, layout):
     assert image_layout("x", np.zeros(shape)) == layout
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("shape", [(3,), (1, 1, 1, 1, 1), (8, 28, 28), (2, 5, 7), (9, 2, 5, 7)])
 def test_what_is_no_image(shape):
-    with pytest.raises(ValueError, match=r"'x' have the shape .*channels, height"):
+    with pytest.raises(
+        ValueError, match=r"'x' have the shape .*channels, height.* images\[:, None"
+    ):
         pixels("x", np.zeros(shape))
+
+
+def test_pictures_have_the_colours_that_they_show():
+    red = Image.new("RGB", (5, 7), "red")
+    assert pixels("x", red)[0].tolist() == [[[255, 0, 0]] * 5] * 7
+    assert (
+        pixels("x", red.convert("P"))[0].tolist() == [[[255, 0, 0]] * 5] * 7
+    )  # numbers of colours
+    assert pixels("x", red.convert("CMYK"))[0].tolist() == [[[255, 0, 0]] * 5] * 7
+    assert pixels("x", Image.new("LA", (5, 7), (8, 9)))[0].tolist() == [[[8, 8, 8, 9]] * 5] * 7
+    assert pixels("x", Image.new("1", (1, 1), 1))[0].tolist() == [[255]]
 
 
 def test_floats_are_between_zero_and_one():
@@ -79,5 +92,6 @@ def test_histograms_leave_out_what_is_not_finite(caplog):
 def test_tables():
     assert table_of("t", None, [[1, torch.tensor(2)]], None) == ([1, 2], [[1, 2]])
     assert table_of("t", ["a"], [], None) == (["a"], [])
+    assert table_of("t", None, np.array([[1, 2]]), None) == ([1, 2], [[1, 2]])
     with pytest.raises(ValueError, match="'t' is empty"):
         table_of("t", ["a"], None, None)

@@ -71,6 +71,34 @@ def test_a_record_told_while_it_was_lost_is_not_lost():
     assert pending.lost == 0
 
 
+def test_images_that_wait_take_so_much_memory_and_no_more():
+    """The oldest go; numbers, which take none, stay, and so does an image that alone is larger."""
+    pending = Pending(100, memory=10)
+    pending.fills = True
+    pending.put(record(1.0))
+    images = [Call("log_images", print, size=size) for size in (4, 4, 4, 11, 3, 7)]
+    for number, image in enumerate(images, start=2):
+        pending.put(image)
+        pending.put(record(float(number)))
+    waiting = [pending.take() for _ in range(9)]
+    assert [call.time or call.size for call in waiting] == [1.0, 2.0, 3.0, 4.0, 5.0, 3, 6.0, 7, 7.0]
+    assert pending.lost == 4
+    pending.put(images[0])  # what was taken makes room
+    pending.put(images[1])
+    assert pending.lost == 4
+
+
+def test_a_record_that_cannot_be_had_again_leaves_the_gap_as_it_is():
+    pending = filled([1.0, 2.0, 3.0])
+    pending.put(image := Call("log_images", print))
+    for time in (4.0, 5.0, 6.0):
+        pending.put(record(time))
+    assert pending.lost == 1  # the image, which another thread had got through meanwhile
+    pending.remove(image)
+    assert pending.lost == 0
+    assert taken(pending)[0] == Gap(1.0, 4.0, 4)
+
+
 def test_what_is_awaited_comes_out_of_turn_and_the_rest_stays():
     pending = filled([1.0], capacity=9)
     pending.put(Call("submit", print, record=False))

@@ -1,3 +1,4 @@
+import errno
 import random
 
 import pytest
@@ -20,7 +21,16 @@ def test_what_may_pass(error):
     assert may_pass(error, "log")
 
 
-@pytest.mark.parametrize("error", [TypeError(), ValueError(), KeyError(), NotImplementedError()])
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError(),
+        ValueError(),
+        KeyError(),
+        NotImplementedError(),
+        OSError(errno.ENAMETOOLONG, "File name too long"),  # of an image, by its name
+    ],
+)
 def test_what_will_not(error):
     assert not may_pass(error, "log")
 

@@ -1,5 +1,7 @@
 import io
 import math
+import resource
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -201,15 +203,25 @@ class Frame:
     """What pandas has; the test needs no pandas."""
 
     columns = ["a", "b"]
+    rows = ("of a column", "that is called so")
 
     def __init__(self, rows):
         self._rows = rows
 
     def to_numpy(self):
-        return np.array(self._rows, dtype=object)
+        return np.array([[0.0]])  # of one type, which integers beside floats take on
+
+    def itertuples(self, index=True, name="Pandas"):
+        assert (index, name) == (False, None)
+        return (tuple(row) for row in self._rows)
 
 
-class PolarsFrame(Frame):
+class PolarsFrame:
+    columns = ["a", "b"]
+
+    def __init__(self, rows):
+        self._rows = rows
+
     def rows(self):
         return [tuple(row) for row in self._rows]
 
@@ -237,6 +249,48 @@ def test_tables_that_are_none(tracker):
         tracker.log_table("t")
     with pytest.raises(ValueError, match="Row 1 of the table 't' has 1 cells, but there are 2"):
         tracker.log_table("t", data=[[1, 2], [3]])
+
+
+def test_lists_of_images_and_batches_that_cannot_be_joined_are_seen_one_by_one(tracker):
+    small, large = np.zeros((3, 4, 5), np.uint8), np.zeros((3, 6, 7), np.uint8)
+    tracker.log_images(
+        {
+            "sizes": [small, large],
+            "alike": [torch.zeros(4, 5, dtype=torch.bfloat16), np.zeros((4, 5))],
+            "clear": np.zeros((2, 4, 4, 5), np.uint8),  # torch's writer joins colours alone
+            "none": small[:0].reshape(0, 3, 4, 5),
+            "nothing": [],
+        },
+        1,
+    )
+    events = read(tracker)
+    seen = {name: events.Images(name)[0] for name in events.Tags()["images"]}
+    assert {name: (one.width, one.height) for name, one in seen.items()} == {
+        "sizes/0": (5, 4),
+        "sizes/1": (7, 6),
+        "alike": (10, 4),
+        "clear/0": (5, 4),
+        "clear/1": (5, 4),
+    }
+
+
+def test_a_disk_that_stays_full_costs_no_file_and_no_thread_at_each_attempt(tracker, monkeypatch):
+    ended = []
+    monkeypatch.setattr(threading, "excepthook", ended.append)
+    tracker.log({"x": 0.0}, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+    try:
+        for _ in range(3):
+            with pytest.raises(OSError, match="File too large"):
+                tracker.log_text({"t": "1" * 1000}, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(ended) == 1  # the writer's that had begun
+    assert len(list(tracker.log_dir.iterdir())) == 1
+    tracker.log({"x": 2.0}, 2)
+    tracker.finish()
+    assert scalars(read(tracker), "x") == [(0, 0.0), (2, 2.0)]
 
 
 @pytest.mark.parametrize("status", ["finished", "failed"])

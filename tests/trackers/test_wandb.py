@@ -232,6 +232,19 @@ def test_tables_histograms_figures_and_texts(tracker, tmp_path, caplog):
     assert matplotlib.get_backend()  # drawing chose no other
 
 
+def test_a_table_may_have_anything_in_it(tracker, tmp_path):
+    """Also numbers and texts in one column, which W&B gives one type."""
+    rows = [[1, Path("x"), None], ["y", torch.float32, [1, "z"]], [2.5, np.zeros(2), {"k": b"v"}]]
+    tracker.log_table("t", columns=["a", "b", "c"], data=rows, step=1)
+    run = written(tracker, tmp_path)
+    table = json.loads((run.files / run.rows[0]["t"]["path"]).read_text())
+    assert table["data"] == [
+        [1, "x", None],
+        ["y", "torch.float32", [1, "z"]],
+        [2.5, [0.0, 0.0], {"k": "b'v'"}],
+    ]
+
+
 def test_a_checkpoint_is_a_model_with_its_step(tracker, tmp_path):
     folder = tmp_path / "step-00000100"
     folder.mkdir()

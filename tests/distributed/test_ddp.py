@@ -372,6 +372,65 @@ def test_a_static_graph_that_is_resumed_changes_no_bit(ranks3):
             assert torch.equal(other[name], value), name
 
 
+class Scaling(Model):
+    """Keeps in a buffer what it computes from its batch, and uses it."""
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.5).add_(x.abs().amax())
+        return self.last((self.first(x) * self.seen).tanh()).square().mean()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_buffers_of_a_static_graph_are_those_of_the_own_batch(ranks2, sends):
+    def train(**kwargs: Any) -> list[torch.Tensor]:
+        model = Scaling()
+        own, _ = engine(model, broadcast_buffers=sends, **kwargs)
+        for batches in ROUNDS:
+            window(own, batches[dist.get_rank()])
+        return [*(p.grad for p in model.parameters()), model.seen]
+
+    expected = ranks2(train)
+    for kwargs in ({}, {"find_unused_parameters": True}):  # of which it has no need
+        found = ranks2(lambda: train(static_graph=True, **kwargs))  # noqa: B023 - called at once
+        for one, other in zip(expected, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_static_graph_is_known_from_any_micro_batch(ranks2):
+    def train() -> list[bool]:
+        own, _ = engine(Model(), static_graph=True)
+        found = []
+        for rank in (1, 0):
+            window(own, [data(2), None if dist.get_rank() == rank else data(3)])
+            found.append(bool(own.graph))
+        return found
+
+    assert ranks2(train) == [[True, True]] * 2
+
+
+def test_a_window_of_no_items_is_as_on_one_process_for_a_static_graph(ranks2):
+    rounds = [*ROUNDS[:2], [[None], [None]], *ROUNDS[2:]]
+    searched = ranks2(lambda: train_partly(rounds, find_unused_parameters=True))
+    static = ranks2(lambda: train_partly(rounds, static_graph=True))
+    for one, other in zip(searched, static, strict=True):
+        assert one.pop("totals") == other.pop("totals")
+        for name, value in one.items():
+            assert torch.equal(other[name], value), name
+
+
+def test_a_graph_that_is_not_that_of_the_resumed_run_is_an_error(ranks2):
+    def train() -> None:
+        model = Partly(reentrant=True)
+        own, _ = engine(model, static_graph=True)
+        own.graph = dict.fromkeys(gradients(model), 1) | {"never.weight": 0, "never.bias": 0}
+        own.begin_epoch()
+        window(own, [data(3)])
+
+    with pytest.raises(RankError, match=r"It has added 2 times to first\.weight, and did 1 times"):
+        ranks2(train)
+
+
 class Changing(Model):
     """Leaves a layer out of what it is called with when that is negative."""
 

@@ -146,7 +146,11 @@ def _restore_ranks(run: FitRun, path: Path) -> None:
         kept = [rank.get("communication", {}) for rank in ranks]
         run.engine.load_state_dict(for_processes(kept, run.rank, run.world_size))
     if isinstance(run.engine, StaticDataParallel):
-        run.engine.graph = ranks[0].get("graph", {})  # it is the same for all
+        graphs = [rank.get("graph", {}) for rank in ranks]
+        if len(graphs) == run.world_size:
+            run.engine.graph = graphs[run.rank]
+        elif all(graph == graphs[0] for graph in graphs):
+            run.engine.graph = graphs[0]
     if run.rank < len(ranks):
         run.saved_rng = ranks[run.rank]["rng"]
     else:
@@ -177,6 +181,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.agreement.items_seen = state["items_seen"]
     run.agreement.latest = run.agreement.latest._replace(seconds=counters.seconds)
     _refuse_other_data(run, state["data"])
+    run.feed.mark = state.get("order")  # of a checkpoint of an earlier release there is none
     if run.guard is not None and state["guard"] is not None:
         run.guard.load_state_dict(state["guard"])
     run.weighting.reference = state["reference"]

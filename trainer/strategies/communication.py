@@ -82,6 +82,29 @@ class Hook:
         self._state.rng.set_state(tuple(saved["rng"]))
 
 
+def check(
+    model: nn.Module, kwargs: DistributedDataParallelKwargs, *, searches: bool = False
+) -> None:
+    """See that torch can run the hook that the arguments name, as far as it is known before.
+
+    Args:
+        model: Whose gradients are sent.
+        kwargs: Arguments of DDP.
+        searches: DDP searches for unused parameters.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if kwargs.comm_hook == Kind.NO:
+        return
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _check_dense(model, trained, kwargs.comm_hook)
+    if kwargs.comm_hook == Kind.BATCHED_POWER_SGD:
+        _check_batched()
+    if kwargs.comm_hook in POWER_SGD:
+        _check_over_gloo(trained, searches=searches)
+
+
 def register(
     model: DistributedDataParallel, kwargs: DistributedDataParallelKwargs | None
 ) -> Hook | None:
@@ -92,15 +115,12 @@ def register(
     """
     if kwargs is None or kwargs.comm_hook == Kind.NO:
         return None
+    check(model, kwargs, searches=model.find_unused_parameters)
     trained = [p for p in model.parameters() if p.requires_grad]
-    _check_dense(model, trained, kwargs.comm_hook)
     hook, state = _HOOKS[kwargs.comm_hook], None
     if kwargs.comm_wrapper != Kind.NO:
         hook = _WRAPPERS[kwargs.comm_wrapper](hook)
-    if kwargs.comm_hook == Kind.BATCHED_POWER_SGD:
-        _check_batched()
     if kwargs.comm_hook in POWER_SGD:
-        _check_over_gloo(trained, searches=model.find_unused_parameters)
         state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option)
     try:
         model.register_comm_hook(state, hook)

@@ -240,7 +240,7 @@ class DataParallel:
         for table in self._tables:
             if table.grad is not None and table.grad.is_sparse and not table.grad._nnz():
                 table.grad = None  # as on one process: nobody has used it
-        if self._searches and not own.items and not items:  # to unused ones DDP has given none
+        if not own.items and not items:  # to unused ones DDP has given none
             give_nothing(self.module)
         return items
 

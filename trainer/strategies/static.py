@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed import collectives
 from trainer.distributed.agreement import Agreement, Tally
+from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
 from trainer.strategies.ddp import DataParallel, average_gradients_of, broadcast_
 from trainer.strategies.zeros import give_nothing, sparse_weights, zeros_for
@@ -53,7 +55,12 @@ class StaticDataParallel(DataParallel):
                 "gradients are averaged apart from DDP, which is done with dense ones alone. "
                 "Make it without sparse=True, or leave out static_graph."
             )
+        # A static graph shows by itself which parameters are not used.
+        kwargs = replace(kwargs, find_unused_parameters=False)
+        communication.check(module, kwargs)  # it is registered later
         self.graph: dict[str, int] = {}
+        self._sends_buffers = kwargs.broadcast_buffers
+        self._is_first = False  # micro-batch of its window; in the first window they are sent
         super().__init__(module, agreement, kwargs)
 
     def _names(self) -> list[str]:
@@ -61,8 +68,11 @@ class StaticDataParallel(DataParallel):
 
     def _wrap(self) -> None:
         self._told = set(self.graph) == set(self._names())
+        self._seen: list[int] = []  # as `graph`, by this process alone
+        self._held_to = False  # an update has been as the graph says
         if self._told:
             super()._wrap()
+            self._ddp.broadcast_buffers = False  # behind the user's forward pass it would be late
             return
         self.graph = {}
         self._hook = None
@@ -85,12 +95,17 @@ class StaticDataParallel(DataParallel):
 
     def begin_epoch(self) -> None:
         """Take up the graph of a run that is resumed; see `DataParallel.begin_epoch`."""
-        if self.graph and not self._told:
+        trained = {id(parameter) for parameter in self._trained()}
+        if trained != self._wrapped or (self.graph and not self._told):
             self._wrap()
-        super().begin_epoch()
+        if self._told:
+            super().begin_epoch()
 
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Say whether the coming backward ends its window, before the forward pass."""
+        if self._is_first and self._sends_buffers:
+            self.broadcast_buffers()
+        self._is_first = sync
         if self._told:
             super().begin_micro_batch(sync=sync)
 
@@ -98,30 +113,62 @@ class StaticDataParallel(DataParallel):
         """Call a method of the user's module by its name."""
         return getattr(self.module, name)(*args)
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of a micro-batch that does not end its window."""
+        if self._told:
+            super().backward(loss, *args, **kwargs)
+        else:
+            with _counted(self._trained()) as self._seen:
+                super().backward(loss, *args, **kwargs)
+
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """See `DataParallel.finish_window`."""
+        """See `DataParallel.finish_window`.
+
+        Raises:
+            RuntimeError: The loss does not add to the parameters as the graph says.
+        """
         if not self._told:
             return self._learn(loss, own)
-        if loss is not None:
-            _, self._rides = self._ddp(None)
-        return super().finish_window(loss, own)
+        if loss is None:
+            return super().finish_window(loss, own)
+        _, self._rides = self._ddp(None)
+        if self._held_to:
+            return super().finish_window(loss, own)
+        with _counted(self._trained()) as times:
+            items = super().finish_window(loss, own)
+        self._check(times)
+        return items
 
     def _learn(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """An update without DDP, which is told the graph if each process has seen it."""
-        trained = self._trained()
-        with _counted(trained) as times:
-            if loss is not None:
-                loss.backward()
-        average_gradients_of(trained)
+        """An update without DDP, which is told the graph as soon as each process has seen it."""
+        if loss is not None:
+            self.backward(loss)
+        average_gradients_of(self._trained())
         total = self._agreement.ballot(own)
         dist.all_reduce(total)
         items = self._agreement.count(total)
         if not items:
             give_nothing(self.module)
-        if all(collectives.all_gather_object(loss is not None)):
-            self.graph = dict(zip(self._names(), times, strict=True))
-            self._wrap()
+        if all(collectives.all_gather_object(bool(self._seen))):
+            self.graph = dict(zip(self._names(), self._seen, strict=True))
+            kept = [] if self._sends_buffers else [(b, b.clone()) for b in self.module.buffers()]
+            self.begin_epoch()
+            for buffer, value in kept:  # DDP begins with rank 0's in any case
+                buffer.data.copy_(value)
         return items
+
+    def _check(self, times: list[int]) -> None:
+        """Hold the first update to the graph: DDP does not notice what is added too often."""
+        for name, found in zip(self._names(), times, strict=True):
+            known = self.graph[name]
+            if found != known:
+                raise RuntimeError(
+                    f"With static_graph=True backward must add to each parameter as often as in "
+                    f"the run that is resumed, or in the first update. It has added {found} times "
+                    f"to {name}, and did {known} times then. Let it be as it was, or leave out "
+                    "static_graph."
+                )
+        self._held_to = True
 
     def _check_reduced(self) -> None:
         """See that DDP has not kept waiting for gradients that this loss does not have.

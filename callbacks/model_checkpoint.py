@@ -199,7 +199,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Take up the decisions of the run that goes on, or begin anew."""
-        if trainer.global_step == 0 or not self._restored:
+        if trainer.batches_seen == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         else:
             here = _name_at(trainer.global_step)

@@ -142,7 +142,7 @@ class SpikeDetection(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Forget another run's values where this one begins anew."""
-        if trainer.global_step == 0:
+        if trainer.batches_seen == 0:
             self._begin()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:

@@ -110,7 +110,7 @@ class ThroughputMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Begin anew, and agree whether every process knows its device's peak."""
         self._begin()
-        if trainer.global_step == 0 and not self._given:
+        if trainer.batches_seen == 0 and not self._given:
             self.flops_per_batch = None
         self._counting = self.flops_per_batch is None
         self._peak = None

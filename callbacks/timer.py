@@ -81,7 +81,7 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Start the clock, from zero where the run begins anew."""
-        if trainer.global_step == 0:
+        if trainer.batches_seen == 0:
             self._elapsed.update(train=0.0, validate=0.0)
         self._since["train"] = time.monotonic()
 

@@ -6,6 +6,7 @@ import copy
 import random
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -343,6 +344,64 @@ def test_optimizer_state_in_float32_of_narrow_weights_is_not_rounded(tmp_path):
         parts = narrow_fit(str(tmp_path / "parts"), epochs)
     assert parts[1].dtype == torch.float32
     assert_same(parts, whole)
+
+
+class Again(RandomSampler):
+    """Shuffles the list of the epoch before, which a new process does not have."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.order = getattr(self, "order", list(range(len(self))))
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
+@pytest.mark.parametrize(("sampler", "step", "told"), [
+    (Again, 1, False), (Again, 3, False), (Again, 4, True), (RandomSampler, 4, False),
+])  # fmt: skip
+def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
+    tmp_path, caplog, sampler, step, told
+):
+    """An epoch is of 3 updates; the sampler's second order depends on its first."""
+    data = TensorDataset(torch.randn(12, FEATURES), torch.arange(12) % CLASSES)
+    for max_steps in (step, 6):
+        trainer = quiet_trainer(
+            max_steps=max_steps, seed=1, project_dir=tmp_path, callbacks=[ModelCheckpoint(every=1)]
+        )
+        loader = DataLoader(data, batch_size=4, sampler=sampler(data))
+        trainer.fit(Noisy(), loader, ckpt_path="auto")
+    assert ("its Again keeps something from epoch to epoch" in caplog.text) == told
+    assert ("in another order" in caplog.text) == told
+
+
+class Lazy(TrainModule):
+    """Knows the shapes of its parameters when it has seen a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_module_whose_shapes_the_first_batch_decides(tmp_path):
+    def fit(folder: str, epochs: int) -> dict[str, Tensor]:
+        module = Lazy()
+        trainer = quiet_trainer(
+            max_epochs=epochs, seed=1, project_dir=tmp_path / folder, callbacks=[ModelCheckpoint()]
+        )
+        loader = DataLoader(Augmented(12), batch_size=4, shuffle=True)
+        trainer.fit(module, loader, ckpt_path="auto")
+        return copy_of(module)
+
+    whole = fit("whole", 3)
+    fit("parts", 1)
+    assert_same(fit("parts", 3), whole)
 
 
 HOOKS = [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, ModelCheckpoint
+from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
 from trainer import GradScalerKwargs, TrainModule
 from trainer.checkpoint import load_tree, rank_stem
@@ -134,6 +134,41 @@ def test_a_window_that_the_epoch_left_open_goes_on_in_the_next(ranks, tmp_path, 
     assert_ends_alike(whole, parts)
     own = [part["last"]["second.weight"] for part in parts]
     assert world == 1 or not torch.equal(*own)  # each process's own, not reduced yet
+
+
+def test_epochs_without_an_update_are_remembered(tmp_path):
+    class Waiting(Rare):
+        """Its optimizers wait for longer than the run."""
+
+        validated = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.second(self.first(self.table(batch[0]))).square().mean())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.validated += 1
+            self.log("val", 1.0)
+
+    def fit(folder: str, epochs: int) -> tuple[Any, ...]:
+        early, module = EarlyStopping("val", patience=3), Waiting(1)
+        saver = ModelCheckpoint(monitor="val", save_top_k=-1)
+        trainer = quiet_trainer(
+            max_epochs=epochs,
+            project_dir=tmp_path / folder,
+            callbacks=[early, saver],
+            num_sanity_val_steps=1,
+        )
+        loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+        trainer.fit(module, loader, loader, ckpt_path="auto")
+        assert trainer.global_step == 0
+        return early.state_dict(), saver.state_dict(), trainer.current_epoch, module.validated
+
+    *whole, validated = fit("whole", 9)
+    assert (whole[2], validated) == (3, 1 + 4 * 2)
+    fit("parts", 2)
+    *resumed, validated = fit("parts", 9)
+    assert resumed == whole
+    assert validated == 2 * 2  # without a trial before
 
 
 @pytest.mark.parametrize(

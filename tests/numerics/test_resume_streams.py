@@ -77,6 +77,26 @@ class Resumable(Augmented):
         self.generator.set_state(state["generator"])
 
 
+class Anew(Resumable):
+    """Each pass begins anew, unless a state was loaded just before."""
+
+    loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.loaded:
+            self.at = 0
+        self.loaded = False
+        order = self.order()
+        while self.at < len(order):
+            self.at += 1
+            value, label = self.sample(order[self.at - 1])
+            yield value + torch.rand(FEATURES, generator=self.generator), label
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.loaded = True
+
+
 class Tensors(Resumable):
     """A source of ready batches with a state."""
 
@@ -114,6 +134,8 @@ def data(name: str, workers: int) -> Any:
             "state_dict": lambda self: iterable.state_dict(),
             "load_state_dict": lambda self, state: iterable.load_state_dict(state),
         })()  # fmt: skip
+    if name.startswith("anew"):
+        return DataLoader(Anew(), batch_size=int(name.split()[1]), num_workers=workers)
     dataset = Resumable() if name == "resumable" else Augmented()
     return DataLoader(dataset, batch_size=4, num_workers=workers)
 
@@ -171,6 +193,11 @@ def assert_resumed(whole: Any, resumed: Any, step: int) -> None:
         ("resumable", 1, 3, {"gradient_accumulation_steps": 2}, 3),
         ("resumable", 2, 0, {}, 1),
         ("resumable", 2, 3, {"max_epochs": 2}, 3),
+        ("anew 4", 1, 0, {}, 2),
+        (f"anew {SAMPLES}", 1, 0, {}, 1),  # one batch an epoch, at whose end nobody knows of it
+        (f"anew {SAMPLES + 1}", 1, 0, {}, 1),
+        (f"anew {SAMPLES // 2}", 2, 0, {"limit_train_batches": 2}, 1),
+        (f"anew {SAMPLES}", 1, 1, {}, 1),
         ("source", 1, 0, {"limit_train_batches": 7, "max_epochs": 2}, 3),
         ("source", 2, 0, {"max_epochs": 2}, 5),
         ("plain", 1, 0, {}, 4),

@@ -10,12 +10,12 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
-from trainer.data.rebuild import LastingLoader, loader_kwargs
+from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs
 from trainer.data.sampling import ShardedSampler, Share
-from trainer.data.seeding import draws_nothing, tell_epoch
+from trainer.data.seeding import draws_nothing, own_generators, seed_own, tell_epoch
 from trainer.data.stateful import Item, Place
 from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
@@ -123,12 +123,13 @@ class Feed:
         self.epoch = 0
         self.start_round = 0  # skipped in rounds, as this number of processes has them, …
         self.start_batch = 0  # … or in batches, before the rest is dealt out
+        self._mark: int | None = None
         self._even, self.split, self.drop_last = even, split, drop_last
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
         self._limit: int | None = None
         self._generator = torch.Generator()
-        self._users_generators = _generators_of(source)
+        self._users_generators = own_generators(source)
         if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
             raise ValueError(
                 "The loader was prepared by an Accelerator and is shared out already; pass the one "
@@ -228,7 +229,7 @@ class Feed:
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
         for generator in self._users_generators:  # else its state decides, which no resume knows
-            generator.manual_seed(mix(self.seed, epoch, 3))
+            seed_own(generator, mix(self.seed, epoch, 3))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
         if hasattr(self.loader, "set_epoch"):
@@ -255,6 +256,36 @@ class Feed:
         if self._stream is not None:
             self._stream.resume_at(position)
 
+    @property
+    def mark(self) -> int | None:
+        """Tells the order of the pass at hand from others; None where nothing does.
+
+        Set before a pass goes on behind its beginning, it is what the order should be: another one
+        is told in the log.
+        """
+        rest = None if self.sampler is None else self.sampler.rest
+        return self._mark if rest is None else rest.mark
+
+    @mark.setter
+    def mark(self, mark: int | None) -> None:
+        self._mark = mark
+
+    def _tell_of_another_order(self) -> None:
+        """Say so where the order is not that of the `mark` that was set."""
+        before, self._mark = self._mark, None
+        if self.rank > 0 or not self.start_batch or before in (None, self.mark):
+            return
+        batches = self._source.batch_sampler
+        plain = batches is None or type(batches) is BatchSampler
+        logger.warning(
+            "The training loader gives epoch %d in another order than before the resume: some "
+            "samples will be read twice in it, and others not at all. If the loader is as it was, "
+            "its %s keeps something from epoch to epoch, such as a list that it shuffles again: "
+            "let each epoch's order follow from the global generators, or from set_epoch.",
+            self.epoch,
+            type(self._source.sampler if plain else batches).__name__,
+        )
+
     def close(self) -> None:
         """End workers that would wait for a further epoch."""
         if isinstance(self.loader, DataLoader):
@@ -266,9 +297,8 @@ class Feed:
         It would end the queues first, by which torch tells the workers to end, and these would stay
         until this process does.
         """
-        end = getattr(batches, "_shutdown_workers", None)
-        if end is not None:
-            end()
+        if hasattr(batches, "_shutdown_workers"):
+            end_workers([batches])
             self.close()
 
     def another(self) -> Feed:
@@ -320,8 +350,10 @@ class Feed:
         try:
             for batch in batches:
                 read += 1
+                if self._mark is not None:
+                    self._tell_of_another_order()
                 yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             self._end_workers_of(batches)
             raise
         if not getattr(self.loader, "persistent_workers", False):
@@ -421,14 +453,6 @@ def sampler_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     batches = loader.batch_sampler
     owners = (loader.sampler, getattr(batches, "sampler", None), batches)
     return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
-
-
-def _generators_of(source: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers draw from."""
-    batches = getattr(source, "batch_sampler", None)
-    owners = (source, getattr(source, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = {id(g): g for owner in owners if (g := getattr(owner, "generator", None)) is not None}
-    return list(found.values())
 
 
 def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:

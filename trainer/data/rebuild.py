@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from multiprocessing import parent_process
@@ -120,8 +120,12 @@ def _end_with_process(batches: Any) -> None:
 
 
 def _end_workers() -> None:
+    end_workers(_reading.get(os.getpid(), ()))
+
+
+def end_workers(iterators: Iterable[Any]) -> None:
     """All within one patience; torch waits so long for each worker that is in a long read."""
-    reading = [each for each in _reading.get(os.getpid(), ()) if not each._shutdown]
+    reading = [each for each in iterators if not each._shutdown]
     for batches in reading:
         _say_it_ends(batches)
     deadline = time.monotonic() + _PATIENCE

@@ -8,6 +8,7 @@ reading), so each knows what the others have.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -28,6 +29,7 @@ from trainer.data.dealing import INDICES, Dealing, own_batches
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
 _AT_ONCE = 2**16  # Python's integers take four times the memory of a tensor's
+_TELLING = 64  # indices, of the many that a batch may have
 
 
 class SeededSampler(Sampler[int]):
@@ -118,6 +120,40 @@ class Share(NamedTuple):
     batches: int
 
 
+class Rest:
+    """An order behind its first batches, which are passed over as it begins.
+
+    All at once: of a sampler that draws, `seeded_iteration` sets the generators aside for each
+    batch that it yields, which takes longer than to make one.
+
+    Args:
+        batches: All of them.
+        skip: How many to pass over.
+        as_batch: What makes lists of them, to be counted.
+
+    Attributes:
+        before: Samples in those that were passed over.
+        mark: Tells the order from others, by its first batch; None of what are no indices.
+    """
+
+    def __init__(self, batches: Iterable[Any], skip: int, as_batch: Callable[[Any], Any]) -> None:
+        self.batches, self.skip, self._as_batch = batches, skip, as_batch
+        self.before = 0
+        self.mark: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.batches)
+        first = list(islice(batches, 1))
+        batches = chain(first, batches)
+        listed = map(self._as_batch, first)
+        indices = [i for each in listed for i in (each if isinstance(each, list) else [each])]
+        if all(isinstance(index, int) for index in indices):
+            self.mark = zlib.crc32(repr(indices[:_TELLING]).encode())
+        skipped = map(self._as_batch, islice(batches, self.skip))
+        self.before = sum(map(INDICES.count, skipped))
+        return batches
+
+
 class ShardedSampler(Sampler[Any]):
     """Deals the batches of a loader's own sampler out to the processes.
 
@@ -152,7 +188,10 @@ class ShardedSampler(Sampler[Any]):
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
-        self.split, self.drop_last = split, drop_last
+        self.split, self._drops_rest = split, drop_last
+        # As scripts read them of a ``batch_sampler``: they are the user's.
+        self.sampler: Any = getattr(batches, "sampler", batches)
+        self.drop_last = drop_last or bool(getattr(batches, "drop_last", False))
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.limit: int | None = None
         self.epoch = 0
@@ -161,6 +200,7 @@ class ShardedSampler(Sampler[Any]):
         self.counts = True  # a batch has as many samples as indices, which a collate_fn may change
         self.seeds = True  # batches come with the seeds that they are fetched under
         self.shares: deque[Share] = deque()
+        self.rest: Rest | None = None  # of the pass that was begun last
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose batches come next; samplers with ``set_epoch`` hear of it."""
@@ -198,7 +238,7 @@ class ShardedSampler(Sampler[Any]):
             world_size=self.world_size,
             even=self.even,
             split=self.split,
-            drop_last=self.drop_last,
+            drop_last=self._drops_rest,
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,15 +253,15 @@ class ShardedSampler(Sampler[Any]):
 
     def _alone(self) -> Iterator[tuple[Share, Any, int]]:
         """As `_together` for one process: each batch is a round."""
-        stream = iter(self._order())
+        rest = Rest(self._sampler, self.start_batch + self.start_round, self._as_batch)
+        stream = iter(self._order(rest))
         if type(self._sampler) is not BatchSampler:  # which makes lists by itself
             stream = map(self._as_batch, stream)
-        position = sum(map(INDICES.count, islice(stream, self.start_batch)))
-        for number, batch in enumerate(stream):
+        position = 0
+        for batch in stream:
             size = len(batch) if isinstance(batch, list) else None
-            if number >= self.start_round:
-                samples = size if self.counts else None
-                yield Share(True, samples, size or 0, samples, size, 1), batch, position
+            samples = size if self.counts else None
+            yield Share(True, samples, size or 0, samples, size, 1), batch, rest.before + position
             position += 1 if size is None else size
 
     def _together(self) -> Iterator[tuple[Share, Any, int]]:
@@ -244,31 +284,36 @@ class ShardedSampler(Sampler[Any]):
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
         """Of each round: the samples before it in the epoch, its real samples, its batches."""
-        stream = map(_listed if self.split else self._as_batch, self._order())
-        position = sum(map(INDICES.count, islice(stream, self.start_batch)))
+        as_batch = _listed if self.split else self._as_batch
+        rest = Rest(self._sampler, self.start_batch, as_batch)
+        stream, position = map(as_batch, self._order(rest)), 0
         dealing = Dealing(
             kind=INDICES,
             batch_size=self.batch_size,
             world_size=self.world_size,
             even=self.even,
             split=self.split,
-            drop_last=self.drop_last,
+            drop_last=self._drops_rest,
         )
         batches = ((batch, None) for batch in stream if not self.split or batch)
         for number, (parts, real, _) in enumerate(dealing.rounds(batches)):
             if number >= self.start_round:
-                yield position, real, parts
+                yield rest.before + position, real, parts
             position += real
 
-    def _order(self) -> Iterable[Any]:
-        stream: Iterable[Any] = self._sampler
+    def _order(self, rest: Rest) -> Iterable[Any]:
+        self.rest = rest
+        stream: Iterable[Any] = rest
         if not self._pure:
             # A sampler of the user's own may draw from the global generators: the processes would
             # disagree about the order, and a resumed run with the run that it resumes.
             seed = mix(self.seed, self.epoch)
             at_once = _drawn_at_once(self._sampler, seed)
-            stream = seeded_iteration(self._sampler, seed) if at_once is None else at_once
-        return stream if self.limit is None else islice(stream, self.limit)
+            if at_once is None:
+                stream = seeded_iteration(rest, seed)
+            else:
+                rest.batches = at_once
+        return stream if self.limit is None else islice(stream, max(0, self.limit - rest.skip))
 
 
 def _listed(batch: Any) -> Any:

@@ -7,9 +7,12 @@ number of processes and where a run was resumed make no difference to what the d
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainer.data.by_value import sent
@@ -40,6 +43,35 @@ def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
     if hasattr(dataset, "set_epoch"):
         with isolated_rng(mix(seed, epoch, -1)):  # no batch has this position
             dataset.set_epoch(epoch)
+
+
+def own_generators(source: Any) -> list[Any]:
+    """The generators that a loader and its samplers draw from, by whatever name a sampler has them.
+
+    They are torch's, Python's and numpy's; not the global ones, which others draw from too.
+    """
+    batches = getattr(source, "batch_sampler", None)
+    samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
+    found = [getattr(owner, "generator", None) for owner in (source, *samplers)]
+    for sampler in samplers:
+        found += getattr(sampler, "__dict__", {}).values()
+    kinds: tuple[type, ...] = torch.Generator, random.Random
+    everybodys: list[Any] = [torch.default_generator]
+    if numpy := sys.modules.get("numpy"):
+        kinds += numpy.random.Generator, numpy.random.RandomState
+        everybodys.append(numpy.random.mtrand._rand)
+    own = [g for g in found if isinstance(g, kinds) and not any(g is each for each in everybodys)]
+    return list({id(generator): generator for generator in own}.values())
+
+
+def seed_own(generator: Any, seed: int) -> None:
+    """Seed one that `own_generators` has found."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif bits := getattr(generator, "bit_generator", None):  # numpy's newer kind has no method
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
 
 
 def as_fetched(batch: Any) -> Any:

@@ -99,13 +99,16 @@ class Stream:
         """Bring the stream to where a pass leaves it, by reading the last batch of that again.
 
         To load the state after that would not do: some datasets go on from it in the next pass,
-        though they would have begun anew.
+        though they would have begun anew. They go on likewise, to nothing, from the state that the
+        pass before has left, which is the one to begin with where the last batch is the only one.
         """
         self._set_epoch(position["epoch"])
-        pass_seed = mix(seed, position["epoch"], 2)
-        with closing(self._reading.read(_place_of(position), pass_seed, load=True)) as batches:
-            for _ in islice(batches, 1 if position["over"] == "cut" else None):
-                pass
+        place, pass_seed = _place_of(position), mix(seed, position["epoch"], 2)
+        most = 1 if position["over"] == "cut" else None
+        for load in (True, False):
+            with closing(self._reading.read(place, pass_seed, load=load)) as batches:
+                if sum(1 for _ in islice(batches, most)):
+                    break
         self._fresh = False
 
     def used(self, place: Place, *, last: bool) -> None:

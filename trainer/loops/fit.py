@@ -270,7 +270,7 @@ def sanity_check(run: FitRun) -> None:
 
     It leaves no trace: generators are put back and its values are dropped.
     """
-    if not run.val_feeds or run.sanity_steps == 0 or run.counters.global_step > 0:
+    if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
     limits = [feed.limit for feed in run.val_feeds]
     generators, names = rng_state(), set(run.metrics.names)

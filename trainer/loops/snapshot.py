@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from callbacks import Callback
 from trainer import checkpoint as disk
@@ -213,7 +214,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
     """See, before the first update, that a checkpoint will fit on the disk; collective.
 
     What the optimizers will keep is not known yet: too little for twice the trained parameters,
-    Adam's moments, is told in the log.
+    Adam's moments, is told in the log. Nor is how large the parameters of lazy modules will be.
 
     Raises:
         CheckpointError: On all processes alike, if not even what there is by now would fit.
@@ -224,8 +225,11 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         if not disk.keeps(state, on_each_node):
             return
         kept = [optimizer.state_dict() for optimizer in run.optimizers]
-        now = weights_portion(run.module.state_dict()).size + tree_portion(kept, OPTIMIZER).size
-        later = now + 2 * sum(p.nbytes for p in run.parameters if p.requires_grad)
+        weights = {k: w for k, w in run.module.state_dict().items() if not is_lazy(w)}
+        now = weights_portion(weights).size + tree_portion(kept, OPTIMIZER).size
+        later = now + 2 * sum(
+            p.nbytes for p in run.parameters if p.requires_grad and not is_lazy(p)
+        )
         disk.require_space(folder, now)
         try:
             disk.require_space(folder, later)
@@ -293,6 +297,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "reference": run.weighting.reference,
         "data_seed": run.feed.seed,
         "data": data_of(run),
+        "order": run.feed.mark,
         "should_stop": run.stop_now or run.agreement.latest.stop_votes > 0,
         "unfinished": run.unfinished,
         "boundary": run.hooks.boundary.left,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import time
 from itertools import chain
 
 import pytest
@@ -19,6 +23,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.accelerator import Accelerator
+from trainer.data import rebuild
 from trainer.data.loader import DataLoaderShard, Feed
 from trainer.state import GradientState
 
@@ -513,3 +519,31 @@ def test_a_process_ends_whatever_its_workers_still_read():
     command = [sys.executable, "-W", "error", "-c", STILL_READING]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("child 0\n", "", 0)
+
+
+class Interrupting(Dataset):
+    """A worker that interrupts its main process in its second read, and reads on."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(3600)
+        return index
+
+
+def test_an_interrupt_leaves_no_workers_whoever_keeps_the_error(monkeypatch):
+    monkeypatch.setattr(rebuild, "_PATIENCE", 0.5)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    kept = []
+    try:
+        for _ in Accelerator(cpu=True).prepare(DataLoader(Interrupting(), num_workers=1)):
+            pass
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert kept
+    assert not multiprocessing.active_children()

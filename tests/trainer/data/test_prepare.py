@@ -641,3 +641,10 @@ def test_an_unknown_generator_to_synchronise_is_refused_when_a_pass_begins():
         list(loader)
     (loader,) = each(DataLoader(Numbers(4), 2), 1, rng_types=["generator"])
     assert len(list(loader)) == 2  # there is none to synchronise
+
+
+def test_what_scripts_read_of_a_batch_sampler_is_the_users():
+    source = DataLoader(range(10), batch_size=4, drop_last=True)
+    batches = prepare_data_loader(source).batch_sampler
+    assert (batches.sampler, batches.batch_size, batches.drop_last) == (source.sampler, 4, True)
+    assert not prepare_data_loader(DataLoader(range(10), batch_size=4)).batch_sampler.drop_last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import tracemalloc
 from itertools import chain
 
@@ -391,6 +392,25 @@ def test_shares_tell_repeated_samples_from_real_ones():
     sampler = ShardedSampler(sequential(9, 2), rank=1, world_size=2, seed=0, even=True)
     list(sampler)
     assert [(s.round_samples, s.real_samples) for s in sampler.shares] == [(4, 4), (4, 4), (4, 1)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sampler_that_draws_is_passed_over_at_once(monkeypatch, world_size):
+    """Not with the generators set aside for each batch, which takes longer than the drawing."""
+    asked, getstate = [], random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: asked.append(1) or getstate())
+
+    def first_behind(start: int) -> tuple[object, int]:
+        coins = BatchSampler(Coin(), 1, drop_last=False)
+        sampler = ShardedSampler(coins, rank=0, world_size=world_size, seed=0)
+        sampler.start_batch = start
+        asked.clear()
+        batch = next(iter(sampler))
+        return (batch, batch.seed), len(asked)
+
+    whole, drawn = deal(BatchSampler(Coin(), 1, drop_last=False)), first_behind(0)[1]
+    for start in (0, 4, 6):
+        assert first_behind(start) == ((whole[0][start], whole[0][start].seed), drawn)
 
 
 # -- seeds of batches --------------------------------------------------------------------------

@@ -493,3 +493,54 @@ def test_an_epoch_that_is_resumed_has_what_was_drawn_for_it(workers):
 def test_workers_that_stay_hear_of_another_seed():
     expected = [*repaired(1), *repaired(1, seed=5)]
     assert repaired(1, 1, reseed=5, **WORKERS[1]) == expected
+
+
+class Own(SequentialSampler):
+    """Draws its order from a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, make):
+        super().__init__(range(12))
+        self.rng = make()
+
+    def __iter__(self):
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(12, generator=self.rng).tolist())
+        order = list(range(12))
+        self.rng.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState],
+)
+@pytest.mark.parametrize("batched", [True, False])
+def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
+    def feed(world_size=1, rank=0):
+        source = DataLoader(range(12), batch_size=2 if batched else None, sampler=Own(make))
+        return Feed(source, seed=3, world_size=world_size, rank=rank)
+
+    def read(feed, epoch, start=0):
+        feed.set_epoch(epoch)
+        feed.start_batch = start
+        return [numpy.asarray(each.batch).tolist() for each in feed.rounds() if each.present]
+
+    whole = feed()
+    first, second = read(whole, 0), read(whole, 1)
+    assert first != second
+    assert read(feed(), 1, start=2) == second[2:]
+    assert [read(feed(2, rank), 1) for rank in (0, 1)] == [second[0::2], second[1::2]]
+
+
+@pytest.mark.parametrize(
+    "generator", [torch.default_generator, numpy.random.mtrand._rand], ids=["torch", "numpy"]
+)
+def test_a_sampler_that_keeps_a_global_generator_leaves_it_alone(generator):
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    sampler = Own(lambda: generator)
+    feed = Feed(DataLoader(range(12), batch_size=2, sampler=sampler))
+    first = [each.batch.tolist() for each in feed.rounds()]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert numpy.random.get_state()[1].tolist() == before[1]
+    generator.manual_seed(5) if isinstance(generator, torch.Generator) else generator.seed(5)
+    assert [each.batch.tolist() for each in feed.rounds()] == first

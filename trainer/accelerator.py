@@ -174,19 +174,18 @@ class Accelerator:
         self._tracking = RunTrackers(log_with, self.project_configuration.logging_dir)
         self.dynamo_plugin = _chosen_dynamo(dynamo_backend, dynamo_plugin)
         window = _chosen_window(gradient_accumulation_steps, gradient_accumulation_plugin)
-        if mixed_precision not in (None, AcceleratorState._shared_state.get("_mixed_precision")):
-            AcceleratorState._leave_to_trainer()
+        before = AcceleratorState._leave_to_trainer(mixed_precision)
         is_first = not is_initialized()
-        self.state = AcceleratorState(
-            mixed_precision,
-            cpu,
-            dynamo_plugin=self.dynamo_plugin if is_first else None,
-            _from_accelerator=True,
-            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
-        )
-        if self.state.is_main_process:
-            warn_of_old_kernel()
         try:
+            self.state = AcceleratorState(
+                mixed_precision,
+                cpu,
+                dynamo_plugin=self.dynamo_plugin if is_first else None,
+                _from_accelerator=True,
+                **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
+            )
+            if self.state.is_main_process:
+                warn_of_old_kernel()
             self.precision = Precision(
                 self.state.mixed_precision,
                 self.state.device,
@@ -197,6 +196,7 @@ class Accelerator:
         except BaseException:
             if is_first:  # the next one may ask for something else
                 AcceleratorState._reset_state()
+            AcceleratorState._shared_state = before
             raise
         self.ddp_kwargs = self.ddp_handler
         self.step = 0

@@ -1063,6 +1063,7 @@ class Trainer:
         self._datamodule = datamodule
         settings = self._parts.settings
         with (
+            self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
             deterministic(settings.deterministic),
             detecting_anomalies(settings.detect_anomaly and name == "fit"),

@@ -1,5 +1,6 @@
 """Mixed precision through the Trainer, on the CPU, which does all of it."""
 
+import copy
 import logging
 
 import pytest
@@ -7,7 +8,14 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
-from trainer import Accelerator, AcceleratorState, Trainer, TrainModule, notebook_launcher
+from trainer import (
+    Accelerator,
+    AcceleratorState,
+    PartialState,
+    Trainer,
+    TrainModule,
+    notebook_launcher,
+)
 from trainer.configuration import GradScalerKwargs
 
 
@@ -55,8 +63,7 @@ def make(precision, *callbacks, scale=None, **arguments):
         kwargs_handlers=handlers,
         callbacks=list(callbacks),
         progress_bar=False,
-        project_dir="run",
-        **{"max_epochs": 1, "checkpointing": False} | arguments,
+        **{"max_epochs": 1, "checkpointing": False, "project_dir": "run"} | arguments,
     )
 
 
@@ -228,15 +235,48 @@ def test_each_trainer_has_its_own_precision(monkeypatch):
     assert make(None).accelerator.mixed_precision == "bf16"
 
 
+class Asking(Callback):
+    """What hooks find of the state of the run."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_start(self, trainer, module):
+        for asked in (AcceleratorState(), PartialState(), Accelerator(), copy.copy(Accelerator())):
+            self.found.append(asked.mixed_precision)
+        inner = make("fp16", barebones=True)
+        inner.fit(Net(), loader())
+        self.found.append(AcceleratorState().mixed_precision)
+        self.found.append(inner.accelerator.mixed_precision)
+
+
+def test_hooks_find_the_precision_of_their_own_trainer():
+    first, second = Asking(), Asking()
+    trainers = [make("bf16", first), make("no", second, project_dir="other")]
+    for trainer in trainers:
+        trainer.fit(Net(), loader())
+    assert first.found == ["bf16"] * 5 + ["fp16"]
+    assert second.found == ["no"] * 5 + ["fp16"]
+    assert AcceleratorState().mixed_precision == "no"  # of the one that was made last
+
+
 def test_an_accelerator_of_ones_own_behind_a_trainer_has_its_own_precision():
     trainer = make("bf16")
-    assert Accelerator().mixed_precision == "bf16"  # as in a hook of this Trainer
-    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+    assert Accelerator().mixed_precision == "no"
     assert trainer.accelerator.mixed_precision == "bf16"
-    assert AcceleratorState().mixed_precision == "no"
+    with pytest.raises(ValueError, match="already been initialised with mixed_precision='no'"):
+        Accelerator(mixed_precision="bf16")
     with pytest.raises(ValueError, match="already been initialised with mixed_precision='no'"):
         make("fp16")
     assert make(None).accelerator.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("kind", [Accelerator, Trainer])
+def test_one_that_is_refused_leaves_the_state_of_a_trainer(kind):
+    make("bf16")
+    with pytest.raises(ValueError, match="mixed_precision is 'bf61'"):
+        kind(mixed_precision="bf61")
+    assert AcceleratorState().mixed_precision == "bf16"
 
 
 def test_a_function_of_a_notebook_does_not_ask_for_the_precision_of_a_trainer():
@@ -245,4 +285,6 @@ def test_a_function_of_a_notebook_does_not_ask_for_the_precision_of_a_trainer():
     def train():
         return make("fp16").accelerator.mixed_precision, make(None).accelerator.mixed_precision
 
+    assert notebook_launcher(lambda: 1, num_processes=1) == 1
+    assert AcceleratorState().mixed_precision == "bf16"
     assert notebook_launcher(train, num_processes=1, mixed_precision="no") == ("fp16", "no")

@@ -147,15 +147,20 @@ def _check(
 
 def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str) -> Any:
     _forget_last_launch()
-    AcceleratorState._leave_to_trainer()
+    before = AcceleratorState._leave_to_trainer(shares=False)
     made = AcceleratorState._shared_state.get("_mixed_precision", precision)
     if precision not in ("no", made):
         raise ValueError(
             f"mixed_precision is {precision!r}, but this process has an `Accelerator` with "
             f"{made!r}. Restart the notebook, and make none outside of the function."
         )
-    with _state_of_launch(), environment.patch_environment(ACCELERATE_MIXED_PRECISION=precision):
-        return function(*args)
+    variable = environment.patch_environment(ACCELERATE_MIXED_PRECISION=precision)
+    try:
+        with _state_of_launch(), variable:
+            return function(*args)
+    finally:
+        if not AcceleratorState._shared_state:
+            AcceleratorState._shared_state = before
 
 
 def _forget_last_launch() -> None:

@@ -49,15 +49,11 @@ def chosen_accelerator(
 ) -> Accelerator:
     """The one that was given, or one with these options, if the loop can work with it."""
     if ready is None:
-        AcceleratorState._leave_to_trainer()  # each has a precision of its own
-        ours = not is_initialized()
-        ready = Accelerator(
+        ready = _accelerator_of_ours(
             gradient_accumulation_steps=gradient_accumulation_steps,
             scheduler_tick="update",
             **options,
         )
-        if ours:
-            ready.state._of_trainer = True
     elif said := [name for name, value in options.items() if value]:
         raise ValueError(
             f"Pass accelerator, or {', '.join(said)} for the Trainer to make one, not both."
@@ -72,6 +68,22 @@ def chosen_accelerator(
                 "reads on every process. Leave it out; to keep the batch size of all processes "
                 "together, divide the loader's by their number."
             )
+    return ready
+
+
+def _accelerator_of_ours(**options: Any) -> Accelerator:
+    """One with a state of its own, so a precision too, unless the script has an `Accelerator`."""
+    before = AcceleratorState._leave_to_trainer(shares=False)
+    ours = not is_initialized()
+    try:
+        ready = Accelerator(**options)
+    except BaseException:
+        AcceleratorState._shared_state = before
+        raise
+    if ours:
+        ready.state._of_trainer = True
+    if before.get("_runs"):  # this is a hook of another Trainer
+        AcceleratorState._shared_state = before
     return ready
 
 

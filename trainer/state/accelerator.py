@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trainer import environment
@@ -47,6 +49,7 @@ class AcceleratorState(PartialState):
     megatron_lm_plugin: Any
     _mixed_precision: str
     _of_trainer: bool = False  # made by one that was given no `Accelerator`
+    _runs: bool = False  # a `Trainer` with this state
 
     def __init__(
         self,
@@ -112,11 +115,34 @@ class AcceleratorState(PartialState):
     def _picklable(self) -> dict[str, Any]:
         return {**PartialState._shared_state, **self.__dict__}
 
+    @contextmanager
+    def _in_force(self) -> Iterator[None]:
+        """Inside, this is the state of the process, which hooks ask for, or share."""
+        before, own = AcceleratorState._shared_state, self.__dict__
+        AcceleratorState._shared_state, own["_runs"] = own, True
+        try:
+            yield
+        finally:
+            own["_runs"] = False
+            if AcceleratorState._shared_state is own:
+                AcceleratorState._shared_state = before
+
     @staticmethod
-    def _leave_to_trainer() -> None:
-        """Let the next instance begin anew, if this is the state of a `Trainer`, which keeps it."""
-        if AcceleratorState._shared_state.get("_of_trainer"):
-            AcceleratorState._shared_state = {}  # who has the old one still has it
+    def _leave_to_trainer(asked: str | None = None, *, shares: bool = True) -> dict[str, Any]:
+        """Let the next instance begin anew, if this is the state of a `Trainer`, which keeps it.
+
+        Args:
+            asked: The precision that the next one is to have, if any.
+            shares: In a hook of a `Trainer` that runs it may have the same state.
+
+        Returns:
+            The state that was shared until now.
+        """
+        before = AcceleratorState._shared_state
+        same = shares and before.get("_runs") and asked in (None, before["_mixed_precision"])
+        if before.get("_of_trainer") and not same:
+            AcceleratorState._shared_state = {}
+        return before
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

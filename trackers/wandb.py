@@ -76,7 +76,8 @@ class WandBTracker(GeneralTracker):
     records the version of the code, the output and the machine.
 
     A W&B run that the script has open already is taken over, as `wandb.init` does; give
-    `reinit="create_new"` for one of its own.
+    `reinit="create_new"` for one of its own. In a notebook W&B ends such a run and begins another;
+    there `reinit="return_previous"` takes it over.
 
     Args:
         run_name: the name of the project.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from signal import Signals
 
 
 class CheckpointError(RuntimeError):
@@ -49,6 +50,11 @@ class Preempted(SystemExit):
         code: What a shell reports for the signal: 143 for SIGTERM, 130 for SIGINT (Ctrl-C), 138 for
             SIGUSR1; 124 for the end of ``max_time``.
     """
+
+    def __str__(self) -> str:  # which notebooks show
+        code = self.code if isinstance(self.code, int) else 0
+        why = Signals(code - 128).name if code - 128 in set(Signals) else "the end of max_time"
+        return f"the run was ended by {why} (exit code {self.code})"
 
 
 def choose(what: str, value: object, choices: Iterable[str]) -> str:

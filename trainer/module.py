@@ -50,6 +50,10 @@ class TrainModule(nn.Module):
         super().__init__()
         self._trainer: Trainer | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy made in a run, an average's or a pickled one for a worker, is not in the run.
+        return {**self.__dict__, "_trainer": None}
+
     # -- what it was made of -------------------------------------------------------------------
 
     def save_hyperparameters(

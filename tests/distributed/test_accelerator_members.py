@@ -261,6 +261,10 @@ def test_values_are_exchanged(ranks, world):
             "none": accelerator.reduce(weight, reduction="none").item(),
             "scalar": accelerator.gather(torch.tensor(rank)).tolist(),
             "kept": weight.item(),
+            "graphs": [
+                accelerator.reduce(weight.clone().requires_grad_(), how).requires_grad
+                for how in ("sum", "mean", "none")
+            ],
         }
 
     ranks_ = range(world)
@@ -274,7 +278,39 @@ def test_values_are_exchanged(ranks, world):
             "none": rank,
             "scalar": list(ranks_) if world > 1 else 0,  # alone, what was given
             "kept": rank,
+            "graphs": [False] * 3,  # backward would know this process's own value alone
         }
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_what_is_cut_follows_the_sampler_and_what_was_skipped(ranks, world, dispatch):
+    def evaluate() -> list[list[int]]:
+        accelerator = accelerate(dispatch_batches=dispatch)
+
+        def gathered(loader: Any) -> list[int]:
+            return [i for batch in loader for i in accelerator.gather_for_metrics(batch).tolist()]
+
+        even = accelerator.prepare(DataLoader(range(23), sampler=range(0, 23, 2), batch_size=1))
+        every = accelerator.prepare(DataLoader(range(23), batch_size=2))
+        return [gathered(even), gathered(accelerator.skip_first_batches(every, 1))]
+
+    expected = [list(range(0, 23, 2)), list(range(2 * world, 23))]
+    assert on_processes(ranks, world, evaluate) == [expected] * world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_sample_is_repeated_where_batches_need_not_be_even(ranks, world, dispatch, stream):
+    def read() -> list[list[int]]:
+        accelerator = accelerate(dispatch_batches=dispatch, even_batches=False)
+        data: Any = Stream(9) if stream else range(9)
+        loader = accelerator.prepare(DataLoader(data, batch_size=2))
+        return [batch.tolist() for batch in loader]
+
+    batches = [[0, 1], [2, 3], [4, 5], [6, 7], [8]]
+    assert on_processes(ranks, world, read) == [batches[rank::world] for rank in range(world)]
 
 
 @pytest.mark.parametrize("world", WORLDS)

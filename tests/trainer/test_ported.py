@@ -1,8 +1,10 @@
 """What code written for Lightning brings along is called, translated, or refused with a hint."""
 
+import copy
 import inspect
 import logging
 
+import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -698,6 +700,34 @@ def test_attributes_of_the_run_and_outside_it(capsys):
     make(callbacks=[Watch()]).fit(module, loader(2))
     assert seen == [(True, 0, 0), (1, None, True), True]
     assert capsys.readouterr().out.splitlines() == ["outside a run", "inside"]
+
+
+def copies_in_a_run(duplicate):
+    made = []
+
+    class Averaged(Net):
+        def on_train_start(self):
+            made.append(duplicate(self))
+
+    module = Averaged()
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    make().fit(module, loader(2))
+    return made[0], weights
+
+
+def test_a_deep_copy_made_in_a_run_is_a_module_outside_it():
+    twin, weights = copies_in_a_run(copy.deepcopy)
+    torch.testing.assert_close(twin.state_dict(), weights, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="has no trainer"):
+        twin.trainer
+
+
+def test_a_module_is_pickled_in_a_run_without_it():
+    pickled, weights = copies_in_a_run(cloudpickle.dumps)
+    twin = cloudpickle.loads(pickled)
+    torch.testing.assert_close(twin.state_dict(), weights, rtol=0, atol=0)
+    make().fit(twin, loader(2))
+    assert twin.layer.weight.ne(weights["layer.weight"]).any()
 
 
 def gather_all():

@@ -485,6 +485,20 @@ def test_one_folder_is_one_folder_however_it_is_spelled():
         fit("run", *both)
 
 
+@pytest.mark.parametrize("kind", ["file", "dangling link"])
+def test_a_place_that_cannot_be_written_to_is_told_before_the_training(tmp_path, kind):
+    place = tmp_path / "place"
+    if kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(tmp_path / "nowhere")
+    trained = []
+    started = At({1: lambda: trained.append(1)})
+    with pytest.raises(CheckpointError, match="place is not a folder that this user may write to"):
+        fit("run", started, ModelCheckpoint(dirpath=place))
+    assert not trained
+
+
 def test_a_checkpoint_that_was_set_aside_is_gone_on_from_by_its_path():
     fit("run", ModelCheckpoint(every=6, save_top_k=-1))
     path = Path("run/checkpoints/step-00000006")
@@ -498,6 +512,7 @@ def test_a_full_disk_when_a_signal_comes_does_not_hide_the_signal(monkeypatch):
     with pytest.raises(Preempted) as ended:
         fit("run", told, ModelCheckpoint(every=4, on_save_error="warn"))
     assert ended.value.code == 143
+    assert str(ended.value) == "the run was ended by SIGTERM (exit code 143)"
     assert steps_in("run") == [4]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import pickle
 import shutil
 import socket
@@ -182,12 +183,17 @@ def remove_or_tell(path: Path) -> None:
 
 
 def require_space(folder: Path, needs: int) -> None:
-    """See that so many bytes are free where a folder is, or will be made.
+    """See that so many bytes can be written where a folder is, or will be made.
 
     Raises:
-        CheckpointError: They are not.
+        CheckpointError: They cannot.
     """
-    there = next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
+    there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        raise CheckpointError(
+            f"checkpoints cannot be written to {folder}: {there} is not a folder that this user "
+            "may write to. Change its permissions, or give another project_dir or dirpath."
+        )
     free = shutil.disk_usage(there).free
     if free < needs:
         raise CheckpointError(

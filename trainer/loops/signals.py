@@ -59,7 +59,8 @@ class SignalWatch:
             if not interactive():  # what is torn down may wait for others in vain
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
-        hint = "; press Ctrl-C again to stop at once" if number == signal.SIGINT else ""
+        again_how = "interrupt" if interactive() else "press Ctrl-C"
+        hint = f"; {again_how} again to stop at once" if number == signal.SIGINT else ""
         name = signal.Signals(number).name
         # Not print: the signal may have come in the middle of one. Whoever reads it, such as tee,
         # may have ended by the same Ctrl-C; that must not cost the save.

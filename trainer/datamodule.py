@@ -28,6 +28,10 @@ class DataModule:
 
     trainer: Trainer | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy for a worker, such as one that is spawned with a method of it, is in no run.
+        return {**self.__dict__, "trainer": None}
+
     def save_hyperparameters(
         self,
         *names: str | Mapping[str, Any] | Namespace,

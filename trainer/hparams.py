@@ -19,7 +19,7 @@ import inspect
 import json
 import os
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
@@ -303,6 +303,8 @@ def _plain(value: Any, place: str) -> Any:
     if named or kind in (list, tuple, set, frozenset):
         items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
         return kind(*items) if named else kind(items)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+        return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     argument = place.partition("[")[0]
     raise TypeError(
         f"The hyper-parameter {place} is a {kind.__module__}.{kind.__qualname__}, which is not "

@@ -70,7 +70,8 @@ class TrainModule(nn.Module):
 
         They must be plain data: numbers, texts, None, bytes, dtypes, devices, and lists, tuples,
         sets and dicts of these, nested at will. Paths are kept as text, members of enumerations
-        that are numbers or texts as these, numpy's numbers as Python's, other mappings as dicts.
+        that are numbers or texts as these, numpy's numbers as Python's, other mappings as dicts
+        and other sequences as lists.
 
         Args:
             *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values;

@@ -53,7 +53,7 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 def rebuild(like: Any, values: Sequence[Any]) -> Any:
     """A container as `like`, with `values` in place of its `children`."""
     if isinstance(like, Mapping):
-        items = dict(zip(like, values, strict=True))
+        items = dict(zip(like.keys(), values, strict=True))  # what a TensorDict iterates is rows
         if type(like) is dict:
             return items
         if isinstance(like, defaultdict):

@@ -1,6 +1,7 @@
 """The datamodule: its place among the hooks, its batch hooks, its state in a checkpoint."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -458,3 +459,19 @@ def stand_in_batches():
     zeros = DataLoader(TensorDataset(torch.zeros(2, 1)), batch_size=2)
     make(cpu=True).fit(Manual(), zeros)
     return seen
+
+
+class Collating(Data):
+    def train_dataloader(self):
+        return loader(self.samples, collate_fn=self.collate)
+
+    def collate(self, samples):
+        self.copied = pickle.loads(pickle.dumps(self))  # as a worker that is spawned gets it
+        return torch.utils.data.default_collate(samples)
+
+
+def test_a_copy_that_is_made_in_a_run_is_in_none():
+    data = Collating()
+    make().fit(Net(), datamodule=data)
+    assert data.copied.samples == data.samples
+    assert data.copied.trainer is None

@@ -7,7 +7,7 @@ import functools
 import json
 import pickle
 from argparse import Namespace
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserList, namedtuple
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
@@ -353,6 +353,7 @@ def test_not_a_number_comes_back():
         (OrderedDict(a=1), {"a": 1}),
         (HyperParameters(a=Path("x")), {"a": "x"}),
         (Pair(1, Path("x")), Pair(1, "x")),
+        (UserList([1, Path("x")]), [1, "x"]),  # as OmegaConf's lists are
     ],
     ids=repr,
 )

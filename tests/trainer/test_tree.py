@@ -324,3 +324,22 @@ def test_concatenate_pairs_by_key():
 def test_concatenate_refuses_what_does_not_fit(data, error, text):
     with pytest.raises(error, match=text):
         tree.concatenate(data)
+
+
+class Rows(collections.UserDict):
+    """Iterates over rows, as a TensorDict does, not over its keys."""
+
+    def __iter__(self):
+        return iter(torch.zeros(2, 3))
+
+    def keys(self):
+        return self.data.keys()
+
+    def items(self):
+        return self.data.items()
+
+
+def test_a_mapping_that_iterates_over_something_else_keeps_its_keys():
+    doubled = tree.map_tree(lambda leaf: 2 * leaf, Rows(x=torch.ones(2)))
+    assert type(doubled) is Rows
+    assert torch.equal(doubled.data["x"], torch.full((2,), 2.0))

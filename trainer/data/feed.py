@@ -136,7 +136,7 @@ class Feed:
                 "that was given to prepare()."
             )
         # A subclass that reads in its own way is read by it, as a stream.
-        if isinstance(source, DataLoader) and type(source).__iter__ is DataLoader.__iter__:
+        if isinstance(source, DataLoader) and _reads_as_torchs(type(source)):
             streams = isinstance(source.dataset, IterableDataset)
             if not streams:
                 self.sampler = ShardedSampler(
@@ -194,7 +194,7 @@ class Feed:
             return self.sampler.num_batches
         try:
             total = len(self.loader)
-        except TypeError:
+        except (TypeError, NotImplementedError, ValueError):  # as loaders say that they have none
             return self._limit
         return total if self._limit is None else min(total, self._limit)
 
@@ -453,6 +453,12 @@ def sampler_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     batches = loader.batch_sampler
     owners = (loader.sampler, getattr(batches, "sampler", None), batches)
     return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
+
+
+def _reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
+    return all(
+        getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
+    )
 
 
 def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:

@@ -221,7 +221,7 @@ class ShardedSampler(Sampler[Any]):
         """Batches in the epoch over all processes; None for a sampler without length."""
         try:
             total = len(self._sampler)
-        except TypeError:
+        except (TypeError, NotImplementedError, ValueError):  # as samplers say that they have none
             return self.limit
         return total if self.limit is None else min(total, self.limit)
 

@@ -47,9 +47,9 @@ class LearningRateTest:
     """
 
     mode: str
-    lrs: list[float]
-    losses: list[float]
-    raw_losses: list[float]
+    lrs: list[float] = field(repr=False)
+    losses: list[float] = field(repr=False)
+    raw_losses: list[float] = field(repr=False)
     scales: list[float | None]
     diverged: bool
 

@@ -547,3 +547,27 @@ def test_an_interrupt_leaves_no_workers_whoever_keeps_the_error(monkeypatch):
         signal.signal(signal.SIGINT, before)
     assert kept
     assert not multiprocessing.active_children()
+
+
+class Mapped(DataLoader):
+    """Does the second half of its reading here, as loaders of graphs do."""
+
+    def _get_iterator(self):
+        return map(torch.neg, super()._get_iterator())
+
+
+def test_a_loader_that_goes_on_reading_behind_torchs_is_read_by_itself():
+    loader = Accelerator(cpu=True).prepare(Mapped(Numbers(3), batch_size=2))
+    assert [batch.tolist() for batch in loader] == [[0, -1], [-2]]
+
+
+@pytest.mark.parametrize("kind", [ValueError, NotImplementedError, TypeError])
+def test_however_a_sampler_says_that_it_has_no_length(kind):
+    class Unmeasured(SequentialSampler):
+        def __len__(self):
+            raise kind("no length")
+
+    batches = BatchSampler(Unmeasured(range(3)), 2, drop_last=False)
+    feed = Feed(DataLoader(Numbers(3), batch_sampler=batches), rank=0, world_size=1, seed=0)
+    assert feed.num_batches is None
+    assert [step.batch.tolist() for step in feed.rounds()] == [[0, 1], [2]]

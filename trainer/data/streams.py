@@ -50,8 +50,11 @@ class Stream:
         shown: bool,
     ) -> None:
         self._reading = _choose_reading(source, loader, generator, remember=remember)
+        # Such a loader goes on from epoch to epoch: it has no beginning to go back to.
+        self._iterator = type(source).__name__ if hasattr(source, "__next__") else None
         self._set_epoch, self._shown = set_epoch, shown
         self._fresh = True  # nothing has been read from it yet
+        self._resumed = False
         self._pending: dict[str, Any] | None = None
         self._position: dict[str, Any] | None = None  # as it was loaded, until a batch is used
         self._epoch = 0
@@ -78,6 +81,8 @@ class Stream:
         elif pending is not None:
             place = _place_of(pending)
             found = (pending["epoch"], place.batches) == (epoch, skip)
+        if self._resumed and self._fresh and not found and epoch and self._iterator is not None:
+            _say_where_it_begins(self._iterator, epoch)
         if not found:
             place = self._reading.start(first=self._fresh)
         self._fresh = False
@@ -151,7 +156,7 @@ class Stream:
             CheckpointError: It is inside an epoch that other workers read.
         """
         self._pending = self._position = None
-        self._used = None
+        self._used, self._resumed = None, True
         if position is None:
             return
         here, saved, kind = self._reading.workers, position["workers"], self._reading.kind
@@ -205,6 +210,16 @@ def say_what_it_costs(batches: int) -> None:
         "Resuming inside an epoch of a stream: %d batches are read again and thrown away. A "
         "dataset with state_dict and load_state_dict goes on where it was.",
         batches,
+    )
+
+
+def _say_where_it_begins(iterator: str, epoch: int) -> None:
+    logger.warning(
+        "The training loader is an iterator (%s), and nothing knows where the epochs before have "
+        "left it: epoch %d is read from where it stands now. Pass something whose __iter__ begins "
+        "anew in each epoch, or that has state_dict and load_state_dict.",
+        iterator,
+        epoch,
     )
 
 

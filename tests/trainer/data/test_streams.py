@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import itertools
 import logging
 import os
 import pty
@@ -656,3 +657,16 @@ def test_the_users_objects_are_left_as_they_are():
     read(feed_of(source), epochs=1)
     assert source.__dict__ == before[0]
     assert source.dataset.__dict__ == before[1]
+
+
+@pytest.mark.parametrize(("epoch", "told"), [(0, False), (2, True)])
+def test_an_iterator_that_goes_on_behind_an_epoch_is_told_of(caplog, epoch, told):
+    feed = feed_of(itertools.cycle([torch.zeros(1)]), limit=2)
+    feed.set_epoch(epoch)
+    feed.resume_at(None)
+    assert len(list(feed.rounds())) == 2
+    assert ("is an iterator (cycle)" in caplog.text) == told
+    caplog.clear()
+    feed.set_epoch(epoch + 1)
+    assert len(list(feed.rounds())) == 2
+    assert caplog.text == ""

@@ -351,14 +351,27 @@ def test_state_for_other_options_is_left_out_and_told_of(ranks2):
 # -- the Trainer -------------------------------------------------------------------------------
 
 
+class Parted(Net):
+    """The first process leaves out what the others use."""
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+        return self(*batch, both=dist.get_rank() > 0)
+
+
 def fit(
-    hook: str, steps: int, *, warm: bool = True, static: bool = False, **settings: Any
+    hook: str,
+    steps: int,
+    *,
+    warm: bool = True,
+    static: bool = False,
+    kind: type[Net] = Net,
+    **settings: Any,
 ) -> list[torch.Tensor]:
     options = {"start_powerSGD_iter": 2, "warm_start": warm} if hook == "power_sgd" else {}
     handler = DistributedDataParallelKwargs(
         comm_hook=hook, comm_state_option=options, static_graph=static
     )
-    module = Net()
+    module = kind()
     data = DataLoader(TensorDataset(torch.cat([rows(0, n) for n in range(12)])), 4, shuffle=True)
     trainer = Trainer(
         max_epochs=4,
@@ -395,6 +408,15 @@ def test_a_run_with_a_static_graph_goes_on_to_the_last_bit(ranks3, tmp_path, hoo
     for one, other in zip(whole, resumed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))
+
+
+def test_each_process_has_its_own_static_graph_again(ranks2, tmp_path):
+    settings = {"static": True, "kind": Parted}
+    whole = ranks2(lambda: fit("no", 9, project_dir=tmp_path / "whole", **settings))
+    ranks2(lambda: fit("no", 5, project_dir=tmp_path / "parts", **settings))
+    resumed = ranks2(lambda: fit("no", 9, project_dir=tmp_path / "parts", **settings))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_static_graph_is_resumed_by_another_number_of_processes(ranks2, ranks3, tmp_path):

@@ -119,7 +119,6 @@ class ModelCheckpoint(Callback):
         self.on_save_error = on_save_error
         self.dirpath = dirpath
         self.directory: Path | None = None
-        self._working = Path()  # folder when `fit` began, which the script may change
         # All names are relative to the directory, so that a project may move.
         self._scores: dict[str, float] = {}  # the k best, best first
         self._newest: list[str] = []  # oldest first
@@ -184,7 +183,6 @@ class ModelCheckpoint(Callback):
         if stage != "fit":
             return
         self.directory = Path(self.dirpath or trainer.checkpoint_dir).expanduser()
-        self._working = Path() if self.directory.is_absolute() else Path.cwd()
         for other in trainer.callbacks:
             if (
                 isinstance(other, ModelCheckpoint)
@@ -211,7 +209,7 @@ class ModelCheckpoint(Callback):
             # checkpoint that this one goes on from.
             for displaced in self._displaced:
                 if displaced != here:
-                    trainer.remove_checkpoint(self._place(displaced))
+                    trainer.remove_checkpoint(self._path(displaced))
             self._displaced = [name for name in self._displaced if name == here]
         self._restored = False
         self._before = None
@@ -237,7 +235,7 @@ class ModelCheckpoint(Callback):
         name = _name_at(trainer.global_step)
         if name not in self._newest and name not in self._scores:
             self._displaced = sorted({*self._displaced, name})
-        path = trainer.save_checkpoint(self._place(name), required=self.on_save_error == "raise")
+        path = trainer.save_checkpoint(self._path(name), required=self.on_save_error == "raise")
         if path is not None:
             with suppress(OSError):  # whoever read it may have ended by the same Ctrl-C
                 trainer.accelerator.print(
@@ -247,7 +245,7 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Save this process's weights, if asked for; not where somebody wants the end at once."""
         if self.saves_on_exception and self._training:
-            save_weights_at(exception, trainer, self._place(""))
+            save_weights_at(exception, trainer, self._path(""))
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """The stage is over."""
@@ -270,10 +268,6 @@ class ModelCheckpoint(Callback):
         if self.directory is None:
             raise RuntimeError("ModelCheckpoint has no directory before fit.")
         return self.directory / name
-
-    def _place(self, name: str) -> Path:
-        """Where it is written, whatever the working folder is by then."""
-        return self._working / self._path(name)
 
     def _rank(self, scores: dict[str, float]) -> dict[str, float]:
         """Sorted best first; of equals the older one, which is the one already on disk."""
@@ -309,13 +303,13 @@ class ModelCheckpoint(Callback):
         else:  # what a signal saved at this very update is now saved to stay
             self._displaced = [each for each in self._displaced if each != name]
         self._scores, self._newest = scores, newest
-        self._saving = self._place(name)
+        self._saving = self._path(name)
         trainer.save_checkpoint(
             self._saving,
             weights_only=self.save_weights_only,
             background=self.background,
             required=self.on_save_error == "raise",
-            displaces=[self._place(displaced) for displaced in self._displaced],
+            displaces=[self._path(displaced) for displaced in self._displaced],
         )
         if not self.background:
             self._settle(trainer)
@@ -338,7 +332,7 @@ class ModelCheckpoint(Callback):
         names = sorted({*self._scores, *self._newest, *self._displaced})
         if not names:
             return
-        lacking = torch.tensor([float(not self._place(name).is_dir()) for name in names])
+        lacking = torch.tensor([float(not self._path(name).is_dir()) for name in names])
         lacking = trainer.accelerator.reduce(lacking.to(trainer.accelerator.device), "sum")
         missing = {name for name, ranks in zip(names, lacking.tolist(), strict=True) if ranks}
         self._scores = {name: s for name, s in self._scores.items() if name not in missing}

@@ -45,6 +45,7 @@ def _with_copies(
     arrivals: list[Any] = []
     try:
         copies = frozen(values, arrivals)
+        size = size_of(copies) if record else 0
     except Exception as error:  # noqa: BLE001  # whatever their libraries raise
         refused = ValueError(f"A value cannot be copied or drawn: {error!r}")
         refused.__cause__ = error
@@ -55,7 +56,7 @@ def _with_copies(
             event.synchronize()
         function(tracker, copies)
 
-    return Call(what, call, record, size=size_of(copies) if record else 0)
+    return Call(what, call, record, size=size)
 
 
 def _refuse(error: ValueError, _: GeneralTracker) -> None:

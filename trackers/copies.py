@@ -54,8 +54,8 @@ def size_of(value: Any) -> int:
         return len(value)
     if hasattr(value, "getbands"):  # a picture
         return int(value.width * value.height * len(value.getbands()))
-    # What has a shape and no such number is a data frame.
-    return int(getattr(value, "nbytes", 8 * math.prod(getattr(value, "shape", (0,)))))
+    size = None if hasattr(value, "columns") else getattr(value, "nbytes", None)  # of a data frame
+    return size if isinstance(size, int) else 8 * math.prod(getattr(value, "shape", None) or (0,))
 
 
 def _to_host(tensor: Any, arrivals: list[Any]) -> Any:

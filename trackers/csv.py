@@ -112,7 +112,7 @@ class CSVTracker(GeneralTracker):
         """
         values = one_level(values)
         named = values.pop("step", step)
-        if step is None and isinstance(named, int):
+        if step is None:
             step = named
         row: dict[str, Any] = {"step": step, **values}
         if self._file is None:

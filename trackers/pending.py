@@ -78,8 +78,8 @@ class Pending:
             self._ended = last
             if call.record and len(self._calls) >= self.capacity:
                 self._drop_oldest()
-            while call.size and self._size and self._size + call.size > self.memory:
-                self._drop_oldest(sized=True)
+            if call.size and self._size and self._size + call.size > self.memory:
+                self._make_room(call.size)
             self._calls.append(call)
             self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
@@ -148,13 +148,24 @@ class Pending:
         self._size -= call.size
         return call
 
-    def _drop_oldest(self, *, sized: bool = False) -> None:
+    def _make_room(self, size: int) -> None:
+        """Drop the oldest records that take memory, until another one has room."""
+        kept: deque[Call] = deque()
+        for call in self._calls:
+            if call.record and call.size and self._size + size > self.memory:
+                self._size -= call.size
+                self._count_dropped(call)
+            else:
+                kept.append(call)
+        self._calls = kept
+
+    def _drop_oldest(self) -> None:
         for position, call in enumerate(self._calls):
-            if call.record and (call.size or not sized):
-                self._remove_at(position)
+            if call.record:
+                self._count_dropped(self._remove_at(position))
                 break
-        else:
-            return
+
+    def _count_dropped(self, call: Call) -> None:
         if call.time is None or not self.fills:
             self.lost += 1
         elif self._gap is None:

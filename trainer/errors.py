@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from signal import Signals
+from typing import Any
 
 
 class CheckpointError(RuntimeError):
@@ -52,9 +53,9 @@ class Preempted(SystemExit):
     """
 
     def __str__(self) -> str:  # which notebooks show
-        code = self.code if isinstance(self.code, int) else 0
-        why = Signals(code - 128).name if code - 128 in set(Signals) else "the end of max_time"
-        return f"the run was ended by {why} (exit code {self.code})"
+        whys: dict[Any, str] = {128 + each: f" by {each.name}" for each in Signals}
+        why = (whys | {124: " by max_time"}).get(self.code, "")
+        return f"the run was ended{why} (exit code {self.code})"
 
 
 def choose(what: str, value: object, choices: Iterable[str]) -> str:

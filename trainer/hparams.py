@@ -19,7 +19,8 @@ import inspect
 import json
 import os
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import UserList
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
@@ -303,7 +304,8 @@ def _plain(value: Any, place: str) -> Any:
     if named or kind in (list, tuple, set, frozenset):
         items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
         return kind(*items) if named else kind(items)
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
+    # Others would be data: a dataset may be a sequence of its samples.
+    if isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf."):
         return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     argument = place.partition("[")[0]
     raise TypeError(

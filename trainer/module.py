@@ -52,7 +52,8 @@ class TrainModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy made in a run, an average's or a pickled one for a worker, is not in the run.
-        return {**self.__dict__, "_trainer": None}
+        kept: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
+        return {**kept, "_trainer": None}
 
     # -- what it was made of -------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ class TrainModule(nn.Module):
         They must be plain data: numbers, texts, None, bytes, dtypes, devices, and lists, tuples,
         sets and dicts of these, nested at will. Paths are kept as text, members of enumerations
         that are numbers or texts as these, numpy's numbers as Python's, other mappings as dicts
-        and other sequences as lists.
+        and other lists as lists.
 
         Args:
             *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values;

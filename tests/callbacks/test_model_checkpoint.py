@@ -187,24 +187,6 @@ def test_checkpoints_that_were_left_behind_are_forgotten(tmp_path):
     assert steps(trainer.on_disk()) == [2, 3]
 
 
-def test_who_changes_the_working_folder_leaves_the_checkpoints_where_they_are(
-    tmp_path, monkeypatch
-):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    trainer, callback = trainer_with(Path("run"), monitor="loss", every=1)
-    trainer.start()
-    trainer.updates([3.0, 1.0])
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    trainer.updates([2.0, 4.0])
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "step-00000002",
-        "step-00000004",
-    ]
-    assert not list((tmp_path / "elsewhere").iterdir())
-    assert callback.best_model_path == Path("run/step-00000002")  # as it was given
-
-
 def test_folders_of_others_stay(tmp_path):
     foreign = [tmp_path / "step-00000001", tmp_path / "exception-00000002", tmp_path / "notes"]
     for folder in foreign:

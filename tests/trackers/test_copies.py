@@ -80,6 +80,9 @@ def test_how_much_memory_copies_take():
     assert size_of([[1, 2.5], [3, "x"]]) == 64 + 128 + 1
     frame = type("Frame", (), {"shape": (3, 2)})()
     assert size_of(frame) == 48
+    kind = type("Frame", (), {"shape": (3, 2), "columns": ["nbytes"], "nbytes": np.ones(3)})
+    assert size_of(kind()) == 48  # a column of that name
+    assert size_of(type("Odd", (), {"shape": None})()) == 0
 
 
 def test_other_objects_are_taken_as_they_are():

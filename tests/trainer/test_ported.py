@@ -881,3 +881,18 @@ def test_another_trainer_in_a_hook_leaves_the_module_to_its_own():
         assert points.trainer is None
         fits.append([*module.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*fits, strict=True))
+
+
+def test_a_copy_of_a_compiled_module_computes_with_its_own_weights():
+    class Called(Net):
+        def forward(self, x):
+            return self.layer(x)
+
+    module = Called()
+    module.compile(backend="eager")
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.layer.weight.zero_()
+        twin.layer.bias.zero_()
+    assert not twin(torch.ones(1, twin.layer.in_features)).any()
+    assert cloudpickle.loads(cloudpickle.dumps(module)).layer.weight.equal(module.layer.weight)

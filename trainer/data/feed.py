@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -13,9 +14,15 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
-from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs
+from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs, reads_as_torchs
 from trainer.data.sampling import ShardedSampler, Share
-from trainer.data.seeding import draws_nothing, own_generators, seed_own, tell_epoch
+from trainer.data.seeding import (
+    draws_nothing,
+    own_generators,
+    seed_own,
+    set_own_aside,
+    tell_epoch,
+)
 from trainer.data.stateful import Item, Place
 from trainer.data.streams import Stream, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
@@ -136,7 +143,7 @@ class Feed:
                 "that was given to prepare()."
             )
         # A subclass that reads in its own way is read by it, as a stream.
-        if isinstance(source, DataLoader) and _reads_as_torchs(type(source)):
+        if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
             streams = isinstance(source.dataset, IterableDataset)
             if not streams:
                 self.sampler = ShardedSampler(
@@ -224,12 +231,24 @@ class Feed:
             drop_last=self.drop_last,
         )
 
+    @contextmanager
+    def apart(self, epoch: int) -> Iterator[None]:
+        """Inside, a pass of another loader may be on its way: it has its generators back behind."""
+        put_back = [set_own_aside(generator) for generator in self._users_generators]
+        try:
+            self.set_epoch(epoch)
+            yield
+        finally:
+            for each in put_back:
+                each()
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is read next."""
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
-        for generator in self._users_generators:  # else its state decides, which no resume knows
-            seed_own(generator, mix(self.seed, epoch, 3))
+        # Else their states decide, which no resume knows. Each has a seed of its own.
+        for number, generator in enumerate(self._users_generators):
+            seed_own(generator, mix(self.seed, epoch, 3, *([number] if number else [])))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
         if hasattr(self.loader, "set_epoch"):
@@ -453,12 +472,6 @@ def sampler_generator(loader: DataLoader[Any]) -> torch.Generator | None:
     batches = loader.batch_sampler
     owners = (loader.sampler, getattr(batches, "sampler", None), batches)
     return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
-
-
-def _reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
-    return all(
-        getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
-    )
 
 
 def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:

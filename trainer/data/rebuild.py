@@ -164,6 +164,13 @@ def say_workers_end(dataset: str, why: str) -> None:
     )
 
 
+def reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
+    """A loader of this class reads as torch's do, so that one may be made like it."""
+    return all(
+        getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
+    )
+
+
 def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a ``DataLoader`` that say how it reads, without those that say what."""
     return {

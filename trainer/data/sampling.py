@@ -8,9 +8,11 @@ reading), so each knows what the others have.
 from __future__ import annotations
 
 import copy
+import operator
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -147,8 +149,9 @@ class Rest:
         batches = chain(first, batches)
         listed = map(self._as_batch, first)
         indices = [i for each in listed for i in (each if isinstance(each, list) else [each])]
-        if all(isinstance(index, int) for index in indices):
-            self.mark = zlib.crc32(repr(indices[:_TELLING]).encode())
+        with suppress(TypeError):  # a key of another kind is no index
+            telling = list(map(operator.index, indices[:_TELLING]))
+            self.mark = zlib.crc32(repr(telling).encode())
         skipped = map(self._as_batch, islice(batches, self.skip))
         self.before = sum(map(INDICES.count, skipped))
         return batches

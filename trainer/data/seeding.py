@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def own_generators(source: Any) -> list[Any]:
     for sampler in samplers:
         found += getattr(sampler, "__dict__", {}).values()
     kinds: tuple[type, ...] = torch.Generator, random.Random
-    everybodys: list[Any] = [torch.default_generator]
+    everybodys: list[Any] = [torch.default_generator, getattr(random.random, "__self__", None)]
     if numpy := sys.modules.get("numpy"):
         kinds += numpy.random.Generator, numpy.random.RandomState
         everybodys.append(numpy.random.mtrand._rand)
@@ -68,10 +69,29 @@ def seed_own(generator: Any, seed: int) -> None:
     """Seed one that `own_generators` has found."""
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
-    elif bits := getattr(generator, "bit_generator", None):  # numpy's newer kind has no method
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    elif hasattr(generator, "get_state") and type(_bits_of(generator)).__name__ == "MT19937":
+        generator.seed(seed % 2**32)
+    else:  # numpy's newer kinds have no method
+        bits = _bits_of(generator)
         bits.state = type(bits)(seed).state
-    else:
-        generator.seed(seed if isinstance(generator, random.Random) else seed % 2**32)
+
+
+def set_own_aside(generator: Any) -> Callable[[], object]:
+    """What brings one that `own_generators` has found back to where it is."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "get_state"):  # numpy's older kind, which may keep half a pair
+        return partial(generator.set_state, generator.get_state(legacy=False))
+    bits = _bits_of(generator)
+    return partial(setattr, bits, "state", bits.state)
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def as_fetched(batch: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from trainer.data.loader import PreparedLoader
-from trainer.data.rebuild import users_kwargs
+from trainer.data.rebuild import reads_as_torchs, users_kwargs
 
 
 class SkipBatchSampler(BatchSampler):
@@ -89,7 +89,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     kwargs = users_kwargs(dataloader)
     if isinstance(dataloader, SkipDataLoader):
         num_batches += dataloader.skip_batches
-    elif type(dataloader).__iter__ is not DataLoader.__iter__:
+    elif not reads_as_torchs(type(dataloader)):
         raise TypeError(
             f"A {type(dataloader).__name__} reads in a way of its own, which a new loader would "
             "not have. Prepare it, or use itertools.islice."

@@ -215,9 +215,9 @@ def say_what_it_costs(batches: int) -> None:
 
 def _say_where_it_begins(iterator: str, epoch: int) -> None:
     logger.warning(
-        "The training loader is an iterator (%s), and nothing knows where the epochs before have "
-        "left it: epoch %d is read from where it stands now. Pass something whose __iter__ begins "
-        "anew in each epoch, or that has state_dict and load_state_dict.",
+        "The training loader is an iterator (%s): if its __iter__ does not begin anew, nothing "
+        "knows where the epochs before have left it, and epoch %d is read from where it stands "
+        "now. state_dict and load_state_dict would tell.",
         iterator,
         epoch,
     )

@@ -53,7 +53,6 @@ def update_batch_norm(run: FitRun) -> None:
     # A layer that computes over all processes needs them all.
     together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     feed = run.feed.another()
-    feed.set_epoch(run.counters.epoch)
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     with (
         _kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
@@ -62,6 +61,7 @@ def update_batch_norm(run: FitRun) -> None:
         torch.no_grad(),
         isolated_rng(),
         run.metrics.muted(),
+        feed.apart(run.counters.epoch),
         closing(run.mover.rounds(feed)) as rounds,
     ):
         for batch_idx, current in enumerate(rounds):

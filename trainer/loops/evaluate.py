@@ -103,9 +103,8 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     start = getattr(hooks, f"on_{phase.name}_batch_start")
     end = getattr(hooks, f"on_{phase.name}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
-    feed.set_epoch(run.counters.epoch)
     rounds_here = 0
-    with closing(run.mover.rounds(feed, index)) as rounds:
+    with feed.apart(run.counters.epoch), closing(run.mover.rounds(feed, index)) as rounds:
         for batch_idx, current in enumerate(rounds):
             if run.told_to_end(batch_idx):
                 raise EvaluationAbandoned

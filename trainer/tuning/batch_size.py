@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
-from trainer.data.rebuild import users_kwargs
+from trainer.data.rebuild import reads_as_torchs, users_kwargs
 from trainer.distributed.collectives import all_gather_object
 from trainer.distributed.control import exchange
 from trainer.errors import choose
@@ -312,7 +312,7 @@ def with_batch_size(loaders: Any, size: int) -> Any:
     """
     if isinstance(loaders, (list, tuple)):
         return [with_batch_size(loader, size) for loader in loaders]
-    own = isinstance(loaders, DataLoader) and type(loaders).__iter__ is not DataLoader.__iter__
+    own = isinstance(loaders, DataLoader) and not reads_as_torchs(type(loaders))
     if not isinstance(loaders, DataLoader) or loaders.batch_size is None or own:
         raise ValueError(
             f"A {type(loaders).__name__} cannot be given another batch size: it is no plain "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 import threading
@@ -544,3 +545,49 @@ def test_a_sampler_that_keeps_a_global_generator_leaves_it_alone(generator):
     assert numpy.random.get_state()[1].tolist() == before[1]
     generator.manual_seed(5) if isinstance(generator, torch.Generator) else generator.seed(5)
     assert [each.batch.tolist() for each in feed.rounds()] == first
+
+
+class Drawn(SequentialSampler):
+    """Pairs of indices, one of each of two generators."""
+
+    def __init__(self, first, second):
+        super().__init__(range(12))
+        self.first, self.second = first, second
+
+    def __iter__(self):
+        for _ in range(6):
+            yield int(self.first.integers(6))
+            yield 6 + int(self.second.randint(6))
+
+
+def test_a_samplers_generators_draw_apart():
+    second = numpy.random.RandomState(numpy.random.PCG64(1))  # a kind that cannot be re-seeded
+    sampler = Drawn(numpy.random.default_rng(1), second)
+    feed = Feed(DataLoader(range(12), batch_size=12, sampler=sampler), rank=0, world_size=1, seed=0)
+    feed.set_epoch(0)
+    (round_,) = feed.rounds()
+    pairs = round_.batch.reshape(6, 2)
+    assert not torch.equal(pairs[:, 0] + 6, pairs[:, 1])
+    assert feed.mark is not None  # of numpy's integers too
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (random.Random(1), lambda g: g.random()),
+        (numpy.random.default_rng(1), lambda g: g.random()),
+        (numpy.random.RandomState(1), lambda g: g.standard_normal()),
+        (torch.Generator().manual_seed(1), lambda g: torch.rand((), generator=g).item()),
+    ],
+    ids=["python", "numpy", "numpy's older", "torch"],
+)
+def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, draw):
+    sampler = SequentialSampler(range(2))
+    sampler.mine = generator
+    feed = Feed(DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0)
+    twin = copy.deepcopy(generator)
+    assert draw(generator) == draw(twin)  # half a pair of numpy's older kind is left over
+    with feed.apart(3):
+        assert len(list(feed.rounds())) == 2
+        draw(generator)
+    assert draw(generator) == draw(twin)

@@ -309,6 +309,11 @@ class Own(DataLoader):
         yield from ()
 
 
+class Behind(DataLoader):
+    def _get_iterator(self):
+        return map(str, super()._get_iterator())
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -317,6 +322,7 @@ class Own(DataLoader):
         ((DataLoader([1]), True), TypeError, "num_batches is True; it must be an int"),
         (([1], 1), TypeError, "dataloader is a list; .* use itertools.islice"),
         ((Own([1]), 1), TypeError, "A Own reads in a way of its own"),
+        ((Behind([1]), 1), TypeError, "A Behind reads in a way of its own"),
     ],
 )
 def test_what_cannot_be_skipped_is_refused(arguments, error, text):

@@ -71,6 +71,10 @@ class TrainerStandIn:
     fail_at_removal: bool = False
 
     @property
+    def batches_seen(self) -> int:
+        return self.global_step
+
+    @property
     def current_epoch(self) -> int:
         return max(self.global_step - 1, 0) // self.steps_per_epoch
 

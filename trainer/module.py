@@ -72,7 +72,7 @@ class TrainModule(nn.Module):
         They must be plain data: numbers, texts, None, bytes, dtypes, devices, and lists, tuples,
         sets and dicts of these, nested at will. Paths are kept as text, members of enumerations
         that are numbers or texts as these, numpy's numbers as Python's, other mappings as dicts
-        and other lists as lists.
+        and other kinds of lists as lists.
 
         Args:
             *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values;

@@ -388,35 +388,31 @@ def fit(
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
+def goes_on(ranks: Any, folder: Any, hook: str, **settings: Any) -> list[list[torch.Tensor]]:
+    """The weights of an uninterrupted run, which one that was interrupted has come to as well."""
+    whole = ranks(lambda: fit(hook, 9, project_dir=folder / "whole", **settings))
+    ranks(lambda: fit(hook, 5, project_dir=folder / "parts", **settings))
+    resumed = ranks(lambda: fit(hook, 9, project_dir=folder / "parts", **settings))
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))
+    return whole
+
+
 @pytest.mark.parametrize(
     ("hook", "warm"), [("fp16", True), ("bf16", True), ("power_sgd", True), ("power_sgd", False)]
 )
 def test_a_run_with_a_hook_goes_on_to_the_last_bit(ranks2, tmp_path, hook, warm):
-    whole = ranks2(lambda: fit(hook, 9, warm=warm, project_dir=tmp_path / "whole"))
-    ranks2(lambda: fit(hook, 5, warm=warm, project_dir=tmp_path / "parts"))
-    resumed = ranks2(lambda: fit(hook, 9, warm=warm, project_dir=tmp_path / "parts"))
-    for one, other in zip(whole, resumed, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))
+    assert goes_on(ranks2, tmp_path, hook, warm=warm)
 
 
 @pytest.mark.parametrize("hook", ["no", "fp16", "power_sgd"])
 def test_a_run_with_a_static_graph_goes_on_to_the_last_bit(ranks3, tmp_path, hook):
-    whole = ranks3(lambda: fit(hook, 9, static=True, project_dir=tmp_path / "whole"))
-    ranks3(lambda: fit(hook, 5, static=True, project_dir=tmp_path / "parts"))
-    resumed = ranks3(lambda: fit(hook, 9, static=True, project_dir=tmp_path / "parts"))
-    for one, other in zip(whole, resumed, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))
+    assert goes_on(ranks3, tmp_path, hook, static=True)
 
 
 def test_each_process_has_its_own_static_graph_again(ranks2, tmp_path):
-    settings = {"static": True, "kind": Parted}
-    whole = ranks2(lambda: fit("no", 9, project_dir=tmp_path / "whole", **settings))
-    ranks2(lambda: fit("no", 5, project_dir=tmp_path / "parts", **settings))
-    resumed = ranks2(lambda: fit("no", 9, project_dir=tmp_path / "parts", **settings))
-    for one, other in zip(whole, resumed, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert goes_on(ranks2, tmp_path, "no", static=True, kind=Parted)
 
 
 def test_a_static_graph_is_resumed_by_another_number_of_processes(ranks2, ranks3, tmp_path):

@@ -83,7 +83,8 @@ class LastingLoader(DataLoader[Any]):
             self.worker_init_fn.collects = collects
         gc.disable()  # until the workers have been forked; see LastingWorker
         try:
-            _let_backends_finish()
+            if self._iterator is None:  # else it has workers, which persist
+                _let_backends_finish()
             batches = super().__iter__()
         finally:
             if collects:

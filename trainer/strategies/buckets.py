@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.strategies.zeros import zeros_for
+from trainer.strategies.zeros import add_zeros
 
 
 def fix_layout(
@@ -33,8 +33,7 @@ def fix_layout(
         times: How often backward adds to each of them, where a static graph is known. DDP takes it
             from this.
     """
-    static = wrapped.static_graph
-    if (static and times is None) or (wrapped.find_unused_parameters and not static):
+    if wrapped.find_unused_parameters or (wrapped.static_graph and times is None):
         return
     ignored = wrapped.parameters_to_ignore
     named = [(n, p) for n, p in wrapped.module.named_parameters() if p.requires_grad]
@@ -65,10 +64,6 @@ def _backward_of_zeros(
 ) -> None:
     wrapped.reducer.prepare_for_forward()
     wrapped.reducer.prepare_for_backward([])
-    # One by one: among leaves autograd keeps no order.
-    for parameter, zero, often in zip(
-        parameters, zeros_for(wrapped.module, parameters), times, strict=True
-    ):
+    for parameter in parameters:
         parameter.grad = None
-        for _ in range(often):
-            parameter.backward(zero)
+    add_zeros(wrapped.module, parameters, times)

@@ -17,7 +17,7 @@ from trainer.distributed.agreement import Agreement, Tally
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
 from trainer.strategies.ddp import DataParallel, average_gradients_of, broadcast_
-from trainer.strategies.zeros import give_nothing, sparse_weights, zeros_for
+from trainer.strategies.zeros import add_zeros, give_nothing, sparse_weights
 
 
 class StaticDataParallel(DataParallel):
@@ -86,11 +86,7 @@ class StaticDataParallel(DataParallel):
 
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
         """Backward through the ballot, and zero as often as a loss would add to each parameter."""
-        parameters = self._trained()
-        zeros = zeros_for(self.module, parameters)
-        for name, parameter, zero in zip(self._names(), parameters, zeros, strict=True):
-            for _ in range(self.graph[name]):
-                parameter.backward(zero)
+        add_zeros(self.module, self._trained(), [self.graph[name] for name in self._names()])
         torch.autograd.backward(ride, ballot)
 
     def begin_epoch(self) -> None:
@@ -181,8 +177,8 @@ class StaticDataParallel(DataParallel):
         except RuntimeError as error:
             raise RuntimeError(
                 "With static_graph=True each loss must depend on the parameters that the first "
-                "update's did, and this one depends on fewer, so that the gradients could not be "
-                "averaged over the processes. Pass Trainer(kwargs_handlers=["
+                "update's did, as often, and this one depends on fewer, or on some less often, so "
+                "that the gradients could not be averaged. Pass Trainer(kwargs_handlers=["
                 "DistributedDataParallelKwargs(find_unused_parameters=True)]) instead."
             ) from error.__cause__
 

@@ -27,6 +27,18 @@ def zeros_for(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[Tenso
     return (_no_rows(p) if id(p) in sparse else torch.zeros_like(p) for p in parameters)
 
 
+def add_zeros(module: nn.Module, parameters: Sequence[Tensor], times: Sequence[int]) -> None:
+    """Backward of zero to each of the module's parameters, so often, with whatever hooks it.
+
+    One by one: among leaves autograd keeps no order.
+    """
+    for parameter, zero, often in zip(
+        parameters, zeros_for(module, parameters), times, strict=True
+    ):
+        for _ in range(often):
+            parameter.backward(zero)
+
+
 def give_nothing(module: nn.Module) -> None:
     """Give trained parameters that have no gradient one of zero: the window had no items."""
     missing = [p for p in module.parameters() if p.requires_grad and p.grad is None]

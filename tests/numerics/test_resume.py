@@ -30,18 +30,20 @@ every_world = pytest.mark.parametrize("world", [1, 2, 3])
 
 
 class Augmented(Dataset[Any]):
-    """Every sample is noisy, with noise from all three generators."""
+    """Every sample is noisy, with noise from all three generators and one of its own."""
 
     def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(8)
         self.values = torch.randn(samples, FEATURES, generator=generator)
         self.labels = torch.randint(CLASSES, (samples,), generator=generator)
+        self.own = numpy.random.default_rng(8)
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         noise = torch.randn(FEATURES) * (1 + random.random()) + float(numpy.random.rand())
+        noise += self.own.random(dtype=numpy.float32)
         return self.values[index] + 0.3 * noise, self.labels[index]
 
 

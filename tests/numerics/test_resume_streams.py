@@ -53,6 +53,23 @@ class Augmented(IterableDataset):
         return map(self.sample, self.order())
 
 
+class Keeping(Augmented):
+    """Order and noise come from a generator of its own, of which no checkpoint knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = numpy.random.default_rng(4)
+
+    def order(self) -> list[int]:
+        whole: list[int] = self.generator.permutation(SAMPLES).tolist()
+        info = get_worker_info()
+        return whole if info is None else whole[info.id :: info.num_workers]
+
+    def sample(self, index: int) -> tuple[Tensor, Tensor]:
+        value, label = super().sample(index)
+        return value + self.generator.random(dtype=numpy.float32), label
+
+
 class Resumable(Augmented):
     """The same with a state: where it is, and a generator whose draws go on from pass to pass."""
 
@@ -136,8 +153,8 @@ def data(name: str, workers: int) -> Any:
         })()  # fmt: skip
     if name.startswith("anew"):
         return DataLoader(Anew(), batch_size=int(name.split()[1]), num_workers=workers)
-    dataset = Resumable() if name == "resumable" else Augmented()
-    return DataLoader(dataset, batch_size=4, num_workers=workers)
+    kind = {"resumable": Resumable, "keeping": Keeping, "plain": Augmented}[name]
+    return DataLoader(kind(), batch_size=4, num_workers=workers)
 
 
 def stream_fit(folder: str, begin: int, name: str, workers: int, options: dict[str, Any]) -> Any:
@@ -203,6 +220,9 @@ def assert_resumed(whole: Any, resumed: Any, step: int) -> None:
         ("plain", 1, 0, {}, 4),
         ("plain", 1, 3, {"max_epochs": 2}, 5),
         ("plain", 2, 0, {"max_epochs": 2}, 3),
+        ("keeping", 1, 0, {}, 4),
+        ("keeping", 1, 2, {"max_epochs": 2}, 5),
+        ("keeping", 2, 0, {"max_epochs": 2}, 3),
     ],
 )
 def test_resume_after_every_update(ranks, tmp_path, name, world, workers, options, every):

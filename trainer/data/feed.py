@@ -14,17 +14,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
+from trainer.data.own_generators import held_by, of_samplers, seed_all, set_aside
 from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs, reads_as_torchs
 from trainer.data.sampling import ShardedSampler, Share
-from trainer.data.seeding import (
-    draws_nothing,
-    own_generators,
-    seed_own,
-    set_own_aside,
-    tell_epoch,
-)
+from trainer.data.seeding import draws_nothing, tell_epoch
 from trainer.data.stateful import Item, Place
-from trainer.data.streams import Stream, say_what_it_costs
+from trainer.data.streams import Stream, knows_where_it_is, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
 from trainer.rng import mix
 from trainer.tree import count_samples, leaves
@@ -136,7 +131,6 @@ class Feed:
         self.loader: Any = source
         self._limit: int | None = None
         self._generator = torch.Generator()
-        self._users_generators = own_generators(source)
         if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
             raise ValueError(
                 "The loader was prepared by an Accelerator and is shared out already; pass the one "
@@ -234,21 +228,26 @@ class Feed:
     @contextmanager
     def apart(self, epoch: int) -> Iterator[None]:
         """Inside, a pass of another loader may be on its way: it has its generators back behind."""
-        put_back = [set_own_aside(generator) for generator in self._users_generators]
+        put_back = set_aside(self._users_generators)
         try:
             self.set_epoch(epoch)
             yield
         finally:
-            for each in put_back:
-                each()
+            put_back()
+
+    @property
+    def _users_generators(self) -> list[Any]:
+        """Those that its passes draw from as they please; a map-style dataset's are its own."""
+        if self.sampler is not None or knows_where_it_is(self._source):
+            return of_samplers(self._source)
+        return held_by(self._source)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is read next."""
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
-        # Else their states decide, which no resume knows. Each has a seed of its own.
-        for number, generator in enumerate(self._users_generators):
-            seed_own(generator, mix(self.seed, epoch, 3, *([number] if number else [])))
+        # Else their states decide, which no resume knows.
+        seed_all(self._users_generators, mix(self.seed, epoch, 3))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
         if hasattr(self.loader, "set_epoch"):

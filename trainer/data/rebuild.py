@@ -21,7 +21,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch._C import _remove_worker_pids
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from trainer.data.rows import TensorRows
 from trainer.data.sampling import ShardedSampler
@@ -42,10 +42,12 @@ class LastingWorker:
 
     Args:
         users: The user's ``worker_init_fn``, called afterwards.
+        wrapped: The loader's dataset is one of ours around the user's, which is what
+            ``get_worker_info().dataset`` shall be: it is there to be changed by `users`.
     """
 
-    def __init__(self, users: Callable[[int], None] | None) -> None:
-        self.users = users
+    def __init__(self, users: Callable[[int], None] | None, *, wrapped: bool = False) -> None:
+        self.users, self.wrapped = users, wrapped
         self.collects = True
         self._told = False
 
@@ -59,6 +61,9 @@ class LastingWorker:
             gc.enable()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._end_at_the_second)
+        if self.wrapped:
+            info: Any = get_worker_info()
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses the usual way
         if self.users is not None:
             self.users(worker_id)
 
@@ -210,12 +215,14 @@ def loader_kwargs(
             say_workers_end(type(loader.dataset).__name__, unheard if told else unknown)
             kwargs["persistent_workers"] = False
         return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    wrapper: Any = None
     if not draws_nothing(loader.dataset, loader.collate_fn):
-        kwargs["dataset"] = SeededDataset(loader.dataset, loader.collate_fn)
-        kwargs["collate_fn"] = as_fetched
+        wrapper = SeededDataset(loader.dataset, loader.collate_fn)
     elif loader.batch_sampler is not None:
-        kwargs["dataset"] = TensorRows(loader.dataset)
-        kwargs["collate_fn"] = as_fetched
+        wrapper = TensorRows(loader.dataset)
+    if wrapper is not None:
+        worker = LastingWorker(loader.worker_init_fn, wrapped=True)
+        kwargs |= {"dataset": wrapper, "collate_fn": as_fetched, "worker_init_fn": worker}
     if loader.batch_sampler is None:
         return kwargs | {"sampler": sampler, "batch_size": None}
     return kwargs | {"batch_sampler": sampler}

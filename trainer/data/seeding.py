@@ -2,24 +2,27 @@
 
 Every batch of a map-style dataset is fetched under generators seeded from (seed, epoch, position
 of its first sample), and told of the epoch under those of (seed, epoch): the number of workers, the
-number of processes and where a run was resumed make no difference to what the dataset draws.
+number of processes and where a run was resumed make no difference to what the dataset draws. They
+are the global ones and those that the dataset keeps for itself.
 """
 
 from __future__ import annotations
 
-import random
-import sys
+import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainer.data.by_value import sent
+from trainer.data.own_generators import held_by, seed_all, set_aside
 from trainer.data.rows import attribute_of_dataset
 from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
 from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 3  # the first batches of a process, before which generators are looked for
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -40,58 +43,13 @@ def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
         epoch: The one that is read next.
     """
     if isinstance(dataset, SeededDataset):
-        dataset.told = seed, epoch
+        dataset.told, dataset.own = (seed, epoch), None
     if hasattr(dataset, "set_epoch"):
-        with isolated_rng(mix(seed, epoch, -1)):  # no batch has this position
+        place = mix(seed, epoch, -1)  # no batch has this position
+        if isinstance(dataset, SeededDataset):  # a stream's are seeded for the whole pass
+            seed_all(held_by(dataset.dataset), mix(place, 1))
+        with isolated_rng(place):
             dataset.set_epoch(epoch)
-
-
-def own_generators(source: Any) -> list[Any]:
-    """The generators that a loader and its samplers draw from, by whatever name a sampler has them.
-
-    They are torch's, Python's and numpy's; not the global ones, which others draw from too.
-    """
-    batches = getattr(source, "batch_sampler", None)
-    samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
-    found = [getattr(owner, "generator", None) for owner in (source, *samplers)]
-    for sampler in samplers:
-        found += getattr(sampler, "__dict__", {}).values()
-    kinds: tuple[type, ...] = torch.Generator, random.Random
-    everybodys: list[Any] = [torch.default_generator, getattr(random.random, "__self__", None)]
-    if numpy := sys.modules.get("numpy"):
-        kinds += numpy.random.Generator, numpy.random.RandomState
-        everybodys.append(numpy.random.mtrand._rand)
-    own = [g for g in found if isinstance(g, kinds) and not any(g is each for each in everybodys)]
-    return list({id(generator): generator for generator in own}.values())
-
-
-def seed_own(generator: Any, seed: int) -> None:
-    """Seed one that `own_generators` has found."""
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    elif hasattr(generator, "get_state") and type(_bits_of(generator)).__name__ == "MT19937":
-        generator.seed(seed % 2**32)
-    else:  # numpy's newer kinds have no method
-        bits = _bits_of(generator)
-        bits.state = type(bits)(seed).state
-
-
-def set_own_aside(generator: Any) -> Callable[[], object]:
-    """What brings one that `own_generators` has found back to where it is."""
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if hasattr(generator, "get_state"):  # numpy's older kind, which may keep half a pair
-        return partial(generator.set_state, generator.get_state(legacy=False))
-    bits = _bits_of(generator)
-    return partial(setattr, bits, "state", bits.state)
-
-
-def _bits_of(generator: Any) -> Any:
-    return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
 def as_fetched(batch: Any) -> Any:
@@ -114,6 +72,8 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.told: tuple[int, int] | None = None  # the run's seed and the epoch; workers inherit it
+        self.own: list[Any] | None = None  # generators that both keep; None: to be looked for
+        self._looks: list[list[Any]] = []  # what was found before the first batches
 
     __getattr__ = attribute_of_dataset
 
@@ -146,9 +106,44 @@ class SeededDataset(Dataset[Any]):
             if self.told != told:  # the worker outlasts the epoch in which it began
                 tell_epoch(self, *told)
             seed_local(place.seed)
+            seed_all(self._generators(), mix(place.seed, 1))
             return sent(fetch())
         put_back = set_rng_aside(place.seed)
         try:
-            return fetch()
+            own = self._generators()
+            return _with_own(own, mix(place.seed, 1), fetch) if own else fetch()
         finally:
             put_back()
+
+    def _generators(self) -> list[Any]:
+        """Those that the dataset and the ``collate_fn`` keep for themselves."""
+        if self.own is None or len(self._looks) < _LOOKS:
+            self.own = held_by((self.dataset, self.collate_fn))
+            if len(self._looks) < _LOOKS:
+                self._looks.append(self.own)
+                self._tell_of_late_ones()
+        return self.own
+
+    def _tell_of_late_ones(self) -> None:
+        """Say so where a generator was made while the first batch was read, and stays."""
+        if len(self._looks) < _LOOKS:
+            return
+        first, *later = ({id(generator) for generator in look} for look in self._looks)
+        worker = get_worker_info()
+        if set.intersection(*later) - first and (worker is None or worker.id == 0):
+            logger.warning(
+                "The dataset (%s) or its collate_fn made a random generator while its first batch "
+                "was read. What that batch draws from it does not follow from the seed, in each "
+                "worker, and is not the same after a resume: make it in __init__.",
+                type(self.dataset).__name__,
+            )
+
+
+def _with_own(generators: list[Any], seed: int, fetch: Callable[[], Any]) -> Any:
+    """What is fetched under generators that are as they were again behind it."""
+    put_back = set_aside(generators)
+    try:
+        seed_all(generators, seed)
+        return fetch()
+    finally:
+        put_back()

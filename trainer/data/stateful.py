@@ -13,7 +13,7 @@ whose data have ended answers with nothing. The order of the batches is that of 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
@@ -140,19 +140,6 @@ def pickled_state(owner: Any) -> bytes:
         ) from error
 
 
-class _ShownDataset:
-    """The ``worker_init_fn`` after which ``get_worker_info().dataset`` is the user's again."""
-
-    def __init__(self, users: Callable[[int], None] | None) -> None:
-        self.users = users
-
-    def __call__(self, worker_id: int) -> None:
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses the usual way
-        if self.users is not None:
-            self.users(worker_id)
-
-
 class _Requests:
     """The sampler that makes the requests of a pass, without end."""
 
@@ -215,7 +202,7 @@ class DatasetReading:
             "collate_fn": as_fetched,
             "batch_size": None,
             "generator": generator,
-            "worker_init_fn": LastingWorker(_ShownDataset(loader.worker_init_fn)),
+            "worker_init_fn": LastingWorker(loader.worker_init_fn, wrapped=True),
             # What a pass leaves in a worker no checkpoint knows, nor would it hear of an epoch.
             "persistent_workers": False,
         }

@@ -196,6 +196,11 @@ def _choose_reading(
     return PlainReading(loader) if plain else DatasetReading(source, generator)
 
 
+def knows_where_it_is(source: Any) -> bool:
+    """It, or the dataset that it reads, has a state, to which its generators belong."""
+    return _has_state(source) or _has_state(getattr(source, "dataset", None))
+
+
 def _has_state(source: Any) -> bool:
     """Whether something can be put back to where it was."""
     names = ("state_dict", "load_state_dict")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import random
 import threading
@@ -19,6 +18,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    get_worker_info,
 )
 
 from trainer.data.loader import Feed
@@ -358,6 +358,31 @@ def itself(batch):
 KEYS = ["0007", 2.7, (1, 2), numpy.int64(3), True, slice(1, 3), 5, "x"]
 
 
+class Shifted(Noisy):
+    shift = 0
+
+    def __getitem__(self, index):
+        assert get_worker_info().dataset is self
+        return index + self.shift
+
+
+def shift(worker):
+    dataset = get_worker_info().dataset
+    if isinstance(dataset, Shifted):
+        dataset.shift = 100
+    else:
+        dataset.tensors = (dataset.tensors[0] + 100,)
+
+
+@pytest.mark.parametrize("dataset", [Shifted(4), TensorDataset(torch.arange(4))])
+@pytest.mark.parametrize("batch_size", [2, None])
+def test_the_users_worker_init_fn_finds_the_users_dataset(dataset, batch_size):
+    loader = DataLoader(dataset, batch_size, num_workers=1, worker_init_fn=shift)
+    expected = [str(batch) for batch in loader]
+    assert "100" in expected[0]
+    assert [str(each.batch) for each in Feed(loader).rounds()] == expected
+
+
 class Lookup(Dataset):
     """Is asked by whatever its sampler thinks of, and draws."""
 
@@ -494,100 +519,3 @@ def test_an_epoch_that_is_resumed_has_what_was_drawn_for_it(workers):
 def test_workers_that_stay_hear_of_another_seed():
     expected = [*repaired(1), *repaired(1, seed=5)]
     assert repaired(1, 1, reseed=5, **WORKERS[1]) == expected
-
-
-class Own(SequentialSampler):
-    """Draws its order from a generator of its own, which goes on from epoch to epoch."""
-
-    def __init__(self, make):
-        super().__init__(range(12))
-        self.rng = make()
-
-    def __iter__(self):
-        if isinstance(self.rng, torch.Generator):
-            return iter(torch.randperm(12, generator=self.rng).tolist())
-        order = list(range(12))
-        self.rng.shuffle(order)
-        return iter(order)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState],
-)
-@pytest.mark.parametrize("batched", [True, False])
-def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
-    def feed(world_size=1, rank=0):
-        source = DataLoader(range(12), batch_size=2 if batched else None, sampler=Own(make))
-        return Feed(source, seed=3, world_size=world_size, rank=rank)
-
-    def read(feed, epoch, start=0):
-        feed.set_epoch(epoch)
-        feed.start_batch = start
-        return [numpy.asarray(each.batch).tolist() for each in feed.rounds() if each.present]
-
-    whole = feed()
-    first, second = read(whole, 0), read(whole, 1)
-    assert first != second
-    assert read(feed(), 1, start=2) == second[2:]
-    assert [read(feed(2, rank), 1) for rank in (0, 1)] == [second[0::2], second[1::2]]
-
-
-@pytest.mark.parametrize(
-    "generator", [torch.default_generator, numpy.random.mtrand._rand], ids=["torch", "numpy"]
-)
-def test_a_sampler_that_keeps_a_global_generator_leaves_it_alone(generator):
-    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
-    sampler = Own(lambda: generator)
-    feed = Feed(DataLoader(range(12), batch_size=2, sampler=sampler))
-    first = [each.batch.tolist() for each in feed.rounds()]
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert numpy.random.get_state()[1].tolist() == before[1]
-    generator.manual_seed(5) if isinstance(generator, torch.Generator) else generator.seed(5)
-    assert [each.batch.tolist() for each in feed.rounds()] == first
-
-
-class Drawn(SequentialSampler):
-    """Pairs of indices, one of each of two generators."""
-
-    def __init__(self, first, second):
-        super().__init__(range(12))
-        self.first, self.second = first, second
-
-    def __iter__(self):
-        for _ in range(6):
-            yield int(self.first.integers(6))
-            yield 6 + int(self.second.randint(6))
-
-
-def test_a_samplers_generators_draw_apart():
-    second = numpy.random.RandomState(numpy.random.PCG64(1))  # a kind that cannot be re-seeded
-    sampler = Drawn(numpy.random.default_rng(1), second)
-    feed = Feed(DataLoader(range(12), batch_size=12, sampler=sampler), rank=0, world_size=1, seed=0)
-    feed.set_epoch(0)
-    (round_,) = feed.rounds()
-    pairs = round_.batch.reshape(6, 2)
-    assert not torch.equal(pairs[:, 0] + 6, pairs[:, 1])
-    assert feed.mark is not None  # of numpy's integers too
-
-
-@pytest.mark.parametrize(
-    ("generator", "draw"),
-    [
-        (random.Random(1), lambda g: g.random()),
-        (numpy.random.default_rng(1), lambda g: g.random()),
-        (numpy.random.RandomState(1), lambda g: g.standard_normal()),
-        (torch.Generator().manual_seed(1), lambda g: torch.rand((), generator=g).item()),
-    ],
-    ids=["python", "numpy", "numpy's older", "torch"],
-)
-def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, draw):
-    sampler = SequentialSampler(range(2))
-    sampler.mine = generator
-    feed = Feed(DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0)
-    twin = copy.deepcopy(generator)
-    assert draw(generator) == draw(twin)  # half a pair of numpy's older kind is left over
-    with feed.apart(3):
-        assert len(list(feed.rounds())) == 2
-        draw(generator)
-    assert draw(generator) == draw(twin)

@@ -1,0 +1,406 @@
+"""Generators that loaders, samplers and datasets keep for themselves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    get_worker_info,
+)
+
+from trainer.data.loader import Feed
+from trainer.data.own_generators import LONGEST, held_by
+
+KINDS = [
+    (torch.Generator, lambda g: torch.rand((), generator=g).item()),
+    (lambda: random.Random(1), lambda g: g.random()),
+    (lambda: numpy.random.default_rng(1), lambda g: g.random()),
+    (lambda: numpy.random.RandomState(1), lambda g: g.standard_normal()),
+]
+NAMES = ["torch", "python", "numpy", "numpy's older"]
+WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+
+
+def plain(items):
+    return items
+
+
+class Jitter:
+    """A transform that draws from a generator of its own."""
+
+    def __init__(self, make, draw):
+        self.rng, self.draw = make(), draw
+
+    def __call__(self, index):
+        return index, self.draw(self.rng)
+
+
+class Jittered(Dataset):
+    """Indices as a transform gives them back."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return self.transform(index)
+
+
+def read(feed, *epochs, start=0):
+    """The batches of each epoch, the first of them from inside."""
+    found = []
+    for epoch in epochs:
+        feed.start_batch = 0 if found else start
+        feed.set_epoch(epoch)
+        found.append([each.batch for each in feed.rounds() if each.present])
+    feed.close()
+    return found
+
+
+def feed_of(dataset, *, rank=0, world_size=1, seed=3, **kwargs):
+    options = {"batch_size": 2, "collate_fn": plain, **kwargs}
+    return Feed(DataLoader(dataset, **options), rank=rank, world_size=world_size, seed=seed)
+
+
+# -- of datasets -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
+def test_what_is_drawn_from_a_datasets_own_generator_follows_from_the_seed(make, draw):
+    def feed(**kwargs):
+        return feed_of(Jittered(Jitter(make, draw)), **kwargs)
+
+    whole = read(feed(), 0, 1, 2)
+    drawn = [value for epoch in whole for batch in epoch for _, value in batch]
+    assert len(set(drawn)) == 36
+    for workers in WORKERS:
+        assert read(feed(**workers), 0, 1, 2) == whole
+        assert read(feed(**workers), 1, 2, start=4) == [whole[1][4:], whole[2]]
+    shares = [read(feed(world_size=2, rank=rank), 1)[0] for rank in (0, 1)]
+    assert shares == [whole[1][0::2], whole[1][1::2]]
+    assert read(feed(seed=4), 0) != whole[:1]
+
+
+@pytest.mark.parametrize(("make", "draw"), KINDS, ids=NAMES)
+def test_a_generator_that_the_training_draws_from_too_is_left_where_it_is(make, draw):
+    transform = Jitter(make, draw)
+    twin = copy.deepcopy(transform.rng)
+    assert draw(transform.rng) == draw(twin)  # half a pair of numpy's older kind is left over
+    for epoch in read(feed_of(Jittered(transform)), 0, 1):
+        assert len(epoch) == 6
+        assert draw(transform.rng) == draw(twin)
+
+
+def test_generators_of_one_dataset_draw_apart():
+    makes = [make for make, _ in KINDS] * 2
+    transforms = [Jitter(make, draw) for make, (_, draw) in zip(makes, KINDS * 2, strict=True)]
+
+    def transform(index):
+        every = [each(index)[1] for each in transforms]
+        every += [torch.rand(()).item(), random.random(), numpy.random.rand()]
+        return [round(value, 6) for value in every]
+
+    ((batch, *_),) = read(feed_of(Jittered(transform)), 0)
+    for drawn in batch:
+        assert len(set(drawn)) == len(drawn) == 11
+
+
+class Collating:
+    """A ``collate_fn`` that masks by a generator of its own."""
+
+    def __init__(self):
+        self.rng = numpy.random.default_rng(1)
+
+    def __call__(self, items):
+        return [(index, self.rng.random()) for index, _ in items]
+
+
+def test_a_collate_function_with_a_generator_follows_from_the_seed():
+    def feed(**workers):
+        dataset = Jittered(lambda index: (index, 0))
+        return feed_of(dataset, collate_fn=Collating(), **workers)
+
+    (whole,) = read(feed(), 1)
+    assert len({value for batch in whole for _, value in batch}) == 12
+    assert read(feed(num_workers=2), 1, start=3) == [whole[3:]]
+
+
+class Reseeding(Jittered):
+    """Draws an offset when it is told of the epoch, and seeds its generator then."""
+
+    offset = 0.0
+
+    def set_epoch(self, epoch):
+        self.offset = self.transform.rng.random()
+
+    def __getitem__(self, index):
+        return self.offset
+
+
+def test_what_a_dataset_draws_for_an_epoch_from_its_own_generator_is_the_same_in_all_workers():
+    def feed(**workers):
+        return feed_of(Reseeding(Jitter(*KINDS[2])), **workers)
+
+    whole = read(feed(), 0, 1)
+    assert len({value for epoch in whole for batch in epoch for value in batch}) == 2
+    for workers in WORKERS[1:]:
+        assert read(feed(**workers), 0, 1) == whole
+        assert read(feed(**workers), 1) == whole[1:]
+
+
+class Late(Jittered):
+    """Makes its generator when it is first asked."""
+
+    def __init__(self, *, every):
+        self.every, self.rng = every, None
+
+    def __getitem__(self, index):
+        if self.rng is None or self.every:
+            self.rng = random.Random(index)
+        return self.rng.random()
+
+
+def shown(worker):
+    logging.getLogger("trainer.data").addHandler(logging.StreamHandler())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("every", [False, True])
+def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
+    capfd, caplog, every, workers
+):
+    feed = feed_of(Late(every=every), num_workers=workers, worker_init_fn=shown)
+    with caplog.at_level("WARNING"):
+        read(feed, 0)
+    said = capfd.readouterr().err + caplog.text
+    told = said.count("(Late) or its collate_fn made a random generator")
+    assert told == (0 if every else 1)
+
+
+def test_generators_are_found_wherever_a_dataset_may_keep_them():
+    rngs = [random.Random(number) for number in range(12)]
+    linked = SimpleNamespace(rng=rngs[0])
+    linked.itself = linked
+
+    def closed(value, rng=rngs[1], *, named=rngs[2]):
+        return value + rngs_of_closure[0].random() + rng.random() + named.random()
+
+    rngs_of_closure = [rngs[3]]
+    found = held_by(
+        {
+            "itself": linked,
+            "function": closed,
+            "partial": partial(closed, rngs[4], rng=rngs[5]),
+            "method": SimpleNamespace(rng=rngs[6], call=Jitter(lambda: rngs[7], None).__call__),
+            "builtin": rngs[8].random,
+            "several": [(rngs[9],), deque([{"deep": [rngs[10]]}])],
+            "module": torch.nn.Sequential(torch.nn.Identity()),
+            "subset": torch.utils.data.Subset(Jittered(Jitter(lambda: rngs[11], None)), [0]),
+        }
+    )
+    assert {id(each) for each in found} == {id(each) for each in rngs}
+    assert len(found) == len(rngs)
+
+
+class Untouchable:
+    @property
+    def __class__(self):
+        raise RuntimeError("nobody asks a proxy")
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_what_cannot_be_seeded_or_is_everybodys_is_left_alone():
+    def unbound():
+        return later  # has no value yet
+
+    things = [
+        random.SystemRandom(),
+        random.random,
+        numpy.random.mtrand._rand,
+        numpy.random.rand,
+        torch.default_generator,
+        random,
+        Jitter,
+        Untouchable(),
+        unbound,
+        [random.Random(1)] * (LONGEST + 1),
+    ]
+    assert held_by(things) == []
+    later = None
+
+
+# -- of streams --------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    """Its order is drawn from a generator of its own, and split between workers."""
+
+    def __init__(self, make=lambda: numpy.random.default_rng(1)):
+        self.rng = make()
+
+    def __iter__(self):
+        order = self.rng.permutation(12).tolist()
+        worker = get_worker_info()
+        return iter(order if worker is None else order[worker.id :: worker.num_workers])
+
+
+class Batches:
+    """An iterable of batches."""
+
+    def __init__(self):
+        self.rng = numpy.random.default_rng(1)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(12).reshape(6, 2).tolist())
+
+
+class Stateful(Stream):
+    """Looks after its own generator."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("make", [lambda: DataLoader(Stream(), 2, collate_fn=plain), Batches])
+def test_an_order_drawn_from_a_streams_own_generator_goes_on_the_same(make):
+    def feed(**kwargs):
+        return Feed(make(), seed=3, **kwargs)
+
+    whole = read(feed(), 0, 1, 2)
+    assert len({str(epoch) for epoch in whole}) == 3
+    assert read(feed(), 1, 2, start=4) == [whole[1][4:], whole[2]]
+    shares = [read(feed(world_size=2, rank=rank), 1)[0] for rank in (0, 1)]
+    assert shares == [whole[1][0::2], whole[1][1::2]]
+
+
+def test_the_workers_of_a_stream_draw_the_same_order_and_another_in_each_epoch():
+    whole = read(feed_of(Stream(), num_workers=2), 0, 1)
+    for epoch in whole:
+        assert sorted(index for batch in epoch for index in batch) == list(range(12))
+    assert whole[0] != whole[1]
+    assert read(feed_of(Stream(), num_workers=2), 1) == whole[1:]
+
+
+def test_a_stream_with_a_state_looks_after_its_own_generators():
+    twin = numpy.random.default_rng(1)
+    for epoch in read(feed_of(Stateful()), 0, 1):
+        assert [index for batch in epoch for index in batch] == twin.permutation(12).tolist()
+
+
+# -- of samplers -------------------------------------------------------------------------------
+
+
+class Own(SequentialSampler):
+    """Draws its order from a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, make):
+        super().__init__(range(12))
+        self.rng = make()
+
+    def __iter__(self):
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(12, generator=self.rng).tolist())
+        order = list(range(12))
+        self.rng.shuffle(order)
+        return iter(order)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [torch.Generator, random.Random, numpy.random.default_rng, numpy.random.RandomState],
+)
+@pytest.mark.parametrize("batched", [True, False])
+def test_an_order_from_a_samplers_own_generator_goes_on_the_same(make, batched):
+    def feed(world_size=1, rank=0):
+        source = DataLoader(range(12), batch_size=2 if batched else None, sampler=Own(make))
+        return Feed(source, seed=3, world_size=world_size, rank=rank)
+
+    def read(feed, epoch, start=0):
+        feed.set_epoch(epoch)
+        feed.start_batch = start
+        return [numpy.asarray(each.batch).tolist() for each in feed.rounds() if each.present]
+
+    whole = feed()
+    first, second = read(whole, 0), read(whole, 1)
+    assert first != second
+    assert read(feed(), 1, start=2) == second[2:]
+    assert [read(feed(2, rank), 1) for rank in (0, 1)] == [second[0::2], second[1::2]]
+
+
+@pytest.mark.parametrize(
+    "generator", [torch.default_generator, numpy.random.mtrand._rand], ids=["torch", "numpy"]
+)
+def test_a_sampler_that_keeps_a_global_generator_leaves_it_alone(generator):
+    before = torch.get_rng_state(), numpy.random.get_state()[1].tolist()
+    sampler = Own(lambda: generator)
+    feed = Feed(DataLoader(range(12), batch_size=2, sampler=sampler))
+    first = [each.batch.tolist() for each in feed.rounds()]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert numpy.random.get_state()[1].tolist() == before[1]
+    generator.manual_seed(5) if isinstance(generator, torch.Generator) else generator.seed(5)
+    assert [each.batch.tolist() for each in feed.rounds()] == first
+
+
+class Drawn(SequentialSampler):
+    """Pairs of indices, one of each of two generators."""
+
+    def __init__(self, first, second):
+        super().__init__(range(12))
+        self.first, self.second = first, second
+
+    def __iter__(self):
+        for _ in range(6):
+            yield int(self.first.integers(6))
+            yield 6 + int(self.second.randint(6))
+
+
+def test_a_samplers_generators_draw_apart():
+    second = numpy.random.RandomState(numpy.random.PCG64(1))  # a kind that cannot be re-seeded
+    sampler = Drawn(numpy.random.default_rng(1), second)
+    feed = Feed(DataLoader(range(12), batch_size=12, sampler=sampler), rank=0, world_size=1, seed=0)
+    feed.set_epoch(0)
+    (round_,) = feed.rounds()
+    pairs = round_.batch.reshape(6, 2)
+    assert not torch.equal(pairs[:, 0] + 6, pairs[:, 1])
+    assert feed.mark is not None  # of numpy's integers too
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (random.Random(1), lambda g: g.random()),
+        (numpy.random.default_rng(1), lambda g: g.random()),
+        (numpy.random.RandomState(1), lambda g: g.standard_normal()),
+        (torch.Generator().manual_seed(1), lambda g: torch.rand((), generator=g).item()),
+    ],
+    ids=["python", "numpy", "numpy's older", "torch"],
+)
+def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, draw):
+    sampler = SequentialSampler(range(2))
+    sampler.mine = generator
+    feed = Feed(DataLoader(range(2), sampler=sampler), rank=0, world_size=1, seed=0)
+    twin = copy.deepcopy(generator)
+    assert draw(generator) == draw(twin)  # half a pair of numpy's older kind is left over
+    with feed.apart(3):
+        assert len(list(feed.rounds())) == 2
+        draw(generator)
+    assert draw(generator) == draw(twin)

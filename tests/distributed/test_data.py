@@ -407,8 +407,19 @@ def test_generators_are_synchronised_when_a_pass_begins(ranks2):
     assert sorted(ours + theirs) == list(range(8))
     (one, _), (other, _) = ranks2(draw, ["torch", "generator"])
     assert one == other
+    assert [seen for _, seen in ranks2(draw, [])] == [ours, theirs]  # it is seeded as the order is
+
+
+def test_a_stream_that_differs_between_the_processes_is_refused(ranks2):
+    class Own(Stream):
+        def __iter__(self):
+            return iter(range(dist.get_rank(), self.size))
+
+    def read() -> None:
+        list(prepare_data_loader(DataLoader(Own(8), 2)))
+
     with pytest.raises(RankError, match="The stream begins with another batch on each process"):
-        ranks2(draw, [])
+        ranks2(read)
 
 
 def test_the_table_of_two_processes_holds_for_uneven_ends_of_three(ranks3):

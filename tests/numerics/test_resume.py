@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -404,6 +404,95 @@ def test_a_module_whose_shapes_the_first_batch_decides(tmp_path):
     whole = fit("whole", 3)
     fit("parts", 1)
     assert_same(fit("parts", 3), whole)
+
+
+class Permuted(SequentialSampler):
+    """Draws an order from the generator that it is given."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__(range(12))
+        self.generator = generator
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(12, generator=self.generator).tolist())
+
+
+class Drawing(TrainModule):
+    """Draws from generators of every kind that it keeps, wherever it is called; one is a loader's.
+
+    Args:
+        late: Whether it makes one of them only when it is needed.
+    """
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+        self.noise = torch.Generator().manual_seed(3)
+        self.mix = {"beta": numpy.random.default_rng(3), "normal": numpy.random.RandomState(3)}
+        self.flip = None if late else random.Random(3)
+        self.order = torch.Generator().manual_seed(3)
+
+    def drawn(self) -> Tensor:
+        self.flip = self.flip or random.Random(3)
+        numbers = [each.standard_normal() for each in self.mix.values()]
+        return torch.randn(FEATURES, generator=self.noise) + sum(numbers) + self.flip.random()
+
+    def on_train_start(self) -> None:
+        self.drawn()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0] + 0.1 * self.drawn(), batch[1]]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cross_entropy(self.net(batch[0] + 0.1 * self.drawn()), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.drawn()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Augmented(12), batch_size=2, sampler=Permuted(self.order))
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Augmented(4), batch_size=2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def drawing_fit(folder: str, steps: int, options: dict[str, Any], late: bool = False) -> Any:
+    module = Drawing(late=late)
+    trainer = quiet_trainer(
+        max_steps=steps, seed=1, project_dir=folder, callbacks=[ModelCheckpoint()], **options
+    )
+    trainer.fit(module, ckpt_path="auto")
+    module.drawn()
+    return {"weights": copy_of(module), "own": module.drawn()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"val_every": 2, "gradient_accumulation_steps": 2}])
+def test_generators_that_a_module_keeps_go_on(ranks, tmp_path, world, options):
+    whole = on_processes(ranks, world, drawing_fit, str(tmp_path / "whole"), 8, options)
+    on_processes(ranks, world, drawing_fit, str(tmp_path / "parts"), 2, options)
+    on_processes(ranks, world, drawing_fit, str(tmp_path / "parts"), 5, options)
+    resumed = on_processes(ranks, world, drawing_fit, str(tmp_path / "parts"), 8, options)
+    assert_same(resumed, whole)
+
+
+def test_a_generator_that_a_module_makes_late_is_told_of(tmp_path, caplog):
+    drawing_fit(str(tmp_path), 2, {}, late=True)
+    assert "other random generators" not in caplog.text
+    drawing_fit(str(tmp_path), 4, {}, late=False)
+    assert "other random generators" not in caplog.text
+    drawing_fit(str(tmp_path / "other"), 2, {"num_sanity_val_steps": 0}, late=True)
+    module = Drawing(late=True)
+    module.on_train_start = lambda: None
+    module.on_after_batch_transfer = lambda batch, dataloader_idx: batch
+    options = {"num_sanity_val_steps": 0, "callbacks": [ModelCheckpoint()], "seed": 1}
+    trainer = quiet_trainer(max_steps=4, project_dir=tmp_path / "other", **options)
+    trainer.fit(module, ckpt_path="auto")
+    assert "Drawing keeps other random generators than it did" in caplog.text
 
 
 HOOKS = [

@@ -228,15 +228,12 @@ class Feed:
     @contextmanager
     def apart(self, epoch: int) -> Iterator[None]:
         """Inside, a pass of another loader may be on its way: it has its generators back behind."""
-        put_back = set_aside(self._users_generators)
-        try:
+        with set_aside(self.users_generators):
             self.set_epoch(epoch)
             yield
-        finally:
-            put_back()
 
     @property
-    def _users_generators(self) -> list[Any]:
+    def users_generators(self) -> list[Any]:
         """Those that its passes draw from as they please; a map-style dataset's are its own."""
         if self.sampler is not None or knows_where_it_is(self._source):
             return of_samplers(self._source)
@@ -247,7 +244,7 @@ class Feed:
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
         # Else their states decide, which no resume knows.
-        seed_all(self._users_generators, mix(self.seed, epoch, 3))
+        seed_all(self.users_generators, mix(self.seed, epoch, 3))
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
         if hasattr(self.loader, "set_epoch"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
@@ -21,7 +22,8 @@ from torch.utils.data import get_worker_info
 from trainer.rng import mix
 
 LONGEST = 1_000  # containers that have more in them hold samples, not transforms
-_MOST = 20_000  # things that are looked at, in some 20 ms
+_MOST = 20_000  # things that are looked into, in some 50 ms
+_LEAVES = type, ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 
 
 def of_samplers(source: Any) -> list[Any]:
@@ -37,25 +39,31 @@ def of_samplers(source: Any) -> list[Any]:
     return _distinct(found)
 
 
-def held_by(owner: Any) -> list[Any]:
+def held_by(owner: Any, besides: Iterable[Any] = ()) -> list[Any]:
     """Those that can be reached from something by attributes, containers and functions.
 
     Of a dataset they are its own, those of its transforms and theirs, and those that a `lambda` or
     a `partial` among them has been given. Modules, classes, sets and containers of more than
     `LONGEST` things are not looked into.
 
+    Args:
+        owner: Where the search begins.
+        besides: Things that are not looked into either.
+
     Returns:
         They, nearest first: in the same order wherever a copy of `owner` is looked at.
     """
     kinds, found = _kinds(), []
-    seen, waiting = {id(owner)}, deque([owner])
-    while waiting and len(seen) < _MOST:
+    seen, waiting = {id(owner), *map(id, besides)}, deque([owner])
+    for _ in range(_MOST):
+        if not waiting:
+            break
         thing = waiting.popleft()
         if issubclass(type(thing), kinds):
             found.append(thing)
             continue
         for part in _parts(thing):
-            if id(part) not in seen:
+            if id(part) not in seen and not issubclass(type(part), _LEAVES):
                 seen.add(id(part))
                 waiting.append(part)
     return _distinct(found)
@@ -67,15 +75,47 @@ def seed_all(generators: Iterable[Any], seed: int) -> None:
         _seed(generator, mix(seed, number) if number else seed)
 
 
-def set_aside(generators: Iterable[Any]) -> Callable[[], None]:
-    """What brings them back to where they are."""
-    again = [_set_aside(generator) for generator in generators]
+@contextmanager
+def set_aside(generators: Sequence[Any], seed: int | None = None) -> Iterator[None]:
+    """Whatever is drawn inside, they go on outside as if nothing had been.
 
-    def put_back() -> None:
-        for each in again:
-            each()
+    Args:
+        generators: Those that `held_by` or `of_samplers` found.
+        seed: Inside, each begins with one made from it; None leaves them where they are.
+    """
+    states = [_state(generator) for generator in generators]
+    try:
+        if seed is not None:
+            seed_all(generators, seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            _load(generator, state)
 
-    return put_back
+
+def states_of(generators: Iterable[Any]) -> list[list[Any]]:
+    """Where several stand, each with the name of its kind, as a tree to be saved."""
+    return [[_kind(generator), _state(generator)] for generator in generators]
+
+
+def load_states(generators: Sequence[Any], states: Sequence[Sequence[Any]]) -> bool:
+    """Put several back to what `states_of` returned.
+
+    Returns:
+        They are of the kinds that were saved; else nothing is changed.
+    """
+    if [_kind(generator) for generator in generators] != [kind for kind, _ in states]:
+        return False
+    for generator, (_, state) in zip(generators, states, strict=True):
+        _load(generator, state)
+    return True
+
+
+def _kind(generator: Any) -> str:
+    name = type(generator).__name__
+    if isinstance(generator, torch.Generator):
+        return f"{name} {generator.device.type}"
+    return name if isinstance(generator, random.Random) else f"{name} {_bits_name(generator)}"
 
 
 def _seed(generator: Any, seed: int) -> None:
@@ -83,22 +123,37 @@ def _seed(generator: Any, seed: int) -> None:
         generator.manual_seed(seed)
     elif isinstance(generator, random.Random):
         generator.seed(seed)
-    elif hasattr(generator, "get_state") and type(_bits_of(generator)).__name__ == "MT19937":
+    elif hasattr(generator, "get_state") and _bits_name(generator) == "MT19937":
         generator.seed(seed % 2**32)
     else:  # numpy's newer kinds have no method
         bits = _bits_of(generator)
         bits.state = type(bits)(seed).state
 
 
-def _set_aside(generator: Any) -> Callable[[], object]:
+def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
+        return generator.get_state()
     if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
+        return generator.getstate()
     if hasattr(generator, "get_state"):  # numpy's older kind, which may keep half a pair
-        return partial(generator.set_state, generator.get_state(legacy=False))
-    bits = _bits_of(generator)
-    return partial(setattr, bits, "state", bits.state)
+        return generator.get_state(legacy=False)
+    return _bits_of(generator).state
+
+
+def _load(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, words, left_over = state
+        generator.setstate((version, tuple(words), left_over))
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        _bits_of(generator).state = state
+
+
+def _bits_name(generator: Any) -> str:
+    return type(_bits_of(generator)).__name__
 
 
 def _bits_of(generator: Any) -> Any:
@@ -134,8 +189,6 @@ def _can_be_seeded(generator: Any) -> bool:
 def _parts(thing: Any) -> Iterable[Any]:
     """What a thing consists of, found without running code of its class."""
     kind = type(thing)  # isinstance would ask a proxy for its class
-    if issubclass(kind, (type, ModuleType, torch.Tensor, str, bytes, int, float)):
-        return ()
     if issubclass(kind, (list, tuple, deque)):
         parts: Iterable[Any] = thing if len(thing) <= LONGEST else ()
     elif issubclass(kind, dict):

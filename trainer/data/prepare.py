@@ -39,7 +39,8 @@ def prepare_data_loader(
     many were prepared since; the first has that seed itself.
 
     The user's loader, samplers and dataset are not changed, except that they hear of the epoch
-    (``set_epoch``), and that the generators of the samplers are seeded anew for each pass.
+    (``set_epoch``), and that generators of their own are seeded anew: those of the samplers and of
+    a stream for each pass, those of a map-style dataset for each batch.
 
     Args:
         dataloader: Preparing it a second time returns it as it is.
@@ -51,8 +52,8 @@ def prepare_data_loader(
         put_on_device: Put batches on the device.
         rng_types: Generators that take the state of rank 0's when a pass begins: ``"torch"``,
             ``"cuda"``, … or ``"generator"``, the sampler's or the stream's own. The order needs
-            none of them; they matter to what draws from the global generators in the main process,
-            and to a stream that shuffles by its own generator. None synchronises none.
+            none of them; they matter to what draws from the global generators in the main process.
+            None synchronises none.
         dispatch_batches: Rank 0 reads for all (see `DataLoaderDispatcher`); None means so for
             streams with `put_on_device`. Else every process reads (see `DataLoaderShard`).
         even_batches: Every process gets the same number of batches of the same size; samples of

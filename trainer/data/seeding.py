@@ -111,7 +111,10 @@ class SeededDataset(Dataset[Any]):
         put_back = set_rng_aside(place.seed)
         try:
             own = self._generators()
-            return _with_own(own, mix(place.seed, 1), fetch) if own else fetch()
+            if not own:
+                return fetch()
+            with set_aside(own, mix(place.seed, 1)):
+                return fetch()
         finally:
             put_back()
 
@@ -137,13 +140,3 @@ class SeededDataset(Dataset[Any]):
                 "worker, and is not the same after a resume: make it in __init__.",
                 type(self.dataset).__name__,
             )
-
-
-def _with_own(generators: list[Any], seed: int, fetch: Callable[[], Any]) -> Any:
-    """What is fetched under generators that are as they were again behind it."""
-    put_back = set_aside(generators)
-    try:
-        seed_all(generators, seed)
-        return fetch()
-    finally:
-        put_back()

@@ -15,11 +15,11 @@ from trainer.errors import Preempted
 from trainer.loops.due import refuse_missed, tell_of_missed
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
+from trainer.loops.randomness import generators_of, load_generators
 from trainer.loops.run import FitRun
 from trainer.loops.timing import VALIDATING
 from trainer.loops.window import tick, train_window
 from trainer.metrics import TRAIN_EPOCH
-from trainer.rng import load_rng_state, rng_state
 
 
 def fit(run: FitRun) -> None:
@@ -120,7 +120,7 @@ def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
 def restore_rng(run: FitRun) -> None:
     """Give the generators the states of the checkpoint that the run goes on from, once."""
     if run.saved_rng is not None:
-        load_rng_state(run.saved_rng)
+        load_generators(run, run.saved_rng)
         run.saved_rng = None
 
 
@@ -171,7 +171,7 @@ def finish_boundary(run: FitRun) -> None:
     """Go on inside the boundary at which a callback saved what the run goes on from."""
     restore_rng(run)
     boundary(run, together=True)
-    run.saved_rng = rng_state()  # the hooks before the next window have drawn already
+    run.saved_rng = generators_of(run)  # the hooks before the next window have drawn already
 
 
 def preempt(run: FitRun) -> NoReturn:
@@ -239,13 +239,13 @@ def validate(run: FitRun) -> None:
     if run.guard is not None:
         run.guard.settle()
     run.engine.broadcast_buffers()
-    generators = rng_state()
+    generators = generators_of(run)
     try:
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION.name)
-        load_rng_state(generators)
+        load_generators(run, generators)
         raise
     run.counters.validations += 1
 
@@ -273,7 +273,7 @@ def sanity_check(run: FitRun) -> None:
     if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
     limits = [feed.limit for feed in run.val_feeds]
-    generators, names = rng_state(), set(run.metrics.names)
+    generators, names = generators_of(run), set(run.metrics.names)
     run.sanity_checking = True
     try:
         if run.sanity_steps > 0:
@@ -293,4 +293,4 @@ def sanity_check(run: FitRun) -> None:
         run.sanity_checking = False
         for feed, limit in zip(run.val_feeds, limits, strict=True):
             feed.limit = limit
-        load_rng_state(generators)
+        load_generators(run, generators)

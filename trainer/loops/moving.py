@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from trainer.data.loader import Feed, Round
+from trainer.data.own_generators import set_aside
 from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.datamodule import DataModule
 from trainer.hooks import is_overridden
+from trainer.loops.randomness import kept_by
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
 
@@ -47,7 +49,7 @@ class Mover:
         rank: int,
         world_size: int,
     ) -> None:
-        self._module, self._device = module, device
+        self._module, self._datamodule, self._device = module, datamodule, device
         self._rank, self._world_size = rank, world_size
         self.counts_items = counts_items(module)
 
@@ -129,9 +131,11 @@ class Mover:
                 return _as_it_is
             return lambda batch: self.move(batch, dataloader_idx)
         numbers = count(feed.start_batch + self._rank, self._world_size)
+        own = kept_by(self._module, self._datamodule)
 
         def change(batch: Any) -> Any:
-            with isolated_rng(mix(feed.seed, feed.epoch, _DRAWS_BY_HOOKS, next(numbers))):
+            seed = mix(feed.seed, feed.epoch, _DRAWS_BY_HOOKS, next(numbers))
+            with isolated_rng(seed), set_aside(own, mix(seed, 1)):
                 batch = _changed(self._before, batch, dataloader_idx)
                 return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
 

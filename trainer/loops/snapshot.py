@@ -28,9 +28,9 @@ from trainer.errors import CheckpointError
 from trainer.hparams import to_manifest
 from trainer.loops.about import versions
 from trainer.loops.accumulators import accumulators_of
+from trainer.loops.randomness import generators_of
 from trainer.loops.run import FitRun
 from trainer.optim.groups import names_of_groups
-from trainer.rng import rng_state
 from trainer.state import PartialState
 from trainer.strategies.ddp import DataParallel
 from trainer.strategies.static import StaticDataParallel
@@ -173,7 +173,7 @@ def _shared_portions(
 def _state_of_rank(run: FitRun) -> dict[str, Any]:
     """What is each process's own."""
     state = {
-        "rng": rng_state(),
+        "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
         "stream": run.feed.position(),
     }

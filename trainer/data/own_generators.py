@@ -17,12 +17,14 @@ from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleT
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import get_worker_info
 
 from trainer.rng import mix
 
 LONGEST = 1_000  # containers that have more in them hold samples, not transforms
 _MOST = 20_000  # things that are looked into, in some 50 ms
+_OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
 _LEAVES = type, ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 
 
@@ -187,7 +189,10 @@ def _can_be_seeded(generator: Any) -> bool:
 
 
 def _parts(thing: Any) -> Iterable[Any]:
-    """What a thing consists of, found without running code of its class."""
+    """What a thing consists of, found without running code of its class.
+
+    Of what torch keeps in a module only its submodules are.
+    """
     kind = type(thing)  # isinstance would ask a proxy for its class
     if issubclass(kind, (list, tuple, deque)):
         parts: Iterable[Any] = thing if len(thing) <= LONGEST else ()
@@ -209,6 +214,8 @@ def _parts(thing: Any) -> Iterable[Any]:
         attributes = object.__getattribute__(thing, "__dict__")
     except AttributeError:  # it has none
         return parts
+    if issubclass(kind, nn.Module):  # a deep one has more of torch's attributes than of the user's
+        return chain(parts, [attributes[name] for name in attributes if name not in _OF_TORCH])
     return chain(parts, list(attributes.values()))
 
 

@@ -31,7 +31,7 @@ from trainer.configuration import (
     KwargsHandler,
     ProjectConfiguration,
 )
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.distributed.watchdog import watched
 from trainer.errors import Preempted
 from trainer.hooks import HookTable

@@ -17,7 +17,7 @@ from callbacks import (
 )
 from tests.numerics.running import quiet_trainer
 from trainer import DataModule, TrainModule
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.loops.due import can_be_due
 from trainer.loops.lengths import Length
 

@@ -12,9 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
 from trainer.data.dealing import own_batches
-from trainer.data.feed import Feed, ahead
+from trainer.data.feed import Feed
 from trainer.data.loader import PreparedLoader
 from trainer.data.prefetch import InFlight
+from trainer.data.rounds import ahead
 from trainer.distributed import collectives
 from trainer.tree import find_batch_size, to_device
 

@@ -6,9 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
@@ -16,64 +15,18 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
 from trainer.data.own_generators import held_by, of_samplers, seed_all, set_aside
 from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs, reads_as_torchs
+from trainer.data.rounds import Round, absent_round, ahead, own_round
 from trainer.data.sampling import ShardedSampler, Share
 from trainer.data.seeding import draws_nothing, tell_epoch
-from trainer.data.stateful import Item, Place
+from trainer.data.stateful import Item
 from trainer.data.streams import Stream, knows_where_it_is, say_what_it_costs
 from trainer.distributed.collectives import all_gather_object
 from trainer.rng import mix
-from trainer.tree import count_samples, leaves
+from trainer.tree import leaves
 
 logger = logging.getLogger(__name__)
 
 Transfer = Callable[[Any], Any]
-T = TypeVar("T")
-
-
-def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
-    """Each item with the one that follows, None after the last.
-
-    An error while reading ahead is raised when the item before it has been handed over, which says
-    until then that something follows.
-    """
-    iterator = iter(items)
-    current = next(iterator, None)
-    while current is not None:
-        try:
-            following = next(iterator, None)
-        except Exception:
-            yield current, current
-            raise
-        yield current, following
-        current = following
-
-
-@dataclass(slots=True)
-class Round:
-    """One round of an epoch as this process sees it.
-
-    Attributes:
-        present: This process has a batch in it.
-        batch: That batch, on the device; None otherwise.
-        samples: Samples in that batch.
-        round_samples: Samples in the round over all processes; None if only a reduction can tell.
-        real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
-        batches: How many processes have a batch in it.
-        last: The epoch has no further round.
-        ended: This process should have a batch in it, but its dataset has ended the epoch before,
-            by raising ``StopIteration``.
-        place: Where a stream stands after it.
-    """
-
-    present: bool
-    batch: Any
-    samples: int
-    round_samples: int | None
-    real_samples: int | None
-    batches: int
-    last: bool = False
-    ended: bool = False
-    place: Place | None = None
 
 
 class Feed:
@@ -367,7 +320,8 @@ class Feed:
                 read += 1
                 if self._mark is not None:
                     self._tell_of_another_order()
-                yield _own(batch if transfer is None else transfer(batch), shares.popleft(), batch)
+                moved = batch if transfer is None else transfer(batch)
+                yield own_round(moved, shares.popleft(), batch)
         except (Exception, KeyboardInterrupt):
             self._end_workers_of(batches)
             raise
@@ -397,14 +351,14 @@ class Feed:
         """
         ended = any(share.present for share in shares)
         for share in shares:
-            yield _absent(share, ended=ended)
+            yield absent_round(share, ended=ended)
         total = self.num_batches
         if not ended or total is None:
             return
         batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
         rounds = batches + (rest > 0 and not self.drop_last) - self.start_round
         for _ in range(rounds - read - len(shares)):
-            yield _absent(shares[-1], ended=True)
+            yield absent_round(shares[-1], ended=True)
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
         assert self._stream is not None
@@ -451,25 +405,6 @@ def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
     return map(fetch, loader.sampler)
 
 
-def _samples_in(batch: Any, indices: int) -> int:
-    """What a batch made by somebody else's code holds.
-
-    Fewer than its indices if the ``collate_fn`` left some out. More is no number of samples: the
-    first dimension is then another, as for graphs laid end to end.
-    """
-    found = count_samples(batch)
-    if not indices:  # a ready-made batch
-        return 1 if found is None else found
-    return indices if found is None else min(found, indices)
-
-
-def sampler_generator(loader: DataLoader[Any]) -> torch.Generator | None:
-    """The generator that a loader's own order is drawn from, if it has been given one."""
-    batches = loader.batch_sampler
-    owners = (loader.sampler, getattr(batches, "sampler", None), batches)
-    return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
-
-
 def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
     """The stream itself, if it begins alike on all processes; collective.
 
@@ -487,15 +422,3 @@ def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
             "stream and keeps its own batches: give all the same one, not a part of it each."
         )
     return chain(first, stream)
-
-
-def _absent(share: Share, *, ended: bool) -> Round:
-    known = share.round_samples, share.real_samples, share.batches
-    return Round(False, None, 0, *known, ended=ended)
-
-
-def _own(batch: Any, share: Share, fetched: Any) -> Round:
-    samples = share.samples
-    if samples is None:
-        samples = _samples_in(fetched, share.indices)
-    return Round(True, batch, samples, share.round_samples, share.real_samples, share.batches)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer.data.feed import Feed, Round, ahead, sampler_generator
+from trainer.data.feed import Feed
+from trainer.data.own_generators import of_order
 from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.rebuild import loader_kwargs, users_kwargs
+from trainer.data.rounds import ahead
 from trainer.rng import synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import to_device
-
-__all__ = ["DataLoaderShard", "Feed", "PreparedLoader", "Round"]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -156,7 +156,7 @@ class PreparedLoader(DataLoader[Any]):
         """What ``"generator"`` in `rng_types` means: that of the sampler, or of the stream."""
         if isinstance(self.source.dataset, IterableDataset):
             return getattr(self.source.dataset, "generator", None)
-        return sampler_generator(self.source)
+        return of_order(self.source)
 
     @property
     def _streams(self) -> Streams | None:

@@ -41,11 +41,18 @@ def of_samplers(source: Any) -> list[Any]:
     return _distinct(found)
 
 
+def of_order(loader: Any) -> torch.Generator | None:
+    """The generator that a loader's own order is drawn from, if it has been given one."""
+    batches = loader.batch_sampler
+    owners = (loader.sampler, getattr(batches, "sampler", None), batches)
+    return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
+
+
 def held_by(owner: Any, besides: Iterable[Any] = ()) -> list[Any]:
     """Those that can be reached from something by attributes, containers and functions.
 
     Of a dataset they are its own, those of its transforms and theirs, and those that a `lambda` or
-    a `partial` among them has been given. Modules, classes, sets and containers of more than
+    a `partial` among them has been given. Packages, classes, sets and containers of more than
     `LONGEST` things are not looked into.
 
     Args:

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.data.dispatch import DataLoaderDispatcher
-from trainer.data.feed import sampler_generator
 from trainer.data.loader import DataLoaderShard, PreparedLoader
+from trainer.data.own_generators import of_order
 from trainer.distributed.collectives import broadcast_object
 from trainer.rng import next_seed
 from trainer.state import PartialState
@@ -106,7 +106,7 @@ def prepare_data_loader(
         )
     if split_batches:
         _check_split(dataloader, world_size)
-    generator = None if use_seedable_sampler else sampler_generator(dataloader)
+    generator = None if use_seedable_sampler else of_order(dataloader)
     seed = next_seed(world_size, rank) if generator is None else generator.initial_seed()
     settings: dict[str, Any] = {
         "rank": rank,

@@ -15,7 +15,7 @@ from callbacks import Callback, Interval, ModelCheckpoint
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.writer import Writer
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
 from trainer.distributed.collectives import broadcast_object

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.atomic import write_whole
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.loops import timing
 from trainer.loops.run import FitRun, Run
 from trainer.loops.settings import Profile

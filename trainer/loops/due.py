@@ -9,7 +9,7 @@ from typing import Any
 
 from callbacks import Callback, Interval
 from callbacks.monitor import Monitor
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
 from trainer.hooks import is_overridden
 from trainer.loops.lengths import Length

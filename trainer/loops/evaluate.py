@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.distributed.collectives import all_gather_object
 from trainer.loops.moving import items_of
 from trainer.loops.run import Run

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import NoReturn
 
-from trainer.data.loader import Round
+from trainer.data.rounds import Round
 from trainer.distributed.collectives import all_gather_object
 from trainer.distributed.meeting import meet
 from trainer.errors import Preempted

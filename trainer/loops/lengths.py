@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from callbacks import Interval, Progress, duration
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 
 
 def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from callbacks import Callback
 from trainer.accelerator import Accelerator
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
 from trainer.distributed.collectives import all_gather_object
 from trainer.hooks import is_overridden

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.loader import Round
+from trainer.data.rounds import Round
 from trainer.distributed.collectives import broadcast_object
 from trainer.loops.evaluate import ENDED_EARLY
 from trainer.loops.moving import items_of

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.data.loader import Feed, Round
+from trainer.data.feed import Feed
 from trainer.data.own_generators import set_aside
 from trainer.data.prefetch import InFlight, send, streams_for
+from trainer.data.rounds import Round
 from trainer.datamodule import DataModule
 from trainer.hooks import is_overridden
 from trainer.loops.randomness import kept_by

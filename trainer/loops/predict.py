@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from typing import Any
 
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.distributed.collectives import all_gather_object
 from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_missing
 from trainer.loops.run import Run

@@ -12,7 +12,7 @@ import torch
 
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_all
 from trainer.loops.lengths import require_length

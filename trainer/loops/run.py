@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from callbacks import Progress
 from trainer.checkpoint.writer import Writer
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import reduce
 from trainer.hooks import HookTable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.data.loader import Round
+from trainer.data.rounds import Round
 from trainer.distributed.collectives import broadcast_object
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from trainer.data import by_value
 from trainer.data.by_value import LIMIT, sent
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 
 Pair = namedtuple("Pair", ["x", "y"])
 

@@ -25,7 +25,8 @@ from torch.utils.data import (
 
 from trainer.accelerator import Accelerator
 from trainer.data import rebuild
-from trainer.data.loader import DataLoaderShard, Feed
+from trainer.data.feed import Feed
+from trainer.data.loader import DataLoaderShard
 from trainer.state import GradientState
 
 CPU = torch.device("cpu")

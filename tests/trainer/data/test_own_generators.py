@@ -20,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.data.own_generators import LONGEST, held_by
 
 KINDS = [

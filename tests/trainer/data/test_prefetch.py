@@ -15,7 +15,8 @@ from tests.helpers.streams import LateStreams
 from trainer import TrainModule
 from trainer.data import loader as loaders
 from trainer.data.dispatch import DataLoaderDispatcher
-from trainer.data.loader import DataLoaderShard, Feed
+from trainer.data.feed import Feed
+from trainer.data.loader import DataLoaderShard
 from trainer.data.prefetch import DeviceStreams, Lead, send, streams_for
 from trainer.loops import moving
 from trainer.tree import to_device

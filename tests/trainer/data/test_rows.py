@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.data.rows import TensorRows
 
 DATA = TensorDataset(

@@ -21,7 +21,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from trainer.data.loader import Feed
+from trainer.data.feed import Feed
 from trainer.data.rows import TensorRows
 from trainer.data.seeding import SeededDataset, draws_nothing
 from trainer.rng import mix, rng_state, seed_generators

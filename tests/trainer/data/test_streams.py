@@ -22,7 +22,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from trainer.checkpoint import load_tree, save_tree
-from trainer.data.loader import DataLoaderShard, Feed
+from trainer.data.feed import Feed
+from trainer.data.loader import DataLoaderShard
 from trainer.data.rebuild import say_workers_end
 from trainer.errors import CheckpointError
 from trainer.tree import map_tree

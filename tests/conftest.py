@@ -15,7 +15,7 @@ import tqdm
 from tests.helpers import isolation
 from tests.helpers.ranks import RankPool
 from tests.helpers.requires import skip_reason
-from trackers.base import _REGISTRY
+from trackers.registry import _REGISTRY
 
 # The bar's monitor is a thread that never ends; compiling in place needs no pool of compilers.
 tqdm.tqdm.monitor_interval = 0

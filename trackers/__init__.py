@@ -1,17 +1,17 @@
 """Experiment trackers: where a run's metrics go. Importing this imports no tracker's SDK."""
 
 from trackers.background import BackgroundTracker
-from trackers.base import (
-    GeneralTracker,
+from trackers.base import GeneralTracker
+from trackers.comet import CometMLTracker
+from trackers.csv import CSVTracker
+from trackers.jsonl import JsonlTracker, read_metrics
+from trackers.null import NullTracker
+from trackers.registry import (
     available_trackers,
     register_tracker,
     resolve_trackers,
     select_trackers,
 )
-from trackers.comet import CometMLTracker
-from trackers.csv import CSVTracker
-from trackers.jsonl import JsonlTracker, read_metrics
-from trackers.null import NullTracker
 from trackers.tensorboard import TensorBoardTracker
 from trackers.wandb import WandBTracker
 

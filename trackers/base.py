@@ -1,22 +1,11 @@
-"""What an experiment tracker is, and how `log_with` finds one."""
+"""What an experiment tracker is."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, TypeAlias, TypeVar
-
-_logger = logging.getLogger("trackers")
-_REGISTRY: dict[str, type[GeneralTracker]] = {}
-_ALL = "all"
-_GROUP = "cadence.trackers"
-# Services that scripts name and that no tracker here speaks to.
-_ELSEWHERE = ("aim", "clearml", "dvclive", "mlflow")
 
 # What a tracker class must define, and how.
 _REQUIRED = {
@@ -25,246 +14,14 @@ _REQUIRED = {
     "tracker": "tracker = property(lambda self: self.run)  # the object of the SDK underneath",
 }
 
-_Class = TypeVar("_Class", bound="type[GeneralTracker]")
 _Instance = TypeVar("_Instance", bound="GeneralTracker")
 Status: TypeAlias = Literal["running", "finished", "failed", "preempted"]
-
-
-def register_tracker(cls: _Class) -> _Class:
-    """Make a tracker class known to `log_with` by its `name`; usable as a decorator.
-
-    Registering a class again replaces it, so that the cell of a notebook can be run twice.
-
-    Args:
-        cls: a subclass of `GeneralTracker`.
-
-    Returns:
-        The class itself.
-
-    Raises:
-        TypeError: `cls` is not a subclass of `GeneralTracker`.
-        NotImplementedError: a required attribute is missing.
-        ValueError: the name is reserved, or another class has it.
-    """
-    if not (isinstance(cls, type) and issubclass(cls, GeneralTracker)):
-        raise TypeError(f"register_tracker takes a subclass of GeneralTracker, got {cls!r}.")
-    _check_complete(cls)
-    if cls.name == _ALL:
-        raise ValueError(f"{cls.__qualname__}.name is {_ALL!r}, which stands for every tracker.")
-    other = _REGISTRY.get(cls.name, cls)
-    if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-        raise ValueError(
-            f"The tracker name {cls.name!r} of {cls.__module__}.{cls.__qualname__} is taken by "
-            f"{other.__module__}.{other.__qualname__}. Give the class another `name`."
-        )
-    _REGISTRY[cls.name] = cls
-    return cls
-
-
-def available_trackers() -> list[str]:
-    """The sorted names of the registered trackers whose package is installed.
-
-    Other packages' trackers are among them: those that their entry points name in the group
-    "cadence.trackers". One that cannot be loaded, or whose name is taken, is told in the log.
-    """
-    for entry in _entries():
-        taken = _REGISTRY.get(entry.name)
-        if taken is not None and entry.value != f"{taken.__module__}:{taken.__qualname__}":
-            _logger.warning(
-                "The tracker %r of %s is not used: %s.%s has the name.",
-                entry.name,
-                _package_of(entry),
-                taken.__module__,
-                taken.__qualname__,
-            )
-        elif taken is None:
-            try:
-                _load(entry)
-            except ImportError as error:
-                _logger.warning("%s", error)
-    return sorted(name for name, cls in _REGISTRY.items() if _is_installed(cls))
-
-
-def select_trackers(
-    log_with: TrackerChoice | Sequence[TrackerChoice] | None,
-    *,
-    logging_dir: str | os.PathLike[str] | None = None,
-) -> list[GeneralTracker | type[GeneralTracker]]:
-    """Check `log_with` and turn it into tracker instances and classes; makes no tracker.
-
-    Args:
-        log_with: None, a registered name, "all" (every registered tracker whose package is
-            installed), a tracker class, a tracker instance, or a list of these. A class is dropped
-            where an instance of it is given as well, and so are repetitions.
-        logging_dir: the directory for trackers that write files.
-
-    Returns:
-        Instances as they were given and classes, in the order given.
-
-    Raises:
-        TypeError: an entry is none of the above.
-        ValueError: an unknown name, or a tracker that needs a directory and has none.
-        ImportError: the package of a tracker is not installed.
-    """
-    if log_with is None:
-        return []
-    entries = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-    found = [one for entry in entries for one in _lookup(entry)]
-    instantiated = [type(one) for one in found if isinstance(one, GeneralTracker)]
-    # By identity: a tracker that is a dataclass can be compared, but not hashed.
-    unique = {id(one): one for one in found}.values()
-    chosen = [one for one in unique if not (isinstance(one, type) and one in instantiated)]
-    for one in chosen:
-        if isinstance(one, GeneralTracker):
-            continue
-        _check_complete(one)
-        _check_installed(one)
-        if one.requires_logging_directory and logging_dir is None:
-            raise ValueError(
-                f"Logging with {one.name!r} writes files, but logging_dir is None. "
-                f"Pass `logging_dir` (for the Trainer and the Accelerator: `project_dir`)."
-            )
-    return chosen
-
-
-def resolve_trackers(
-    log_with: TrackerChoice | Sequence[TrackerChoice] | None,
-    *,
-    project_name: str,
-    run_name: str | None = None,
-    logging_dir: str | os.PathLike[str] | None = None,
-    init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-) -> list[GeneralTracker]:
-    """Make the trackers that `log_with` asks for. The caller starts them.
-
-    A class is called as `cls(run_name, logging_dir, **init_kwargs[cls.name])`, without the
-    directory if it requires none. If it `has_projects`, it is called with the name of the project,
-    and with `name=run_name` where there is one. Instances are taken as they are.
-
-    Args:
-        log_with: see `select_trackers`.
-        project_name: the name of the run where `run_name` is None.
-        run_name: the name of the run.
-        logging_dir: the directory for trackers that write files.
-        init_kwargs: further constructor arguments for each tracker name. Those for trackers that
-            are not in use are ignored, so that one script serves several trackers.
-
-    Returns:
-        The trackers, not started, in the order given.
-
-    Raises:
-        TypeError: see `select_trackers`.
-        ValueError: see `select_trackers`.
-        ImportError: see `select_trackers`.
-    """
-    trackers = []
-    for one in select_trackers(log_with, logging_dir=logging_dir):
-        if isinstance(one, type):
-            directory = [logging_dir] if one.requires_logging_directory else []
-            options = dict((init_kwargs or {}).get(one.name, {}))
-            if one.has_projects and run_name is not None:
-                options.setdefault("name", run_name)
-            first = project_name if one.has_projects else run_name or project_name
-            one = one(first, *directory, **options)
-        trackers.append(one)
-    return trackers
 
 
 def python_number(value: Any) -> Any:
     """The Python number in a tensor or an array of one element; anything else as it is."""
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and math.prod(shape) == 1 else value
-
-
-def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
-    if isinstance(entry, GeneralTracker) or (
-        isinstance(entry, type) and issubclass(entry, GeneralTracker)
-    ):
-        return [entry]
-    if not isinstance(entry, str):
-        raise TypeError(
-            f"log_with takes the name of a tracker, a subclass or an instance of GeneralTracker, "
-            f"or a list of these; got {entry!r} of type {type(entry).__name__}."
-        )
-    if entry == _ALL:
-        return [_REGISTRY[name] for name in available_trackers()]
-    others = {} if entry in _REGISTRY else {each.name: each for each in _entries()}
-    if entry in others:
-        _load(others[entry])
-    if entry not in _REGISTRY:
-        choices = [_ALL, *sorted({*_REGISTRY, *others})]
-        if entry in _ELSEWHERE:
-            raise ValueError(
-                f"log_with={str(entry)!r}: none of {', '.join(_ELSEWHERE)} is part of Cadence. "
-                f"Choose from {choices}, or pass a subclass of GeneralTracker that logs there, see "
-                "docs/trackers.md."
-            )
-        nearest = difflib.get_close_matches(entry, choices, n=1)
-        raise ValueError(
-            f"log_with={str(entry)!r} is not a known tracker. Choose from {choices}"
-            + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
-            + " register_tracker adds a class of your own."
-        )
-    return [_REGISTRY[entry]]
-
-
-def _entries() -> Sequence[EntryPoint]:
-    """The trackers that other packages say they have; none of them is imported."""
-    return sorted(entry_points(group=_GROUP), key=lambda entry: entry.name)
-
-
-def _package_of(entry: EntryPoint) -> str:
-    return f"the package {entry.dist.name!r}" if entry.dist else f"{entry.value!r}"
-
-
-def _load(entry: EntryPoint) -> None:
-    """Register the tracker of another package.
-
-    Raises:
-        ImportError: it cannot be loaded or is no tracker of that name.
-    """
-    where = f"The tracker {entry.name!r} of {_package_of(entry)} cannot be used"
-    try:
-        cls = register_tracker(entry.load())
-    # Whatever a foreign module raises; the others are none the worse for it.
-    except Exception as error:
-        raise ImportError(f"{where}: {type(error).__name__}: {error}") from error
-    if cls.name != entry.name:
-        raise ImportError(f"{where}: {cls.__qualname__}.name is {cls.name!r}.")
-
-
-def _is_installed(cls: type[GeneralTracker]) -> bool:
-    if cls.requires_package is None:
-        return True
-    # A mere folder of that name is no package: wandb makes one where it runs.
-    spec = importlib.util.find_spec(cls.requires_package)
-    return spec is not None and spec.origin is not None
-
-
-def _check_installed(cls: type[GeneralTracker]) -> None:
-    if not _is_installed(cls):
-        # Each tracker of this package has an extra of its own name.
-        ours = cls.__module__.partition(".")[0] == __package__
-        what = f"'cadence-trainer[{cls.name}]'" if ours else f"{cls.requires_package}"
-        raise ImportError(
-            f"Logging with {cls.name!r} needs the package {cls.requires_package!r}, which is not "
-            f"installed: pip install {what}",
-            name=cls.requires_package,
-        )
-
-
-def _check_complete(cls: type[GeneralTracker]) -> None:
-    inherited = object()
-    missing = [
-        how
-        for attribute, how in _REQUIRED.items()
-        if getattr(cls, attribute, inherited) is getattr(GeneralTracker, attribute, inherited)
-    ]
-    if missing:
-        raise NotImplementedError(
-            f"The tracker class {cls.__qualname__} lacks required attributes. "
-            f"Define them in the class body:\n    " + "\n    ".join(missing)
-        )
 
 
 class GeneralTracker:
@@ -316,8 +73,8 @@ class GeneralTracker:
     # Not in `__init__`, which subclasses need not call.
     def __new__(cls: type[_Instance], *_args: Any, **_kwargs: Any) -> _Instance:
         """Check the class before its constructor runs."""
-        _check_complete(cls)
-        _check_installed(cls)
+        check_complete(cls)
+        check_installed(cls)
         return super().__new__(cls)
 
     @property
@@ -493,5 +250,38 @@ class GeneralTracker:
         """Write what is pending and close the run. Called once, last; see `status`."""
 
 
-# Names last: what reads a configuration tries the first that fits, and a class path is a text too.
-TrackerChoice: TypeAlias = GeneralTracker | type[GeneralTracker] | str
+def is_installed(cls: type[GeneralTracker]) -> bool:
+    """Whether the package that a tracker needs is there; it is not imported."""
+    if cls.requires_package is None:
+        return True
+    # A mere folder of that name is no package: wandb makes one where it runs.
+    spec = importlib.util.find_spec(cls.requires_package)
+    return spec is not None and spec.origin is not None
+
+
+def check_installed(cls: type[GeneralTracker]) -> None:
+    """Raise an ImportError that says what to install, if `is_installed` is False."""
+    if not is_installed(cls):
+        # Each tracker of this package has an extra of its own name.
+        ours = cls.__module__.partition(".")[0] == __package__
+        what = f"'cadence-trainer[{cls.name}]'" if ours else f"{cls.requires_package}"
+        raise ImportError(
+            f"Logging with {cls.name!r} needs the package {cls.requires_package!r}, which is not "
+            f"installed: pip install {what}",
+            name=cls.requires_package,
+        )
+
+
+def check_complete(cls: type[GeneralTracker]) -> None:
+    """Raise a NotImplementedError that says what a tracker class lacks, if it does."""
+    inherited = object()
+    missing = [
+        how
+        for attribute, how in _REQUIRED.items()
+        if getattr(cls, attribute, inherited) is getattr(GeneralTracker, attribute, inherited)
+    ]
+    if missing:
+        raise NotImplementedError(
+            f"The tracker class {cls.__qualname__} lacks required attributes. "
+            f"Define them in the class body:\n    " + "\n    ".join(missing)
+        )

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, register_tracker
+from trackers.base import GeneralTracker
 from trackers.media import finite, one_level, pixels, plain, rendered, table_of
+from trackers.registry import register_tracker
 
 # Comet would patch torch and work inside the training's own calls; what to record is said here.
 _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, register_tracker
+from trackers.base import GeneralTracker
 from trackers.jsonl import is_at, unused_name
 from trackers.media import one_level
+from trackers.registry import register_tracker
 
 _logger = logging.getLogger("trackers")
 

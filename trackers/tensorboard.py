@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, register_tracker
+from trackers.base import GeneralTracker
 from trackers.code import git_commit
 from trackers.jsonl import unused_name
 from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
+from trackers.registry import register_tracker
 
 _PROBE = 4096  # bytes that a disk takes before a file is begun on it
 

@@ -10,8 +10,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from trackers.base import GeneralTracker, python_number, register_tracker
+from trackers.base import GeneralTracker, python_number
 from trackers.media import finite, pixels, plain, rendered, table_of
+from trackers.registry import register_tracker
 
 
 class Rows:

@@ -24,7 +24,7 @@ from trackers import (
     select_trackers,
 )
 from trackers.background import finish_all
-from trackers.base import TrackerChoice
+from trackers.registry import TrackerChoice
 from trainer.state import PartialState
 
 __all__ = ["GeneralTracker", "RunTrackers", "on_main_process"]

@@ -23,7 +23,8 @@ from callbacks import (
     Progress,
 )
 from trackers import GeneralTracker
-from trackers.base import Status, TrackerChoice
+from trackers.base import Status
+from trackers.registry import TrackerChoice
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import (

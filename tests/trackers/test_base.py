@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import trackers
-from trackers import base
+from trackers import registry as known
 from trackers.base import python_number
 
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
-    return base._REGISTRY
+    monkeypatch.setattr(known, "_REGISTRY", dict(known._REGISTRY))
+    return known._REGISTRY
 
 
 class Memory(trackers.GeneralTracker):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import Callback, LearningRateMonitor
 from trackers import GeneralTracker, read_metrics, register_tracker
-from trackers.base import _REGISTRY
+from trackers.registry import _REGISTRY
 from trainer import Trainer, TrainModule
 
 

@@ -23,7 +23,7 @@ from trackers import (
     NullTracker,
     register_tracker,
 )
-from trackers.base import _REGISTRY
+from trackers.registry import _REGISTRY
 from trainer import Preempted, Trainer, TrainModule
 from trainer.loops.record import Recorder
 from trainer.tracking import RunTrackers, on_main_process

@@ -25,7 +25,7 @@ from trainer.rng import mix
 LONGEST = 1_000  # containers that have more in them hold samples, not transforms
 _MOST = 20_000  # things that are looked into, in some 50 ms
 _OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
-_LEAVES = type, ModuleType, torch.Tensor, str, bytes, int, float, type(None)
+_LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 
 
 def of_samplers(source: Any) -> list[Any]:
@@ -52,8 +52,8 @@ def held_by(owner: Any, besides: Iterable[Any] = ()) -> list[Any]:
     """Those that can be reached from something by attributes, containers and functions.
 
     Of a dataset they are its own, those of its transforms and theirs, and those that a `lambda` or
-    a `partial` among them has been given. Packages, classes, sets and containers of more than
-    `LONGEST` things are not looked into.
+    a `partial` among them has been given. Sets and containers of more than `LONGEST` things are not
+    looked into, nor are packages.
 
     Args:
         owner: Where the search begins.
@@ -201,6 +201,8 @@ def _parts(thing: Any) -> Iterable[Any]:
     Of what torch keeps in a module only its submodules are.
     """
     kind = type(thing)  # isinstance would ask a proxy for its class
+    if issubclass(kind, type):  # what its instances share, of which a generator alone counts
+        return [value for value in vars(thing).values() if issubclass(type(value), _kinds())]
     if issubclass(kind, (list, tuple, deque)):
         parts: Iterable[Any] = thing if len(thing) <= LONGEST else ()
     elif issubclass(kind, dict):
@@ -222,8 +224,9 @@ def _parts(thing: Any) -> Iterable[Any]:
     except AttributeError:  # it has none
         return parts
     if issubclass(kind, nn.Module):  # a deep one has more of torch's attributes than of the user's
-        return chain(parts, [attributes[name] for name in attributes if name not in _OF_TORCH])
-    return chain(parts, list(attributes.values()))
+        users = [attributes[name] for name in attributes if name not in _OF_TORCH]
+        return chain(parts, users, kind.__mro__)
+    return chain(parts, list(attributes.values()), kind.__mro__)
 
 
 def _content(cell: CellType) -> Any:

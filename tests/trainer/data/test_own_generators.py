@@ -192,12 +192,18 @@ def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
 
 
 def test_generators_are_found_wherever_a_dataset_may_keep_them():
-    rngs = [random.Random(number) for number in range(12)]
+    rngs = [random.Random(number) for number in range(13)]
     linked = SimpleNamespace(rng=rngs[0])
     linked.itself = linked
 
     def closed(value, rng=rngs[1], *, named=rngs[2]):
         return value + rngs_of_closure[0].random() + rng.random() + named.random()
+
+    class Shared:
+        rng = rngs[12]
+
+    class Sharing(Shared):
+        pass
 
     rngs_of_closure = [rngs[3]]
     found = held_by(
@@ -208,6 +214,7 @@ def test_generators_are_found_wherever_a_dataset_may_keep_them():
             "method": SimpleNamespace(rng=rngs[6], call=Jitter(lambda: rngs[7], None).__call__),
             "builtin": rngs[8].random,
             "several": [(rngs[9],), deque([{"deep": [rngs[10]]}])],
+            "class": Sharing(),
             "module": torch.nn.Sequential(torch.nn.Identity()),
             "subset": torch.utils.data.Subset(Jittered(Jitter(lambda: rngs[11], None)), [0]),
         }

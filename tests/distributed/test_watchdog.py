@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
 import threading
+import time
 import uuid
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,6 +137,45 @@ def test_a_process_that_gives_no_sign_is_named(ranks2):
     assert "\nrank 1 gives no sign; it was last in fit, " in first[0]
 
 
+def wait_for(file):
+    while not file.exists():
+        time.sleep(0.01)
+
+
+@contextmanager
+def silent_store():
+    """The store answers nobody, as one on a machine that is gone."""
+    store = dist.group.WORLD.get_group_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    with open(store.path) as file:  # that of the ranks here is a file, which whoever asks locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def without_a_store():
+    said, other = Path("said"), dist.get_rank() == 1
+
+    def stand():
+        if other:
+            with silent_store():
+                wait_for(said)
+
+    loader = DataLoader(torch.zeros(12, 1), 1)
+    settings = {"max_epochs": 1, "progress_bar": False, "cpu": True}
+    with listening(said.touch) as texts:
+        Trainer(project_dir="run", checkpointing=False, **settings).fit(
+            Line(("train", 1), stand), loader
+        )
+    return texts
+
+
+def test_a_store_that_does_not_answer_is_told(ranks2):
+    texts = [text for each in ranks2(without_a_store) for text in each]
+    assert "in fit, epoch 0, step 1, batch 1 for 0" in texts[0]
+    assert "that of rank 0, has gone or cannot be reached." in texts[0]
+
+
 def test_of_several_who_wait_one_speaks(ranks3):
     first, *others = ranks3(stalled, ("train", 1))
     assert others == [[], []]
@@ -244,7 +286,9 @@ def ends(error=None):
     try:
         with watched(lambda: "here") as note_place:
             try:
-                if error is not None:
+                if callable(error):
+                    error()
+                elif error is not None:
                     raise error
             except BaseException:
                 note_place()
@@ -293,6 +337,37 @@ def test_the_first_failure_is_the_cause_and_that_of_another_run_is_not(ranks2):
     assert first[4][1].startswith(f"{failed}tests.distributed.test_watchdog.Odd: ")
     assert second[2:5] == [("ValueError", "of its own"), ("OSError", "gloo/data"), ("Odd", "")]
     assert first[5] == second[5] == ("CheckpointError", "in the background")
+
+
+def lost_with_the_store():
+    watching, silent, ended = Path("watching"), Path("silent"), Path("ended")
+
+    def lose():
+        watching.touch()
+        wait_for(silent)
+        raise closed()
+
+    told = []
+    with listening(lambda: None):
+        if dist.get_rank() == 1:
+            wait_for(watching)
+            with silent_store():
+                silent.touch()
+                wait_for(ended)
+        else:
+            told = ends(lose)
+            ended.touch()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        ends()  # as many runs on each
+    return told
+
+
+def test_the_loss_of_the_store_is_told_where_the_backend_fails(ranks2):
+    kind, text = ranks2(lost_with_the_store)[0]
+    assert kind == "RuntimeError"
+    assert "that of rank 0, has gone or cannot be reached. This one was in here. " in text
+    assert text.endswith("The backend says: RuntimeError: " + str(closed()))
 
 
 def test_the_patience_is_less_than_the_groups_limit(ranks2):

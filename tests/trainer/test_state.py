@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import socket
+import sys
 import threading
 import warnings
 
@@ -16,7 +19,7 @@ from trainer import Accelerator
 from trainer.configuration import DistributedType, GradientAccumulationPlugin
 from trainer.environment import Launch
 from trainer.plugins import TorchDynamoPlugin
-from trainer.state import AcceleratorState, GradientState, PartialState
+from trainer.state import AcceleratorState, GradientState, PartialState, network
 from trainer.state import group as joining
 
 PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
@@ -745,3 +748,57 @@ def test_the_backend_of_cuda_is_not_asked_for_on_a_cpu(monkeypatch):
 
 def test_there_is_no_ipex():
     assert make("no").use_ipex is False
+
+
+@pytest.mark.parametrize(
+    ("own", "master", "source", "there", "chosen", "warned"),
+    [
+        ("127.0.1.1", "10.0.0.1", "10.0.0.2", ["10.0.0.2", "172.17.0.1"], "if-10.0.0.2", False),
+        (None, "10.0.0.1", "10.0.0.2", ["10.0.0.2", "172.17.0.1"], "if-10.0.0.2", False),
+        ("127.0.1.1", "node0", "127.0.1.1", ["10.0.0.1"], "if-10.0.0.1", False),
+        ("127.0.1.1", "node0", "127.0.1.1", ["10.0.0.1", "172.17.0.1"], None, True),
+        ("127.0.1.1", "10.0.0.1", None, [], None, True),
+        ("10.0.0.2", "10.0.0.1", "10.0.0.2", ["10.0.0.2"], None, False),
+        ("127.0.1.1", "localhost", "127.0.0.1", ["10.0.0.2"], None, False),
+    ],
+)
+def test_processes_on_the_cpu_meet_where_other_machines_come(
+    monkeypatch, caplog, own, master, source, there, chosen, warned
+):
+    def address(host, port):
+        if own is None:
+            raise socket.gaierror
+        return [(None, None, None, None, (own, port))]
+
+    monkeypatch.setenv(network._VARIABLE, "")
+    monkeypatch.setattr(network.socket, "getaddrinfo", address)
+    monkeypatch.setattr(network, "source", lambda _: source)
+    monkeypatch.setattr(network, "_interfaces", lambda: {each: f"if-{each}" for each in there})
+    for size in (2, 1):  # on one machine, on two
+        launch = Launch(
+            launcher="", world_size=2, local_world_size=size, master_addr=master, master_port=1
+        )
+        assert not caplog.text
+        network.choose_interface(launch)
+        assert os.environ[network._VARIABLE] == ((chosen or "") if size == 1 else "")
+    assert ("Export GLOO_SOCKET_IFNAME as the interface that leads" in caplog.text) == warned
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+def test_networks_are_known_by_their_addresses():
+    there = network._interfaces()
+    assert set(there.values()) <= {name for _, name in socket.if_nameindex()}
+    assert not any(network._is_loopback(address) for address in there)
+    for address in there:
+        assert network.source(address) == network.reachable_from(address) == address
+    assert network.source("127.0.0.1") == "127.0.0.1"
+    assert network.reachable_from("127.0.0.1") is None
+
+
+def test_a_group_on_the_cpu_asks_for_its_network(monkeypatch):
+    asked = []
+    monkeypatch.setattr(joining, "choose_interface", asked.append)
+    launch = Launch(launcher="", master_addr="localhost", master_port=1)
+    joining.join_group(launch, torch.device("cpu"), {"store": dist.HashStore()})
+    dist.destroy_process_group()
+    assert asked == [launch]

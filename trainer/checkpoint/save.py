@@ -24,6 +24,7 @@ from trainer.checkpoint.layout import (
     discard,
     is_newer,
     open_staging,
+    peek,
     read_manifest,
     remove,
     step_of,
@@ -157,7 +158,17 @@ def save_checkpoint(
     def write() -> None:
         if keeper:
             write_shared(staging)
-        write_rank(staging)
+        try:
+            write_rank(staging)
+        except FileNotFoundError as error:
+            if staging.exists():
+                raise
+            raise CheckpointError(
+                f"{staging.absolute()}, which rank {first} has made, is not there on "
+                f"{socket.gethostname()}. Where machines share no disk, let each keep checkpoints: "
+                "project_config=ProjectConfiguration(save_on_each_node=True). Where they do, give "
+                "a folder on it, by a path that means the same to all"
+            ) from error
 
     what = f"Saving {target}"
     first = keeper_of(state, on_each_node, group)
@@ -233,19 +244,22 @@ def newest_sound(
     """
     keeper, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
 
-    def list_() -> dict[int, Path] | None:
+    def list_() -> dict[int, tuple[Path, Any]] | None:
         for path in without_manifest(root) if keeper else ():
             logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
         here = [path for path in committed(root) if not holds_weights_only(path)]
-        return {step_of(path) or 0: path for path in here} if keeper else None
+        return {step_of(path) or 0: (path, peek(path).get("run_id")) for path in here}
 
     first = keeper_of(state, on_each_node, group)
-    found = together(what, list_, state, group)
-    listed = [set(each) for each in found if each is not None]
-    everywhere, some = set.intersection(*listed), set.union(*listed)
-    own = found[first] or {}
-    for step in sorted(everywhere, reverse=True):
-        path = own[step]
+    found = together(what, lambda: list_() if keeper else None, state, group)
+    listed = {rank: each for rank, each in enumerate(found) if each is not None}
+    some = set[int]().union(*listed.values())
+    for step in sorted(some, reverse=True):
+        if problem := _differs(step, listed):
+            if state.is_main_process:
+                logger.warning("Step %d of %s is not used: %s.", step, root, problem)
+            continue
+        path, _ = listed[first][step]
         verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
@@ -255,10 +269,12 @@ def newest_sound(
         if not any(verdicts):
             return path
     if some:
-        which = f"none of the {len(some)} checkpoints there is sound"
+        several = len(listed) > 1
         raise CheckpointError(
-            f"{what} failed: {which}{' on every machine' if len(listed) > 1 else ''} (the log says "
-            "what is wrong with each). Move them away to start anew."
+            f"{what} failed: none of the {len(some)} checkpoints there is sound"
+            f"{' on every machine' if several else ''} (the log says what is wrong with each). "
+            f"{'Copy one to the machines that lack it, or move' if several else 'Move'} them away "
+            "to start anew."
         )
     return None
 
@@ -326,6 +342,22 @@ def refuse_together(
         raise ValueError(refused[0])
 
 
+def _differs(step: int, listed: Mapping[int, Mapping[int, tuple[Path, Any]]]) -> str | None:
+    """Why a checkpoint is not the same on all disks; None if it is, or there is one disk.
+
+    Args:
+        step: Its step.
+        listed: What each rank that keeps checkpoints has, by step: its path and its run's id.
+    """
+    if lacking := [str(rank) for rank, here in listed.items() if step not in here]:
+        return f"the machine of rank {', '.join(lacking)} does not have it"
+    runs = {rank: here[step][1] for rank, here in listed.items()}
+    if len(set(runs.values()) - {None}) > 1:  # of a damaged one it is not known
+        told = ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
+        return f"the machines have it from different runs ({told})"
+    return None
+
+
 class _Verdict(NamedTuple):
     """Why a checkpoint is not used."""
 
@@ -382,10 +414,13 @@ def together(
     if state.num_processes > 1:
         payloads = share(operation, payload, group)
         outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
+    told: dict[str, list[str]] = {}  # the same once: it may be that of a hundred ranks
+    for rank, (_, text) in enumerate(outcomes):
+        if text is not None:
+            told.setdefault(text.rstrip("."), []).append(str(rank))
     failures = [
-        f"on rank {rank}: {text.rstrip('.')}"
-        for rank, (_, text) in enumerate(outcomes)
-        if text is not None
+        f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}"
+        for text, ranks in told.items()
     ]
     if failures:
         raise CheckpointError(f"{what} failed {'; '.join(failures)}.") from cause

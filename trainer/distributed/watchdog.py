@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from trainer import environment
 from trainer.errors import Preempted
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ _SILENT = 2  # looks without another note: whoever has left it stands still as a
 _FRAMES = 15  # of a stack, the innermost ones
 _ASKED = 100  # processes, at the end: that each asks thousands would take the store too long
 _SHOWN = 8  # of those of which one may have gone
+_NO_STORE = (
+    "the store by which the processes found each other does not answer: its machine, that of rank "
+    "0, has gone or cannot be reached"
+)
 _ALL_STAND = 4  # times the patience, until processes that all wait are told of
 _WAITING = (  # where a process is that waits for others: in a collective, or in a backward pass, …
     "/torch/distributed/",
@@ -98,6 +103,7 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
         watchdog.ended.set()
         _watching.release()
         thread.join(_PATIENCE)  # no longer: a store on a machine that is gone may not answer
+        watchdog.explain()
 
     try:
         yield watchdog.note_place
@@ -237,11 +243,12 @@ class _Watchdog:
             self._leave(self._note())
             while not self.ended.wait(self._patience / _LOOKS):
                 note = self._note()
-                self._leave(note)
-                if not note.waits or note.seconds < self._patience / 2:
-                    self._read.clear()
-                    continue
-                read = self._read_all()
+                with self._told_if_silent():
+                    self._leave(note)
+                    if not note.waits or note.seconds < self._patience / 2:
+                        self._read.clear()
+                        continue
+                    read = self._read_all()
                 if read is None or note.seconds < speaks_at:
                     continue
                 if text := complaint(self._rank, *read, self._patience):
@@ -251,6 +258,37 @@ class _Watchdog:
         except (RuntimeError, OSError) as error:
             # The store has ended with its process, or the backend has given up.
             logger.debug("No process can be asked any longer where it is: %s", error)
+
+    @contextmanager
+    def _told_if_silent(self) -> Iterator[None]:
+        """Inside, the log says so where the store does not answer: no other process can be asked.
+
+        By a thread of its own. That of the watchdog may wait until the system gives the connection
+        to a machine up, which is gone or out of reach.
+        """
+        timer = threading.Timer(self._patience / 2, self._tell_of_silence)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def _tell_of_silence(self) -> None:
+        since, place = self._since
+        if self._place() == place and not environment.read_int("LOCAL_RANK"):  # one of a machine
+            seconds = time.monotonic() - since
+            told = "rank %d has been in %s for %.0f seconds, and %s."
+            logger.warning(told, self._rank, place, seconds, _NO_STORE)
+
+    def explain(self) -> None:
+        """Give the cause where the backend has failed and the store could not be asked for it."""
+        if self._replaced and not self.cause:
+            self.cause = (
+                f"The exchange with the other processes has failed, and {_NO_STORE}. This one was "
+                f"in {self._ended_in}. The backend says: {self._error}"
+            )
 
     def _take_leave(self) -> None:
         """Note how the run has ended here; learn whose failure was the cause."""

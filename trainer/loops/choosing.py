@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer import checkpoint as disk
-from trainer.checkpoint.layout import MANIFEST
+from trainer.checkpoint.layout import MANIFEST, peek
 from trainer.errors import CheckpointError, LaterReleaseError, choose
 from trainer.state import PartialState
 
@@ -37,21 +37,47 @@ def choose_checkpoint(
 
     Raises:
         CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none; or
-            there are weights alone.
+            there are weights alone, or the machines have it from different runs.
         ValueError: ``"best"`` without a metric to rank by.
     """
     if ckpt_path is None:
         return None
     if ckpt_path not in WORDS:
-        return _existing(ckpt_path)
+        return _of_one_run(lambda: _existing(ckpt_path), on_each_node)
     if ckpt_path == "best":
-        return _best(roots, monitors, on_each_node)
+        best = _best(roots, monitors, on_each_node)
+        return _of_one_run(lambda: best, on_each_node)
     newest = _newest(roots, on_each_node)
     if newest is None:
         disk.refuse_weights_alone(roots, PartialState(), instead=instead, on_each_node=on_each_node)
     if newest is None and ckpt_path == "last":
         raise CheckpointError(f"ckpt_path='last', but there is no checkpoint in {_all(roots)}.")
     return newest
+
+
+def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
+    """The checkpoint that is chosen, if it is the same run's on the disks of all machines.
+
+    Raises:
+        CheckpointError: It is not; on all processes alike.
+    """
+    if not on_each_node:
+        return choose_here()
+    state = PartialState()
+
+    def look() -> tuple[Path, str | None]:
+        path = choose_here()
+        return path, peek(path).get("run_id") if disk.keeps(state, on_each_node) else None
+
+    found = disk.together("Choosing a checkpoint", look, state)
+    runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
+    path = found[state.process_index][0]
+    if len(set(runs.values())) > 1:
+        told = ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
+        raise CheckpointError(
+            f"The machines have {path} from different runs ({told}). Copy one of them to all."
+        )
+    return path
 
 
 def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:

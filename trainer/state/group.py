@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer import environment
 from trainer.configuration import DistributedType
+from trainer.state.network import choose_interface
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,8 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         _check_backend(part.rpartition(":")[2], device)
     if chosen.get("init_method") is None and chosen.get("store") is None:
         chosen |= _meeting_place(launch, chosen.get("timeout"))
+    if "gloo" in backend:
+        choose_interface(launch)
     dist.init_process_group(
         backend,
         rank=launch.rank,

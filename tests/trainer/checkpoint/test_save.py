@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +25,7 @@ from trainer.checkpoint import (
 )
 from trainer.checkpoint import layout as layout_module
 from trainer.errors import CheckpointError
+from trainer.loops import choosing
 from trainer.state import PartialState
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
@@ -215,6 +219,120 @@ def test_a_choice_that_fails_fails_on_all(ranks2):
     seen = ranks2(lambda: outcome(lambda: newest_sound(Path("checkpoints"), PartialState())))
     assert seen[0] == seen[1]
     assert "none of the 1 checkpoints" in seen[0]
+
+
+@contextmanager
+def machine():
+    """Inside, this rank is the only one of a machine with a disk of its own."""
+    rank = dist.get_rank()
+    disk = Path(f"disk-{rank}")
+    disk.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(disk)
+        yield SimpleNamespace(
+            is_main_process=rank == 0,
+            is_local_main_process=True,
+            process_index=rank,
+            local_process_index=0,
+            num_processes=2,
+        )
+
+
+def test_machines_that_share_no_disk_are_told_how_to_save(ranks2):
+    def body():
+        with machine() as state:
+            return outcome(lambda: save_step(5, state)), entries() if state.is_main_process else []
+
+    seen = ranks2(body)
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] == []
+    where = Path("disk-1/checkpoints").absolute()
+    assert f"failed on rank 1: {where}" in seen[0][0]
+    assert f"which rank 0 has made, is not there on {socket.gethostname()}. " in seen[0][0]
+    assert "ProjectConfiguration(save_on_each_node=True)" in seen[0][0]
+
+
+def newest(state):
+    return newest_sound(Path("checkpoints"), state, on_each_node=True)
+
+
+def second(state, word=None):
+    """The checkpoint of step 2, asked for by its path or as the best."""
+    path, monitors = Path("checkpoints/step-00000002"), [("loss", "min")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choosing, "PartialState", lambda: state)
+        return choosing.choose_checkpoint(
+            word or path, [path.parent], monitors, on_each_node=True, instead="Nothing."
+        )
+
+
+def chosen(lost=(), run_ids=("a", "a"), choose=newest):
+    """What two machines choose of steps 1 and 2, and what each says of it.
+
+    Args:
+        lost: Pairs of a rank and a step that is not there any more.
+        run_ids: Of each rank's checkpoint of step 2.
+        choose: Called with the state.
+    """
+    rank = dist.get_rank()
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    with machine() as state:
+        for step, run_id in ((1, "a"), (2, run_ids[rank])):
+            manifest = {"step": step, "run_id": run_id, "metrics": {"loss": 1 / step}}
+            more = {"manifest": manifest, "state": ALONE}
+            path = Path(f"checkpoints/step-{step:08d}")
+            save_checkpoint(path, write_shared=print, write_rank=print, **more)
+        for step in [step for where, step in lost if where == rank]:
+            remove(Path(f"checkpoints/step-{step:08d}"))
+        logging.getLogger("trainer").addHandler(handler)
+        try:
+            return outcome(lambda: choose(state)), lines
+        finally:
+            logging.getLogger("trainer").removeHandler(handler)
+
+
+def test_what_one_machine_lacks_is_told_and_the_newest_of_all_taken(ranks2):
+    (first, lines), other = ranks2(lambda: chosen(lost=[(1, 2)]))
+    assert first == str(Path("checkpoints/step-00000001"))
+    assert lines == ["Step 2 of checkpoints is not used: the machine of rank 1 does not have it."]
+    assert other == (first, [])
+
+
+def test_where_machines_have_nothing_in_common_each_step_is_told(ranks2):
+    (first, lines), other = ranks2(lambda: chosen(lost=[(1, 2), (0, 1)]))
+    assert [line.partition(": ")[2] for line in lines] == [
+        "the machine of rank 1 does not have it.",
+        "the machine of rank 0 does not have it.",
+    ]
+    assert "none of the 2 checkpoints there is sound on every machine" in first
+    assert "Copy one to the machines that lack it, or move them away" in first
+    assert other == (first, [])
+
+
+def test_machines_do_not_go_on_from_checkpoints_of_different_runs(ranks2):
+    (first, [line]), other = ranks2(lambda: chosen(run_ids=("a", "b")))
+    assert first == other[0] == str(Path("checkpoints/step-00000001"))
+    assert "have it from different runs (that of rank 0 from a, that of rank 1 from b)" in line
+
+
+@pytest.mark.parametrize("word", [None, "best"])
+def test_a_checkpoint_that_is_asked_for_is_of_one_run_on_all_machines(ranks2, word):
+    choose = partial(second, word=word)
+    path = str(Path("checkpoints/step-00000002"))
+    assert [each for each, _ in ranks2(lambda: chosen(choose=choose))] == [path] * 2
+    (said, _), (other, _) = ranks2(lambda: chosen(run_ids=("a", "b"), choose=choose))
+    assert said == other
+    assert (
+        f"machines have {path} from different runs (that of rank 0 from a, that" in said
+    )
+
+
+def test_a_checkpoint_that_one_machine_lacks_is_refused_on_all(ranks2):
+    (said, _), (other, _) = ranks2(lambda: chosen(lost=[(1, 2)], choose=second))
+    assert said == other
+    assert "failed on rank 1: There is no checkpoint at checkpoints/step-00000002" in said
 
 
 def test_a_removed_checkpoint_is_not_chosen():

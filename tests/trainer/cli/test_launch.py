@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,24 +153,79 @@ def test_one_process_becomes_the_script(tmp_path):
     assert found["WORLD_SIZE"] is None
 
 
-def test_machines_meet(tmp_path):
-    script = "import os\nopen(os.environ['RANK'] + ' of ' + os.environ['WORLD_SIZE'], 'w').close()"
-    write("train.py", script)
+@pytest.fixture
+def port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
-    words = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1"]
-    words += ["--main_process_port", port, "train.py"]
-    other = subprocess.Popen(
-        [sys.executable, "-m", "trainer", "launch", "--cpu", "--machine_rank", "1", *words]
-    )
+        return str(listener.getsockname()[1])
+
+
+@contextmanager
+def launcher(number: int, port: str, *words: str):
+    """Another launcher on this host, as if it were on another one."""
+    meeting = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    command = [sys.executable, "-m", "trainer", "launch", "--cpu", "--machine_rank", str(number)]
+    process = subprocess.Popen([*command, *meeting, *words])
     try:
-        assert launch("--machine_rank", "0", *words) == 0
-        assert other.wait(100) == 0
+        yield process
     finally:
-        other.kill()
-        other.wait()
+        process.kill()
+        process.wait()
+
+
+def test_machines_meet(port):
+    script = "import os\nopen(os.environ['RANK'] + ' of ' + os.environ['WORLD_SIZE'], 'w').close()"
+    words = ["--num_processes", "4", write("train.py", script)]
+    with launcher(0, port, *words) as first, launcher(1, port, *words) as second:
+        assert first.wait(100) == second.wait(100) == 0
     assert sorted(path.name for path in Path().glob("* of 4")) == [f"{n} of 4" for n in range(4)]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_machine_that_fails_ends_those_that_wait_for_it(monkeypatch, capfd, port, failing):
+    script = (
+        "import os, time\n"
+        f"if os.environ['RANK'] == '{failing}':\n    raise ValueError('no data here')\n"
+        "time.sleep(100)\n"
+    )
+    words = ["--num_processes", "2", write("train.py", script)]
+    monkeypatch.setattr("trainer.cli.launch.machines._GRACE", 0.0)
+    meeting = ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", port]
+    with launcher(failing, port, *words) as other:
+        assert launch("--machine_rank", str(1 - failing), *meeting, *words) == 1
+        assert other.wait(100) == 1
+    said = capfd.readouterr().err
+    host = socket.gethostname()
+    assert (
+        f"trainer launch: rank {failing} of 2 on {host} failed first: ValueError: no data here. "
+        "The processes of this machine had not ended 0 seconds after that, and were ended." in said
+    )
+
+
+def test_nobody_waits_for_a_machine_that_was_told_to_end(port):
+    script = (
+        "import os, signal, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    time.sleep(100)\n"
+    )
+    words = ["--num_processes", "2", write("train.py", script)]
+    with launcher(0, port, *words) as first, launcher(1, port, *words) as second:
+        assert second.wait(100) == 143
+        assert first.wait(100) == 0
+
+
+def test_who_waits_for_other_machines_says_so_and_how_they_meet(monkeypatch, capfd, port):
+    monkeypatch.setattr("trainer.cli.launch.machines._PATIENCE", 0.0)
+    words = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "127.0.0.1"]
+    words += ["--main_process_port", port, "--rdzv_conf", "timeout=1", write("train.py", "")]
+    assert launch(*words) == 1
+    said = capfd.readouterr().err
+    how = f"machine 0 of which is 127.0.0.1, and all must reach port {port} there."
+    assert f"still waiting for 2 machines. The same command must run on all machines, {how}" in said
+    assert f"the launchers did not meet at 127.0.0.1:{port}: " in said
+    assert said.rstrip().endswith(how)
 
 
 # -- what is said at the end -----------------------------------------------------------------------

@@ -1,23 +1,31 @@
 """The processes of one machine, started and watched by torch's elastic agent.
 
 What is added to the agent: a second signal reaches the processes too, a run that was told to end is
-no failure, and the exception that came first is shown last.
+no failure, the exception that came first is shown last, and machines hear of each other's failures.
 """
 
 from __future__ import annotations
 
 import json
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import (
     DefaultLogsSpecs,
@@ -31,9 +39,11 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from trainer.cli.launch.entry import ENDED
 from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
+from trainer.cli.launch.machines import AnotherFailed, Others, told_of_waiting
 from trainer.cli.launch.quiet import quiet_agent
 from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
+from trainer.state.network import reachable_from
 
 _PATIENCE = 10  # seconds for what a second signal ends; then the processes are killed
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
@@ -51,7 +61,8 @@ class Group:
         endpoint: Where: ``"host:port"``.
         job: The name of what they meet for; the same on all.
         rendezvous: More for it.
-        local_address: The name of this machine for the others; None asks the machine.
+        local_address: The name of this machine for the others; None for the address by which it
+            reaches the endpoint, or what it is called where that is not known.
         max_restarts: How often all are started again.
         monitor_interval: Seconds between two looks.
         shutdown_timeout: Seconds that processes have to save after a signal.
@@ -78,27 +89,64 @@ class _Agent(LocalElasticAgent):
     """Torch's agent, which hands on a second signal as well and says why it starts all again."""
 
     _seen: RunResult
+    others: Others | None = None  # on other machines
+    waits_for: str | None = None  # what is said where the other machines are long in coming
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """See torch's."""
+        with self.others.heard() if self.others else nullcontext():
+            try:
+                result: RunResult = super().run(role)
+                return result
+            except OSError as error:  # a program that is not on this machine, for example
+                if self.others is not None:
+                    self.others.tell(f"The launcher on {socket.gethostname()} failed: {error}")
+                raise
+            finally:
+                self._leave()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with told_of_waiting(self.waits_for) if self.waits_for else nullcontext():
+            super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         seen: RunResult = super()._monitor_workers(worker_group)
         self._seen = seen
         if seen.is_failed() and any(each.refused for each in failures_of(seen.failures)):
             self._remaining_restarts = 0
+        if self.others is not None and seen.state == WorkerState.HEALTHY:
+            self.others.heed()
+        elif self.others is not None and seen.is_failed() and self._remaining_restarts == 0:
+            first = self._first_failure()
+            self.others.tell(f"{first.who} failed first: {summary(first)}")
         return seen
+
+    def _first_failure(self) -> Failure:
+        interval = self._worker_group.spec.monitor_interval
+        return first_of(failures_of(self._seen.failures), interval)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._seen.is_failed():  # else another machine has come or gone
-            spec = worker_group.spec
-            first = first_of(failures_of(self._seen.failures), spec.monitor_interval)
-            number = spec.max_restarts - self._remaining_restarts
+            first, most = self._first_failure(), worker_group.spec.max_restarts
             how = f"with {first.kind}" if first.text and first.kind else summary(first)
             print(
                 f"{first.who} failed first, {how.rstrip('.')}. All processes are started again "
-                f"({number} of {spec.max_restarts}).",
+                f"({most - self._remaining_restarts} of {most}).",
                 file=sys.stderr,
                 flush=True,
             )
         super()._restart_workers(worker_group)
+
+    def _leave(self) -> None:
+        if self.others is not None and self._store is not None:
+            self.others.leave(self._worker_group.group_rank)
+
+    def _exit_barrier(self) -> None:
+        """Not torch's, which waits for those too that a failure or a signal has ended."""
+        self._leave()
+        machines = self._worker_group.group_world_size
+        if self.others is not None and machines is not None:
+            self.others.wait(machines)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         while True:
@@ -167,9 +215,12 @@ def run_group(group: Group) -> int:
             except SignalException as end:
                 failed = logs.failures()
                 return _told(failed, group) if failed else 128 + end.sigval
+            except AnotherFailed as error:
+                raise CommandError(str(error)) from error
             except (RendezvousError, DistError, ValueError) as error:
                 raise CommandError(
-                    f"the launchers did not meet at {group.endpoint}: {error}"
+                    f"the launchers did not meet at {group.endpoint}: {str(error).rstrip('.')}."
+                    + (f" {_where(group)}" if group.machines[1] > 1 else "")
                 ) from error
             finally:
                 for number, handler in before.items():
@@ -177,6 +228,16 @@ def run_group(group: Group) -> int:
         if result.is_failed():
             return _told(failures_of(result.failures), group)
         return max(logs.ends(), default=0)
+
+
+def _where(group: Group) -> str:
+    """How machines come to meet."""
+    host, _, port = group.endpoint.rpartition(":")
+    numbered = group.backend == "static" or "is_host" in group.rendezvous
+    return (
+        f"The same command must run on all machines, {'machine 0' if numbered else 'one'} of which "
+        f"is {host}, and all must reach port {port} there."
+    )
 
 
 def _told(failures: list[Failure], group: Group) -> int:
@@ -195,6 +256,8 @@ def _number(name: str) -> signal.Signals:
 
 
 def _run(group: Group, logs: _Logs) -> RunResult:
+    host, _, port = group.endpoint.rpartition(":")
+    own = group.local_address or reachable_from(host)  # others may not know what this one is called
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=group.backend,
@@ -202,11 +265,10 @@ def _run(group: Group, logs: _Logs) -> RunResult:
             run_id=group.job,
             min_nodes=group.machines[0],
             max_nodes=group.machines[1],
-            local_addr=group.local_address,
+            local_addr=own,
             **group.rendezvous,
         )
     )
-    host, _, port = group.endpoint.rpartition(":")
     static = group.backend == "static"
     agent = _Agent(
         WorkerSpec(
@@ -219,14 +281,19 @@ def _run(group: Group, logs: _Logs) -> RunResult:
             monitor_interval=group.monitor_interval,
             master_addr=host if static else None,
             master_port=int(port) if static else None,
-            local_addr=group.local_address,
+            local_addr=own,
         ),
         logs_specs=logs,
         log_line_prefix_template="[rank ${rank}] " if group.tee != "0" else None,
         shutdown_timeout=group.shutdown_timeout,
     )
+    least, most = group.machines
+    if most > 1:
+        number = most if least == most else f"{least} to {most}"
+        agent.waits_for = f"trainer launch: still waiting for {number} machines. {_where(group)}"
+        agent.others = Others(lambda: agent._store, all_needed=least == most)
     try:
-        result: RunResult = agent.run()
+        result = agent.run()
     except SignalException:
         # Other machines may go on without this one: the place where they meet stays open.
         raise

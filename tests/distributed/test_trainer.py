@@ -229,6 +229,50 @@ def test_parameters_that_are_unfrozen_later_are_averaged_too(ranks2):
     assert first == second
 
 
+def change_inside_an_epoch(unfreezes: bool) -> None:
+    class Changing(TwoParts):
+        def __init__(self):
+            super().__init__()
+            self.other.requires_grad_(not unfreezes)
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.other.requires_grad_(unfreezes == (self.global_step > 1))
+
+        def training_step(self, batch, batch_idx):
+            return (self.layer(batch[0]) + self.other(batch[0])).square().mean() * 1e-3
+
+    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(Changing(), loader())
+
+
+@pytest.mark.parametrize("unfreezes", [True, False])
+def test_what_is_frozen_or_unfrozen_inside_an_epoch_is_named(ranks2, unfreezes):
+    what = "unfrozen" if unfreezes else "frozen"
+    said = rf"other\.weight, other\.bias .*were {what},? inside an epoch.*on_train_epoch_start"
+    with pytest.raises(Exception, match=said):
+        ranks2(change_inside_an_epoch, unfreezes, timeout=30)
+
+
+def add_inside_an_epoch() -> None:
+    class Growing(TwoParts):
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.global_step == 1 and not hasattr(self, "more"):
+                self.more = torch.nn.Linear(2, 1)
+                self.optimizers().add_param_group({"params": list(self.more.parameters())})
+
+        def training_step(self, batch, batch_idx):
+            parts = (self.layer, self.other, *([self.more] if hasattr(self, "more") else []))
+            return sum(part(batch[0]) for part in parts).square().mean() * 1e-3
+
+    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(Growing(), loader())
+
+
+def test_a_layer_that_comes_inside_an_epoch_is_named(ranks2):
+    with pytest.raises(Exception, match=r"more\.weight, more\.bias came, or were unfrozen, inside"):
+        ranks2(add_inside_an_epoch, timeout=30)
+
+
 class Fractions(Line):
     def count_items(self, batch):
         return 0.3 * len(batch[0])

@@ -34,6 +34,7 @@ from trainer.loops.record import Recorder
 from trainer.loops.resume import load_datamodule, load_run, load_weights
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Settings
+from trainer.loops.switches import switches_of
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import NO_LIMITS, Limits
@@ -316,6 +317,7 @@ def make_fit_run(
         **_common(module, hooks, recorder, accelerator, datamodule, quiet=settings.barebones),
         engine=engine,
         agreement=agreement,
+        begun=switches_of(module),
         weighting=LossWeighting(
             micro_batches=settings.gradient_accumulation_steps, world_size=world_size
         ),

@@ -28,6 +28,7 @@ from trainer.loops.snapshot import (
     has_state,
     named_gradients,
 )
+from trainer.loops.switches import load_switches
 from trainer.module import TrainModule
 from trainer.optim.groups import restore_groups
 from trainer.optim.state import load_state
@@ -88,6 +89,8 @@ def load_run(
         )
     disk.load_into(run.module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
+    if "switches" in state:  # not in a checkpoint of an earlier release
+        load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
     trained = path / TRAINED_NAME if (path / TRAINED_NAME).exists() else None
     _restore_optimizers(run, path, state, disk.load_weights(trained or path))
     run.precision.load_state_dict(state["scaler"])

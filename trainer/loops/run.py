@@ -54,6 +54,9 @@ class Engine(Protocol):
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """The one that does; the window's items over all processes."""
 
+    def refuse_unknown(self) -> None:
+        """Raise where it has left out gradients, of parameters that it does not know."""
+
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's."""
 
@@ -220,6 +223,8 @@ class FitRun(Run):
         stop_now: Decided by all alike.
         weightless: What runs now is such a stand-in: its loss counts for nothing.
         saved_rng: The generators' states of the checkpoint that the run resumes from.
+        begun: What of the module was frozen and in evaluation mode at first; see
+            `trainer.loops.switches`.
         loaders: Where the run stood when its loaders were made; see `trainer.loops.reload`.
         renew_loaders: Called as an epoch begins, to make others if it is time.
         validates: There is validation data, and the run is long enough for a validation.
@@ -266,6 +271,7 @@ class FitRun(Run):
     last_batch: Any = None
     weightless: bool = False
     saved_rng: dict[str, Any] | None = None
+    begun: dict[str, list[str]] = field(default_factory=dict)
     loaders: dict[str, int] = field(default_factory=dict)
     renew_loaders: Callable[[], None] = lambda: None
     validates: bool = True

@@ -30,6 +30,7 @@ from trainer.loops.about import versions
 from trainer.loops.accumulators import accumulators_of
 from trainer.loops.randomness import generators_of
 from trainer.loops.run import FitRun
+from trainer.loops.switches import switches_of
 from trainer.optim.groups import names_of_groups
 from trainer.state import PartialState
 from trainer.strategies.ddp import DataParallel
@@ -298,6 +299,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "data_seed": run.feed.seed,
         "data": data_of(run),
         "order": run.feed.mark,
+        "switches": {"begun": run.begun, "now": switches_of(run.module)},
         "should_stop": run.stop_now or run.agreement.latest.stop_votes > 0,
         "unfinished": run.unfinished,
         "boundary": run.hooks.boundary.left,

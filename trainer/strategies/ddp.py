@@ -43,6 +43,11 @@ _SENDABLE = {
     torch.bool,
 }
 
+_AT_AN_EPOCH = (
+    "where the processes cannot be told to average other gradients than before. Add, freeze and "
+    "unfreeze parameters in on_train_epoch_start, or before the training."
+)
+
 
 def wrap(
     module: nn.Module,
@@ -169,6 +174,7 @@ class DataParallel:
             dtype = trained[0].dtype
         stage = _Stage(self.module, self._agreement.ballot(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._ballot: Tensor = stage.ballot
         self._ddp = wrap(stage, self._kwargs, moves_inputs=False)  # the user's hooks have done it
         self._searches = self._ddp.find_unused_parameters
@@ -229,6 +235,8 @@ class DataParallel:
             else:
                 self._backward_nothing(rides[0], ballot)
         self._check_reduced()
+        if any(p.requires_grad and p.grad is not None for p in self._frozen):
+            self.refuse_unknown()
         if self._apart is None:
             assert self._ballot.grad is not None
             total = self._ballot.grad
@@ -253,15 +261,35 @@ class DataParallel:
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            unused = [
-                n for n, p in self.module.named_parameters() if p.requires_grad and p.grad is None
-            ]
+            named = list(self.module.named_parameters())
+            frozen = [n for n, p in named if id(p) in self._wrapped and not p.requires_grad]
+            if frozen:
+                raise RuntimeError(
+                    f"{', '.join(frozen)} were frozen inside an epoch, {_AT_AN_EPOCH}"
+                ) from error
+            unused = [n for n, p in named if p.requires_grad and p.grad is None]
             raise RuntimeError(
                 f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so that "
                 "the gradients could not be averaged over the processes. Freeze what is not "
                 "trained with requires_grad_(False), or pass Trainer(kwargs_handlers=["
                 "DistributedDataParallelKwargs(find_unused_parameters=True)])."
             ) from error
+
+    def refuse_unknown(self) -> None:
+        """See that there are no gradients that DDP has not averaged.
+
+        Raises:
+            RuntimeError: There are: each process would train a parameter by itself.
+        """
+        names = [
+            name
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and p.grad is not None and id(p) not in self._wrapped
+        ]
+        if names:
+            raise RuntimeError(
+                f"{', '.join(names)} came, or were unfrozen, inside an epoch, {_AT_AN_EPOCH}"
+            )
 
     def begin_epoch(self) -> None:
         """Wrap the module anew if other parameters are trained than before."""
@@ -307,6 +335,9 @@ class Replicas:
 
     def begin_epoch(self) -> None:
         """Nothing: each optimizer reduces what it has."""
+
+    def refuse_unknown(self) -> None:
+        """Nothing, likewise."""
 
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Nothing: the user decides when gradients are used."""

@@ -26,6 +26,9 @@ class SingleDevice:
         """Call a method of the user's module by its name, through the engine."""
         return getattr(self.module, name)(*args)
 
+    def refuse_unknown(self) -> None:
+        """Nothing: there is nobody to average with."""
+
     def begin_epoch(self) -> None:
         """Take note of parameters that were frozen or unfrozen."""
 

@@ -101,7 +101,14 @@ class Callback:
         """After the last epoch of this ``fit``; a collective may run here."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of an epoch, or of its rest after a resume."""
+        """Before the first batch of an epoch, or of its rest after a resume.
+
+        So it is called again in an epoch that a run goes on with. What changes weights here should
+        note the epoch in the state that is saved.
+
+        Among several processes, parameters are added, frozen and unfrozen here or before the
+        training: elsewhere in an epoch the processes could not average their gradients.
+        """
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """After the metrics of the epoch were reduced."""

@@ -24,22 +24,27 @@ def git_commit(folder: str | os.PathLike[str]) -> str | None:
     for parent in (here, *here.parents):
         git = parent / ".git"
         if git.is_file():  # of a submodule or another working tree: it says where the real one is
-            git = parent / git.read_text().removeprefix("gitdir:").strip()
+            git = parent / _text(git).removeprefix("gitdir:").strip()
         if (git / "HEAD").is_file():
             return _resolve(git)
     return None
 
 
 def _resolve(git: Path) -> str | None:
-    head = (git / "HEAD").read_text().strip()
+    head = _text(git / "HEAD").strip()
     if not head.startswith("ref:"):
         return head
     name = head.removeprefix("ref:").strip()
     link = git / "commondir"
-    common = git / link.read_text().strip() if link.is_file() else git
+    common = git / _text(link).strip() if link.is_file() else git
     for path in (git / name, common / name):
         if path.is_file():
-            return path.read_text().strip()
+            return _text(path).strip()
     packed = common / "packed-refs"
-    lines = packed.read_text().splitlines() if packed.is_file() else []
+    lines = _text(packed).splitlines() if packed.is_file() else []
     return next((line.split()[0] for line in lines if line.endswith(f" {name}")), None)
+
+
+def _text(path: Path) -> str:
+    """What a file says, of whose letters none is lost: it may name a folder."""
+    return os.fsdecode(path.read_bytes())

@@ -550,7 +550,7 @@ class TrainModule(nn.Module):
         """After the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Before an epoch's first window."""
+        """Before an epoch's first window, or that of its rest after a resume; see `Callback`."""
 
     def on_train_epoch_end(self) -> None:
         """After an epoch's last window; what is logged here belongs to the epoch."""

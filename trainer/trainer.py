@@ -332,6 +332,7 @@ class Trainer:
         self._recorder: Recorder | None = None
         self._stop_requested = False
         self._datamodule: Any = None
+        self._module: TrainModule | None = None
 
     if not TYPE_CHECKING:  # a checker of types names what is missing by itself
 
@@ -360,6 +361,7 @@ class Trainer:
         trial._slurm_requeue = False
         trial._counters = Counters()
         trial._run = trial._fit = trial._feed = trial._recorder = trial._datamodule = None
+        trial._module = None
         return trial
 
     # -- entry points --------------------------------------------------------------------------
@@ -895,8 +897,7 @@ class Trainer:
     @property
     def module(self) -> TrainModule | None:
         """The module of the run at hand, or of the latest fit."""
-        run = self._run or self._fit
-        return None if run is None else run.module
+        return self._module
 
     @property
     def has_validation(self) -> bool:
@@ -1061,7 +1062,7 @@ class Trainer:
             tells=self._parts.tells and self.accelerator.is_main_process,
         )
         self._stop_requested = False
-        self._datamodule = datamodule
+        self._datamodule, self._module = datamodule, module
         settings = self._parts.settings
         with (
             self.accelerator.state._in_force(),
@@ -1094,6 +1095,7 @@ class Trainer:
 
     def _finish(self, status: Status, error: BaseException | None) -> None:
         run, self._run, self._feed = self._run, None, None
+        self._module = None if self._fit is None else self._fit.module
         try:
             if isinstance(run, FitRun):
                 run.asked.give_up()

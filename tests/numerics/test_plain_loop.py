@@ -217,3 +217,59 @@ def test_the_sanity_check_leaves_no_trace():
     ).fit(module, loader, loader)
     assert validated == [0, 1]
     assert_same_training((module, watch), plain_loop(variant), variant)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    "where", ["on_train_start", "on_train_epoch_start", "on_train_epoch_end", "validation_step"]
+)
+def test_a_backward_pass_of_ones_own_adds_nothing_to_the_update(where, accumulation, tmp_path):
+    """In hooks, validations and, for an adversarial example, in `training_step` itself."""
+
+    class Own(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 1)
+            self.backward_in = ""
+
+        def own_backward(self, name: str) -> None:
+            if self.backward_in == name:
+                with torch.enable_grad():
+                    self.net(torch.ones(3, 2)).sum().backward()
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx % accumulation == 0:
+                self.own_backward("training_step")
+            return self.net(batch[0]).pow(2).mean()
+
+        def on_train_start(self):
+            self.own_backward("on_train_start")
+
+        def on_train_epoch_start(self):
+            self.own_backward("on_train_epoch_start")
+
+        def on_train_epoch_end(self):
+            self.own_backward("on_train_epoch_end")
+
+        def validation_step(self, batch, batch_idx):
+            self.own_backward("validation_step")
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def weights(*names: str) -> dict[str, Tensor]:
+        torch.manual_seed(SEED)
+        module = Own()
+        module.backward_in = names[0] if names else ""
+        loader = DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=BATCH)
+        trainer = quiet_trainer(
+            project_dir=tmp_path / "-".join(("run", *names)),
+            max_epochs=2,
+            gradient_accumulation_steps=accumulation,
+        )
+        trainer.fit(module, loader, loader)
+        return copy_of(module)
+
+    expected = weights()
+    assert_same(weights(where), expected)
+    assert_same(weights("training_step"), expected)

@@ -495,6 +495,70 @@ def test_a_generator_that_a_module_makes_late_is_told_of(tmp_path, caplog):
     assert "Drawing keeps other random generators than it did" in caplog.text
 
 
+class Switching(Noisy):
+    """At one update, and never again, layers are frozen, unfrozen and put into evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 3:
+            self.net[0].requires_grad_(True)
+            self.net[4].bias.requires_grad_(False)
+            self.net[1].eval()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def switching_fit(folder: Path, steps: int, module: Noisy | None = None) -> Noisy:
+    torch.manual_seed(0)
+    module = module or Switching()
+    trainer = quiet_trainer(
+        max_steps=steps, seed=1, project_dir=folder, callbacks=[ModelCheckpoint()]
+    )
+    data = Augmented(24)
+    trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True), ckpt_path="auto")
+    return module
+
+
+def test_what_is_frozen_or_in_evaluation_mode_stays_so(tmp_path, caplog):
+    whole = switching_fit(tmp_path / "whole", 10)
+    switching_fit(tmp_path / "parts", 6)
+    resumed = switching_fit(tmp_path / "parts", 10)
+    assert_same(copy_of(resumed), copy_of(whole))
+    assert not resumed.net[1].training
+    assert "Frozen or not" not in caplog.text
+
+
+def test_a_script_that_freezes_otherwise_than_before_is_followed(tmp_path, caplog):
+    switching_fit(tmp_path, 6)
+    module = Switching()
+    module.net[0].requires_grad_(True)
+    module.net[4].requires_grad_(False)
+    before = copy_of(switching_fit(tmp_path, 8, module))
+    assert "since the script says so now: net.4.weight." in caplog.text
+    assert not module.net[1].training  # as it was saved, which the script has not changed
+    caplog.clear()
+    again = Switching()
+    again.net[0].requires_grad_(True)
+    again.net[4].requires_grad_(False)
+    after = copy_of(switching_fit(tmp_path, 10, again))
+    assert "Frozen or not" not in caplog.text
+    assert torch.equal(after["net.4.bias"], before["net.4.bias"])
+    assert not torch.equal(after["net.0.bias"], before["net.0.bias"])
+
+
+def test_a_start_may_freeze_otherwise_in_on_fit_start(tmp_path):
+    class Freed(Switching):
+        def on_fit_start(self) -> None:
+            self.net[4].bias.requires_grad_(True)
+
+    before = copy_of(switching_fit(tmp_path, 6))["net.4.bias"]
+    assert not torch.equal(copy_of(switching_fit(tmp_path, 8, Freed()))["net.4.bias"], before)
+
+
 HOOKS = [
     "on_train_step_start",
     "on_before_optimizer_step",

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
 from tests.numerics.running import on_processes, quiet_trainer
-from trainer import Accelerator, TrainModule
+from trainer import Accelerator, Preempted, TrainModule
 
 EPOCHS, SAMPLES = 3, 23
 WORLDS = (1, 2, 3)
@@ -203,3 +205,64 @@ def step_lr(accumulation: int) -> list[float]:
 def test_max_steps_counts_updates_over_epochs(ranks, world):
     for used in on_processes(ranks, world, step_lr, 2):
         assert used == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 2)
+
+
+class Watching(Scheduled):
+    """Its rate follows a value of its validations, or of its training, by updates."""
+
+    VALUES = (5.0, 4.0, 4.0, 3.0, 3.0, 3.0)  # validations: from the second on, one does not improve
+
+    def __init__(self, monitor: str, frequency: int, told_at: int | None = None) -> None:
+        super().__init__()
+        self.monitor, self.frequency, self.told_at = monitor, frequency, told_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("train", float(self.global_step))  # never improves
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.told_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.log("val", self.VALUES[self.global_step // 4 - 1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "scheduler": plateau,
+            "interval": "step",
+            "frequency": self.frequency,
+            "monitor": self.monitor,
+        }
+
+
+def watching_rates(*args: Any, **kwargs: Any) -> list[float]:
+    seen = Rates()
+    trainer = quiet_trainer(max_steps=24, val_every="4 steps", callbacks=[seen], **kwargs)
+    trainer.fit(Watching(*args), loader(), loader(), ckpt_path="auto")
+    return seen.after
+
+
+# The values of updates 4, 8, …: 5, 4, 4, 3, 3, 3.
+BY_VALIDATION = [1.0] * 11 + [0.5] * 8 + [0.25] * 4 + [0.125]
+BY_TRAINING = [1.0] + [0.5**tick for tick in range(1, 24)]
+
+
+@every_world
+def test_a_schedule_of_steps_looks_at_the_validation_of_its_own_update(ranks, world):
+    for after in on_processes(ranks, world, watching_rates, "val", 4):
+        assert after == BY_VALIDATION
+
+
+@every_world
+def test_a_schedule_of_steps_looks_at_what_its_own_update_logged(ranks, world):
+    for after in on_processes(ranks, world, watching_rates, "train", 1):
+        assert after == BY_TRAINING
+
+
+@pytest.mark.parametrize("told_at", [12, 16])
+def test_a_validation_that_a_signal_cut_short_ticks_once(told_at):
+    with pytest.raises(Preempted):
+        watching_rates("val", 4, told_at, checkpointing=True)
+    assert watching_rates("val", 4, checkpointing=True) == BY_VALIDATION[told_at - 1 :]

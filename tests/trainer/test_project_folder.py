@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -558,3 +560,35 @@ def test_a_run_that_saves_into_anothers_folder_is_not_beside_it(first):
     second = {"run": lambda: fit("other", inside), "other": lambda: fit("run")}
     with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()}"):
         started[first]()
+
+
+WITHOUT_GUARD = """
+import torch
+from torch.utils.data import DataLoader
+from trainer import Trainer, TrainModule
+
+class Line(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.line(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, project_dir="run")
+data = DataLoader(torch.ones(4, 1), num_workers=1, multiprocessing_context="spawn")
+trainer.fit(Line(), data)
+"""
+
+
+def test_a_worker_that_imports_a_script_without_a_guard_says_what_is_missing(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_GUARD)
+    command = [sys.executable, str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert "what the script does below `if __name__ == '__main__':`" in ended.stderr
+    assert "is in use by" not in ended.stderr

@@ -221,6 +221,23 @@ def test_a_fit_may_be_saved_when_it_is_over():
     assert (trainer.save_checkpoint("final") / "model.safetensors").exists()
 
 
+def test_the_trainer_has_the_module_from_the_beginning():
+    seen = []
+
+    class Asks(Line):
+        def setup(self, stage):
+            seen.append(self.trainer.module is self)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.trainer.module.parameters(), lr=0.1)
+
+    trainer, first, second = make(max_epochs=1, checkpointing=False), Asks(), Asks()
+    trainer.fit(first, DataLoader(data(), batch_size=2))
+    trainer.fit(second, DataLoader(data(), batch_size=2), ckpt_path=None)
+    assert seen == [True, True]
+    assert trainer.module is second
+
+
 def test_lbfgs_is_refused_where_it_could_not_work():
     class Quasi(Line):
         def configure_optimizers(self):

@@ -154,6 +154,9 @@ def finish_update(run: FitRun) -> None:
             preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
+    if run.schedulers and run.module.automatic_optimization:
+        # What they look at may be of this update's validation.
+        tick(run, "step", counters.global_step, by_metric=True)
     boundary(run, together=together)
 
 

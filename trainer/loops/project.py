@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import shutil
 import uuid
@@ -35,6 +36,22 @@ _TO_TRAIN = (
     "a run that can be gone on with, add a ModelCheckpoint without save_weights_only, with a "
     "dirpath of its own."
 )
+
+
+def _refuse_in_import() -> None:
+    """Refuse a run in a process that another one has started anew, while it imports the script.
+
+    `multiprocessing` refuses only that such a process starts others, which comes later.
+
+    Raises:
+        RuntimeError: It is one.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "fit was called in a new process, a worker of a loader for example, which only imports "
+            "the script to know its classes and would begin the run once more. Put what the script "
+            "does below `if __name__ == '__main__':`."
+        )
 
 
 class Project:
@@ -143,7 +160,9 @@ class Project:
 
         Raises:
             ValueError: Another run does; on all processes alike.
+            RuntimeError: It does since this very process is one of its workers.
         """
+        _refuse_in_import()
         own = self.folder.resolve()
         others = {root.resolve(): root for root in roots}
         folders = [self.folder, *(o for at, o in others.items() if not at.is_relative_to(own))]

@@ -117,7 +117,11 @@ class Sources:
     def feeds(self, origin: Origin, loaders: list[Any], val: list[Any]) -> tuple[Feed, list[Feed]]:
         """The feeds of what `call` returned, within their limits; collective."""
         if len(loaders) > 1:
-            raise ValueError(f"fit was given {len(loaders)} training loaders; it takes one.")
+            raise ValueError(
+                f"fit was given {len(loaders)} training loaders; it takes one. Read them by one, "
+                "of a torch.utils.data.StackDataset or ConcatDataset, or pass an object whose "
+                "__iter__ yields the joint batches."
+            )
         settings, accelerator = self.settings, self.accelerator
         (feed,) = feeds_for("train", loaders, settings, accelerator, seed=origin.seed)
         val_feeds = feeds_for("validate", val, settings, accelerator, seed=origin.seed)

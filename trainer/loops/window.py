@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -42,8 +43,6 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         sync = micro.last or number == size
         engine.begin_micro_batch(sync=sync)
         batch, items = items_of(micro)
-        if run.weighting.reference is None:
-            run.weighting.reference = broadcast_object(items) or 1.0
         batch_idx = run.batch_idx = counters.rounds
         outputs: Any = None
         loss: Tensor | None = None
@@ -56,6 +55,8 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
                     outputs = engine.step("training_step", batch, batch_idx)
                 else:
                     outputs = step_without_gradient(run, batch, batch_idx)
+        if number == 1:
+            before_first_backward(run, items)
         if items:
             loss = loss_of(outputs)
             seen = loss.detach()
@@ -82,6 +83,20 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
     return True
+
+
+def before_first_backward(run: FitRun, items: float) -> None:
+    """Fix what losses are weighted by, and drop gradients that are not of this window.
+
+    Backward passes of the user's own leave them, in hooks, in validations or, for an adversarial
+    example, in `training_step`.
+    """
+    if run.weighting.reference is None:
+        run.weighting.reference = broadcast_object(items) or 1.0
+    for optimizer in run.optimizers:
+        for group in optimizer.optimizer.param_groups:
+            if any(map(is_not, map(_GRADIENT, group["params"]), repeat(None))):
+                optimizer.zero_grad()
 
 
 def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
@@ -186,7 +201,7 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
     if run.guard is not None and run.precision.scales:
         skipped = [optimizer.skipped for optimizer in run.optimizers]
         run.guard.count_scaled(skipped, run.counters.global_step + 1)
-    tick(run, "step", run.counters.global_step + 1)
+    tick(run, "step", run.counters.global_step + 1, by_metric=False)
     run.counters.global_step += 1
 
 
@@ -205,6 +220,7 @@ def take_note(run: FitRun) -> None:
 
     Raises:
         ValueError: See `tell_of_strangers`.
+        RuntimeError: The processes do not average some of them, see `DataParallel.refuse_unknown`.
     """
     now = [run.counters.epoch]
     for optimizer in run.optimizers:
@@ -221,6 +237,7 @@ def take_note(run: FitRun) -> None:
         run.strangers = [parameter for parameter in used if id(parameter) not in own_ids]
         run.parameters = own + run.strangers
         run.noted = now
+        run.engine.refuse_unknown()
     if run.strangers and not run.told_of_strangers:
         tell_of_strangers(run)
 
@@ -305,10 +322,21 @@ def see_if_log_is_due(run: FitRun) -> None:
     run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
-def tick(run: FitRun, interval: str, number: int) -> None:
-    """Advance the schedules that count steps or epochs, of which this is the n-th."""
+def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = None) -> None:
+    """Advance the schedules that count steps or epochs, of which this is the n-th.
+
+    Args:
+        run: The run.
+        interval: ``"step"`` or ``"epoch"``.
+        number: From 1.
+        by_metric: Only those that look at a metric, or only the others; None for all.
+    """
     if run.schedulers_paused:
         return
     for entry in run.schedulers:
-        if entry.interval == interval and number % entry.frequency == 0:
+        if entry.interval != interval or number % entry.frequency:
+            continue
+        if by_metric in (None, entry.takes_metric):
+            if entry.takes_metric:
+                run.recorder.flush()
             entry.tick(run.recorder.latest, barebones=run.metrics.quiet_training)

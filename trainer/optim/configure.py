@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.optim import Optimizer
@@ -132,7 +133,7 @@ class SchedulerEntry:
         Raises:
             ValueError: The monitored metric has not been logged; the text lists those that were.
         """
-        if self.monitor is None or not self._takes_metric:
+        if self.monitor is None or not self.takes_metric:
             if getattr(self.scheduler, "_step_count", 0) > 1:
                 self.scheduler.step()
                 return
@@ -159,13 +160,15 @@ class SchedulerEntry:
             raise ValueError(
                 f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet; log it "
                 f"with self.log({self.monitor!r}, value, on_epoch=True) so that it is there when "
-                "the scheduler ticks."
+                "the scheduler ticks. Step-wise it ticks behind the log and the validation that "
+                "are due at its update: let its frequency be a multiple of log_every or val_every."
             )
 
-    @property
-    def _takes_metric(self) -> bool:
-        torchs = isinstance(self.scheduler, LRScheduler)
-        return isinstance(self.scheduler, ReduceLROnPlateau) or not torchs
+    @cached_property
+    def takes_metric(self) -> bool:
+        """Whether a tick is given the value of `monitor`."""
+        plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        return self.monitor is not None and (plateau or not isinstance(self.scheduler, LRScheduler))
 
 
 def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[SchedulerEntry]]:

@@ -184,13 +184,16 @@ class AcceleratedOptimizer(Optimizer):
         """Gradients are about to be added that the processes have not averaged yet."""
         self._reduced = False
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make an update, unless the window goes on.
 
         A LOMO optimizer has made it during backward.
 
         Args:
             closure: Evaluates the loss anew and calls backward, for optimizers such as LBFGS.
+
+        Returns:
+            What the wrapped optimizer does: of torch's the loss of the closure, None without one.
 
         Raises:
             ValueError: A closure is given in the middle of a window, where it would never run; or
@@ -205,7 +208,8 @@ class AcceleratedOptimizer(Optimizer):
                     "a closure."
                 )
             self._note_call()
-            return
+            return None
+        returned = None
         if not self._updates_in_backward:
             if self._reduce is not None and closure is not None:
                 closure = partial(self._call_together, closure)
@@ -220,11 +224,12 @@ class AcceleratedOptimizer(Optimizer):
                 made = self._precision.step(self.optimizer, closure)
                 self._skipped = ~made if isinstance(made, Tensor) else not made
             else:
-                step(self.optimizer, closure)
+                returned = step(self.optimizer, closure)
                 self._skipped = False
         self._note_call()
         self._reduced = False
         self.steps += 1
+        return returned
 
     def _call_together(self, closure: Callable[[], Any]) -> Any:
         """Call a closure for gradients and a loss that are the mean over the processes.

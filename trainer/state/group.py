@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import platform
 import re
@@ -117,7 +118,14 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
 
     Raises:
         ValueError: This torch lacks the backend, or nothing says where the processes meet.
+        RuntimeError: This is a process that only imports the script, in which nobody joins.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "A new process, a worker of a loader for example, which imports the script to know its "
+            "classes, would join the process group once more. Make the Trainer or the Accelerator "
+            "below `if __name__ == '__main__':`."
+        )
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     backend = chosen.pop("backend", None)
     if backend is None or (backend == "nccl" and device.type != "cuda"):

@@ -324,9 +324,7 @@ def test_a_checkpoint_that_is_asked_for_is_of_one_run_on_all_machines(ranks2, wo
     assert [each for each, _ in ranks2(lambda: chosen(choose=choose))] == [path] * 2
     (said, _), (other, _) = ranks2(lambda: chosen(run_ids=("a", "b"), choose=choose))
     assert said == other
-    assert (
-        f"machines have {path} from different runs (that of rank 0 from a, that" in said
-    )
+    assert f"machines have {path} from different runs (that of rank 0 from a, that" in said
 
 
 def test_a_checkpoint_that_one_machine_lacks_is_refused_on_all(ranks2):

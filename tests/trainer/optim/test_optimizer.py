@@ -172,7 +172,8 @@ def test_a_closure_reaches_the_wrapped_optimizer(parameter):
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    before = (parameter.item() - 3) ** 2
+    assert optimizer.step(closure).item() == pytest.approx(before)  # LBFGS returns the first one
     assert parameter.item() == pytest.approx(3.0)
 
 

@@ -194,7 +194,11 @@ def test_metrics_cost_alike_however_many_there_are(monkeypatch):
 
 
 def test_a_long_run_takes_no_more_memory(monkeypatch):
-    """Not a byte for each of 1,000 further updates, of what our own lines have allocated."""
+    """Nothing stays of each of 1,000 further updates, of what our own lines have allocated.
+
+    Some records may be on their way to the disk, more of them on a busy machine; a number kept of
+    each update would be 24,000 bytes.
+    """
     taken = []
 
     class Look(Callback):
@@ -215,7 +219,7 @@ def test_a_long_run_takes_no_more_memory(monkeypatch):
         tracemalloc.stop()
     before, after = taken
     grown = after.compare_to(before, "lineno")
-    assert sum(each.size_diff for each in grown) < 1000, "\n".join(map(str, grown[:10]))
+    assert sum(each.size_diff for each in grown) < 5000, "\n".join(map(str, grown[:10]))
 
 
 def test_what_a_step_allocates_for_a_while(monkeypatch):

@@ -13,7 +13,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from trainer.data.dealing import SAMPLES, Dealing, own_batches
-from trainer.data.own_generators import held_by, of_samplers, seed_all, set_aside
+from trainer.data.own_generators import (
+    Found,
+    alike,
+    held_by,
+    of_samplers,
+    seed_all,
+    set_aside,
+)
 from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs, reads_as_torchs
 from trainer.data.rounds import Round, absent_round, ahead, own_round
 from trainer.data.sampling import ShardedSampler, Share
@@ -41,6 +48,7 @@ class Feed:
         rank: This process.
         world_size: How many there are.
         seed: The run's seed; the order is a function of it and the epoch.
+        place: Tells it from other loaders of the run, which draw otherwise; 0 for the training's.
         shuffle: See `ShardedSampler`.
         even: See `Dealing`.
         split: See `Dealing`.
@@ -60,6 +68,7 @@ class Feed:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
+        place: int = 0,
         shuffle: bool = True,
         even: bool = False,
         split: bool = False,
@@ -74,6 +83,7 @@ class Feed:
             )
         self._source: Any = source
         self._shuffle = shuffle
+        self._place, seed = place, mix(seed, place) if place else seed
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
         self.start_round = 0  # skipped in rounds, as this number of processes has them, …
@@ -118,6 +128,7 @@ class Feed:
                 remember=remember,
                 shown=rank == 0,
             )
+        self._alike = alike(self.users_generators)
 
     @property
     def limit(self) -> int | None:
@@ -186,18 +197,18 @@ class Feed:
             yield
 
     @property
-    def users_generators(self) -> list[Any]:
+    def users_generators(self) -> Found:
         """Those that its passes draw from as they please; a map-style dataset's are its own."""
         if self.sampler is not None or knows_where_it_is(self._source):
             return of_samplers(self._source)
-        return held_by(self._source)
+        return held_by(loader=self._source)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that is read next."""
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
         # Else their states decide, which no resume knows.
-        seed_all(self.users_generators, mix(self.seed, epoch, 3))
+        seed_all(self.users_generators, mix(self.seed, epoch, 3), self._alike)
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
         if hasattr(self.loader, "set_epoch"):
@@ -285,12 +296,11 @@ class Feed:
             drop_last=self.drop_last,
         )
         twin.limit = self.limit
-        twin.set_epoch(self.epoch)
         return twin
 
     def reseed(self, seed: int) -> None:
         """Take over the seed of the run that is resumed."""
-        self.seed = seed
+        self.seed = seed = mix(seed, self._place) if self._place else seed
         if self.sampler is not None:
             self.sampler.reseed(seed)
 

@@ -15,14 +15,14 @@ from typing import Any
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainer.data.by_value import sent
-from trainer.data.own_generators import held_by, seed_all, set_aside
+from trainer.data.own_generators import Found, alike, held_by, seed_all, set_aside
 from trainer.data.rows import attribute_of_dataset
 from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
 from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 3  # the first batches of a process, before which generators are looked for
+_LOOKS = 2  # the first batches of a process, behind which generators are looked for again
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -43,12 +43,16 @@ def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
         epoch: The one that is read next.
     """
     if isinstance(dataset, SeededDataset):
-        dataset.told, dataset.own = (seed, epoch), None
+        dataset.told, dataset.looks_anew = (seed, epoch), True
     if hasattr(dataset, "set_epoch"):
         place = mix(seed, epoch, -1)  # no batch has this position
-        if isinstance(dataset, SeededDataset):  # a stream's are seeded for the whole pass
-            seed_all(held_by(dataset.dataset), mix(place, 1))
-        with isolated_rng(place):
+        own, names = {}, {}  # a stream's are seeded for the whole pass
+        if isinstance(dataset, SeededDataset):
+            own, names = (
+                held_by(dataset=dataset.dataset, collate_fn=dataset.collate_fn),
+                dataset.names,
+            )
+        with isolated_rng(place), set_aside(own, mix(place, 1), names):
             dataset.set_epoch(epoch)
 
 
@@ -72,8 +76,11 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.told: tuple[int, int] | None = None  # the run's seed and the epoch; workers inherit it
-        self.own: list[Any] | None = None  # generators that both keep; None: to be looked for
-        self._looks: list[list[Any]] = []  # what was found before the first batches
+        self.names = alike(held_by(dataset=dataset, collate_fn=collate_fn))
+        self.looks_anew = True
+        self._own: Found = {}  # generators that both keep
+        self._late: Found = {}
+        self._fetched = 0
 
     __getattr__ = attribute_of_dataset
 
@@ -101,42 +108,51 @@ class SeededDataset(Dataset[Any]):
     def _seeded(
         self, place: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
     ) -> Any:
+        own_seed = mix(place.seed, 1)
         if get_worker_info() is not None:  # a worker's generators serve nothing else
             told = place.run_seed, place.epoch
             if self.told != told:  # the worker outlasts the epoch in which it began
                 tell_epoch(self, *told)
             seed_local(place.seed)
-            seed_all(self._generators(), mix(place.seed, 1))
-            return sent(fetch())
-        put_back = set_rng_aside(place.seed)
-        try:
-            own = self._generators()
-            if not own:
-                return fetch()
-            with set_aside(own, mix(place.seed, 1)):
-                return fetch()
-        finally:
-            put_back()
+            seed_all(self._generators(), own_seed, self.names)
+            batch = sent(fetch())
+        else:
+            put_back = set_rng_aside(place.seed)
+            try:
+                if own := self._generators():
+                    with set_aside(own, own_seed, self.names):
+                        batch = fetch()
+                else:
+                    batch = fetch()
+            finally:
+                put_back()
+        if self._fetched < _LOOKS:
+            self._look_for_late_ones()
+        return batch
 
-    def _generators(self) -> list[Any]:
+    def _generators(self) -> Found:
         """Those that the dataset and the ``collate_fn`` keep for themselves."""
-        if self.own is None or len(self._looks) < _LOOKS:
-            self.own = held_by((self.dataset, self.collate_fn))
-            if len(self._looks) < _LOOKS:
-                self._looks.append(self.own)
-                self._tell_of_late_ones()
-        return self.own
+        if self.looks_anew:
+            self.looks_anew = False
+            # A dataset that has grown may hide behind its samples what was found before.
+            self._own = {**self._own, **held_by(dataset=self.dataset, collate_fn=self.collate_fn)}
+        return self._own
 
-    def _tell_of_late_ones(self) -> None:
+    def _look_for_late_ones(self) -> None:
         """Say so where a generator was made while the first batch was read, and stays."""
-        if len(self._looks) < _LOOKS:
+        self._fetched += 1
+        found = held_by(dataset=self.dataset, collate_fn=self.collate_fn)
+        if self._fetched == 1:
+            self._late = {path: each for path, each in found.items() if path not in self._own}
+            self._own = {**self._own, **found}
             return
-        first, *later = ({id(generator) for generator in look} for look in self._looks)
+        late = [path for path, each in self._late.items() if found.get(path) is each]
         worker = get_worker_info()
-        if set.intersection(*later) - first and (worker is None or worker.id == 0):
+        if late and (worker is None or worker.id == 0):
             logger.warning(
-                "The dataset (%s) or its collate_fn made a random generator while its first batch "
-                "was read. What that batch draws from it does not follow from the seed, in each "
-                "worker, and is not the same after a resume: make it in __init__.",
+                "The dataset (%s) or its collate_fn made a random generator (%s) while its first "
+                "batch was read. What that batch draws from it does not follow from the seed, in "
+                "each worker, and is not the same after a resume: make it in __init__.",
                 type(self.dataset).__name__,
+                ", ".join(late),
             )

@@ -15,7 +15,7 @@ from trainer.errors import Preempted
 from trainer.loops.due import refuse_missed, tell_of_missed
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
-from trainer.loops.randomness import generators_of, load_generators
+from trainer.loops.randomness import generators_of, load_generators, restore_generators
 from trainer.loops.run import FitRun
 from trainer.loops.timing import VALIDATING
 from trainer.loops.window import tick, train_window
@@ -120,7 +120,7 @@ def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
 def restore_rng(run: FitRun) -> None:
     """Give the generators the states of the checkpoint that the run goes on from, once."""
     if run.saved_rng is not None:
-        load_generators(run, run.saved_rng)
+        restore_generators(run, run.saved_rng)
         run.saved_rng = None
 
 

@@ -17,6 +17,7 @@ from trainer.misspelt import tell_of_misspelt
 from trainer.module import TrainModule
 from trainer.ported.hooks import refuse_uncalled
 from trainer.ported.signatures import refuse_signature, refuse_step_signature
+from trainer.rng import mix
 
 # what a phase needs of the module, and where its data may come from
 _STEPS = {
@@ -25,6 +26,8 @@ _STEPS = {
     "test": ("test_step", "test_dataloader", "dataloaders"),
     "predict": ("predict_step", "predict_dataloader", "dataloaders"),
 }
+
+_KINDS = ("train", "validate", "test", "predict")  # of feeds; their numbers make seeds
 
 # what is called once a run, or so, of the module, the datamodule and the callbacks
 _RARELY_CALLED = (
@@ -210,6 +213,7 @@ def feeds_for(
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
             seed=seed,
+            place=0 if kind == "train" else mix(_KINDS.index(kind), number),
             shuffle=name != "overfit_batches",
             remember=kind == "train",
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.feed import Feed
-from trainer.data.own_generators import set_aside
+from trainer.data.own_generators import alike, set_aside
 from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.data.rounds import Round
 from trainer.datamodule import DataModule
@@ -52,6 +52,7 @@ class Mover:
     ) -> None:
         self._module, self._datamodule, self._device = module, datamodule, device
         self._rank, self._world_size = rank, world_size
+        self._alike = alike(kept_by(module, datamodule))
         self.counts_items = counts_items(module)
 
         def own(name: str) -> Callable[..., Any] | None:
@@ -136,7 +137,7 @@ class Mover:
 
         def change(batch: Any) -> Any:
             seed = mix(feed.seed, feed.epoch, _DRAWS_BY_HOOKS, next(numbers))
-            with isolated_rng(seed), set_aside(own, mix(seed, 1)):
+            with isolated_rng(seed), set_aside(own, mix(seed, 1), self._alike):
                 batch = _changed(self._before, batch, dataloader_idx)
                 return _changed(self._after, self.move(batch, dataloader_idx), dataloader_idx)
 

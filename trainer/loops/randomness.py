@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.own_generators import held_by, load_states, states_of
+from trainer.data.own_generators import Found, held_by, load_states, states_of
 from trainer.module import TrainModule
 from trainer.rng import load_rng_state, rng_state
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # a run has a `Mover`, which asks here
 logger = logging.getLogger(__name__)
 
 
-def kept_by(module: TrainModule, datamodule: Any = None) -> list[Any]:
+def kept_by(module: TrainModule, datamodule: Any = None) -> Found:
     """The generators that a module and a datamodule keep; not those of the Trainer around them."""
-    return held_by((module, datamodule), besides=(module.__dict__.get("_trainer"),))
+    return held_by((module.__dict__.get("_trainer"),), module=module, datamodule=datamodule)
 
 
 def generators_of(run: FitRun) -> dict[str, Any]:
@@ -25,23 +25,29 @@ def generators_of(run: FitRun) -> dict[str, Any]:
     return rng_state() | {"own": states_of(_of_module(run))}
 
 
-def load_generators(run: FitRun, state: dict[str, Any]) -> None:
+def load_generators(run: FitRun, state: dict[str, Any]) -> list[str]:
     """Put them back to what `generators_of` returned.
 
-    The module's are known by their order and kinds. Others than were saved are left as they are,
-    which the log tells.
+    Returns:
+        Where the module had some that are not there now.
     """
     load_rng_state(state)
-    saved = state.get("own")  # not there for a process that the run did not have before
-    if saved is not None and not load_states(_of_module(run), saved):
+    # A process that the run did not have before has nothing of its own to go on with.
+    return load_states(_of_module(run), state.get("own", {}))
+
+
+def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
+    """As `load_generators`, from a checkpoint; what is not there is told in the log."""
+    if missing := load_generators(run, state):
         logger.warning(
-            "%s keeps other random generators than it did when the checkpoint was saved; they "
-            "begin as they were made. Make them in __init__ or configure_model.",
+            "%s had random generators when the checkpoint was saved (%s) that it does not have "
+            "now; those that it makes later begin anew. Make them in __init__ or configure_model.",
             type(run.module).__name__,
+            ", ".join(missing),
         )
 
 
-def _of_module(run: FitRun) -> list[Any]:
-    """Without those that loaders draw from, too: these are seeded when an epoch begins."""
-    feeds = {id(each) for feed in (run.feed, *run.val_feeds) for each in feed.users_generators}
-    return [each for each in kept_by(run.module) if id(each) not in feeds]
+def _of_module(run: FitRun) -> Found:
+    """Without those that the training data are drawn from, which are seeded for each epoch."""
+    of_data = set(map(id, run.feed.users_generators.values()))
+    return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}

@@ -13,10 +13,12 @@ import torch
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.data.feed import Feed
+from trainer.data.own_generators import set_aside
 from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_all
 from trainer.loops.lengths import require_length
 from trainer.loops.loaders import check_step, feeds_for, loaders_for, validation_loaders
+from trainer.loops.randomness import kept_by
 from trainer.loops.run import FitRun
 from trainer.loops.settings import Settings
 from trainer.module import TrainModule
@@ -110,7 +112,8 @@ class Sources:
         again = self.settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
         owners = self.module, self.datamodule
-        with isolated_rng(drawn) if again else nullcontext():
+        own = kept_by(*owners) if again else {}
+        with isolated_rng(drawn) if again else nullcontext(), set_aside(own, mix(drawn, 1)):
             loaders = loaders_for("fit", self.train, *owners)
             return loaders, validation_loaders(self.val, *owners, self.settings)
 

@@ -6,8 +6,10 @@ import copy
 import logging
 import random
 from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy
 import pytest
@@ -20,6 +22,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from trainer import Trainer, TrainModule
 from trainer.data.feed import Feed
 from trainer.data.own_generators import LONGEST, held_by
 
@@ -105,9 +108,22 @@ def test_a_generator_that_the_training_draws_from_too_is_left_where_it_is(make, 
         assert draw(transform.rng) == draw(twin)
 
 
+def at(kind, seed):
+    return kind().manual_seed(seed) if kind is torch.Generator else kind(seed)
+
+
 def test_generators_of_one_dataset_draw_apart():
-    makes = [make for make, _ in KINDS] * 2
-    transforms = [Jitter(make, draw) for make, (_, draw) in zip(makes, KINDS * 2, strict=True)]
+    seeds = range(len(KINDS) * 2)
+    seeded = [
+        torch.Generator,
+        random.Random,
+        numpy.random.default_rng,
+        numpy.random.RandomState,
+    ] * 2
+    transforms = [
+        Jitter(lambda kind=kind, n=n: at(kind, n), draw)
+        for n, kind, (_, draw) in zip(seeds, seeded, KINDS * 2, strict=True)
+    ]
 
     def transform(index):
         every = [each(index)[1] for each in transforms]
@@ -207,7 +223,7 @@ def test_generators_are_found_wherever_a_dataset_may_keep_them():
 
     rngs_of_closure = [rngs[3]]
     found = held_by(
-        {
+        things={
             "itself": linked,
             "function": closed,
             "partial": partial(closed, rngs[4], rng=rngs[5]),
@@ -219,8 +235,51 @@ def test_generators_are_found_wherever_a_dataset_may_keep_them():
             "subset": torch.utils.data.Subset(Jittered(Jitter(lambda: rngs[11], None)), [0]),
         }
     )
-    assert {id(each) for each in found} == {id(each) for each in rngs}
+    assert {id(each) for each in found.values()} == {id(each) for each in rngs}
     assert len(found) == len(rngs)
+
+
+@dataclass(slots=True)
+class Slotted:
+    rng: Any
+    unset: Any = field(init=False)
+
+
+class Decoding(list):
+    def __iter__(self):
+        raise RuntimeError("nobody decodes")
+
+    __len__ = __iter__
+
+
+def test_what_is_found_stays_found_where_samples_come_and_go():
+    rngs = [random.Random(number) for number in range(3)]
+    samples = [[[number, [number]] for number in range(60)] for _ in range(900)]
+    dataset = SimpleNamespace(samples=samples, slotted=Slotted(rngs[0]), deep=[[rngs[1]]])
+    found = held_by(dataset=dataset)
+    assert found == {"dataset.slotted.rng": rngs[0], "dataset.deep.[0].[0]": rngs[1]}
+    dataset = SimpleNamespace(opened=rngs[2], **vars(dataset))
+    assert held_by(dataset=dataset).items() >= found.items()
+    assert held_by(decoding=Decoding([rngs[0]])) == {"decoding.[0]": rngs[0]}
+
+
+class Paired(Jittered):
+    """An image and its mask, changed alike by generators that were made alike."""
+
+    def __init__(self, *_):
+        self.image, self.mask = random.Random(5), random.Random(5)
+        self.other = random.Random(6)
+
+    def __getitem__(self, index):
+        return index, self.image.random(), self.mask.random(), self.other.random()
+
+
+def test_generators_that_were_made_alike_draw_alike():
+    whole = read(feed_of(Paired()), 0, 1)
+    for _, image, mask, other in [item for epoch in whole for batch in epoch for item in batch]:
+        assert image == mask != other
+    assert read(feed_of(Paired(), num_workers=2), 0, 1) == whole
+    assert read(feed_of(Paired(), num_workers=2), 1, start=3) == [whole[1][3:]]
 
 
 class Untouchable:
@@ -248,8 +307,51 @@ def test_what_cannot_be_seeded_or_is_everybodys_is_left_alone():
         unbound,
         [random.Random(1)] * (LONGEST + 1),
     ]
-    assert held_by(things) == []
+    assert held_by(things=things) == {}
     later = None
+
+
+class Keeping(TrainModule):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.seen = {}
+
+    def training_step(self, batch, batch_idx):
+        self.seen.setdefault("train", batch)
+        return self.net(batch[:, None]).mean()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.setdefault(dataloader_idx, batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Noise(Dataset):
+    """Nothing but what a generator draws."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.draw()
+
+
+def test_validation_data_are_drawn_apart_from_the_training_data():
+    rng = random.Random(1)
+    for draw in (lambda: torch.rand(()), lambda: torch.tensor(rng.random())):
+        module = Keeping()
+        trainer = Trainer(cpu=True, max_epochs=1, seed=1, progress_bar=False, checkpointing=False)
+        loaders = [DataLoader(Noise(draw), 4) for _ in range(3)]
+        trainer.fit(module, loaders[0], loaders[1:])
+        first, *others = module.seen.values()
+        assert len({str(each) for each in (first, *others)}) == 3
 
 
 # -- of streams --------------------------------------------------------------------------------

@@ -387,3 +387,34 @@ def dropout_masks(seed: int | None) -> list[float]:
 def test_the_processes_draw_other_random_numbers(ranks2, seed):
     first, second = ranks2(dropout_masks, seed, timeout=30)
     assert set(first).isdisjoint(second)
+
+
+class Masked(Line):
+    """Has a buffer, and items that are counted: negative targets are masked."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+
+    def count_items(self, batch):
+        return float((batch[1] >= 0).sum())
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        kept = targets >= 0
+        return (self.layer(self.norm(inputs))[kept, 0] - targets[kept]).square().mean()
+
+
+def masked_fit() -> list[float]:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(16, 2), torch.ones(16)
+    targets[4:8] = -1  # all of rank 1's first batch
+    module = Masked()
+    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False)
+    trainer.fit(module, DataLoader(TensorDataset(inputs, targets), batch_size=4))
+    return [parameter.sum().item() for parameter in module.parameters()]
+
+
+def test_a_first_window_in_which_a_process_has_no_items_waits_for_nobody(ranks2):
+    first, second = ranks2(masked_fit, timeout=30)
+    assert first == second

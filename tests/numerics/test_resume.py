@@ -533,6 +533,28 @@ def test_what_is_frozen_or_in_evaluation_mode_stays_so(tmp_path, caplog):
     assert "Frozen or not" not in caplog.text
 
 
+class Still(Switching):
+    """Has a layer whose statistics are to stay from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].eval()
+
+
+def test_what_is_done_to_a_module_after_its_fit_is_not_the_runs(tmp_path):
+    module = Still()
+    trainer = quiet_trainer(max_steps=2, seed=1, project_dir=tmp_path / "a")
+    loader = DataLoader(Augmented(24), batch_size=2)
+    trainer.fit(module, loader)
+    module.eval().requires_grad_(False)
+    trainer.save_checkpoint(tmp_path / "a" / "final")
+    again = Still()
+    longer = quiet_trainer(max_steps=4, seed=1, project_dir=tmp_path / "b")
+    longer.fit(again, loader, ckpt_path=tmp_path / "a" / "final")
+    assert [part.training for part in again.net[:2]] == [True, False]
+    assert torch.equal(again.net[1].running_mean, torch.zeros(16))
+
+
 def test_a_script_that_freezes_otherwise_than_before_is_followed(tmp_path, caplog):
     switching_fit(tmp_path, 6)
     module = Switching()

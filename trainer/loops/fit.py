@@ -17,6 +17,7 @@ from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned,
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.randomness import generators_of, load_generators, restore_generators
 from trainer.loops.run import FitRun
+from trainer.loops.switches import switches_of
 from trainer.loops.timing import VALIDATING
 from trainer.loops.window import tick, train_window
 from trainer.metrics import TRAIN_EPOCH
@@ -58,6 +59,7 @@ def fit(run: FitRun) -> None:
         run.recorder.flush(arrived=counters.global_step)
     tell_of_missed(run)
     hooks.on_fit_end()
+    run.ended = switches_of(run.module)
 
 
 def finished(run: FitRun) -> bool:

@@ -225,6 +225,7 @@ class FitRun(Run):
         saved_rng: The generators' states of the checkpoint that the run resumes from.
         begun: What of the module was frozen and in evaluation mode at first; see
             `trainer.loops.switches`.
+        ended: The same when the fit was over: what is done to the module later is not the run's.
         loaders: Where the run stood when its loaders were made; see `trainer.loops.reload`.
         renew_loaders: Called as an epoch begins, to make others if it is time.
         validates: There is validation data, and the run is long enough for a validation.
@@ -272,6 +273,7 @@ class FitRun(Run):
     weightless: bool = False
     saved_rng: dict[str, Any] | None = None
     begun: dict[str, list[str]] = field(default_factory=dict)
+    ended: dict[str, list[str]] | None = None
     loaders: dict[str, int] = field(default_factory=dict)
     renew_loaders: Callable[[], None] = lambda: None
     validates: bool = True

@@ -299,7 +299,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "data_seed": run.feed.seed,
         "data": data_of(run),
         "order": run.feed.mark,
-        "switches": {"begun": run.begun, "now": switches_of(run.module)},
+        "switches": {"begun": run.begun, "now": run.ended or switches_of(run.module)},
         "should_stop": run.stop_now or run.agreement.latest.stop_votes > 0,
         "unfinished": run.unfinished,
         "boundary": run.hooks.boundary.left,

@@ -47,7 +47,8 @@ def load_switches(
             "now: %s.",
             ", ".join(sorted(others)),
         )
-    if begun["evaluating"] == before["evaluating"]:
+    # As a whole it trains whenever a run is saved, unless somebody has switched it since.
+    if begun["evaluating"] == before["evaluating"] and "" not in now["evaluating"]:
         evaluating = set(now["evaluating"])
         for name, part in module.named_modules():
             part.training = name not in evaluating

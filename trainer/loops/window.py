@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.rounds import Round
-from trainer.distributed.collectives import broadcast_object
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
@@ -43,6 +42,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         sync = micro.last or number == size
         engine.begin_micro_batch(sync=sync)
         batch, items = items_of(micro)
+        run.weighting.refer_to(items)
         batch_idx = run.batch_idx = counters.rounds
         outputs: Any = None
         loss: Tensor | None = None
@@ -55,8 +55,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
                     outputs = engine.step("training_step", batch, batch_idx)
                 else:
                     outputs = step_without_gradient(run, batch, batch_idx)
-        if number == 1:
-            before_first_backward(run, items)
+        drop_strange_gradients(run, number)
         if items:
             loss = loss_of(outputs)
             seen = loss.detach()
@@ -85,14 +84,18 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     return True
 
 
-def before_first_backward(run: FitRun, items: float) -> None:
-    """Fix what losses are weighted by, and drop gradients that are not of this window.
+def drop_strange_gradients(run: FitRun, number: int) -> None:
+    """Before a window's first backward pass: drop gradients that are not of this window.
 
     Backward passes of the user's own leave them, in hooks, in validations or, for an adversarial
-    example, in `training_step`.
+    example, in `training_step`. Behind the first micro-batch they cannot be told from the window's.
+
+    Args:
+        run: The run.
+        number: Of the micro-batch in its window, from 1.
     """
-    if run.weighting.reference is None:
-        run.weighting.reference = broadcast_object(items) or 1.0
+    if number > 1:
+        return
     for optimizer in run.optimizers:
         for group in optimizer.optimizer.param_groups:
             if any(map(is_not, map(_GRADIENT, group["params"]), repeat(None))):

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from trainer.distributed.collectives import broadcast_object
+
 
 class LossWeighting:
     """The two factors for one run.
@@ -33,6 +35,14 @@ class LossWeighting:
         self.micro_batches = micro_batches
         self.world_size = world_size
         self.reference = reference
+
+    def refer_to(self, items: float) -> None:
+        """Take the items of rank 0's first micro-batch for the nominal ones; collective, then.
+
+        Before the forward pass, which for those who have items may be a collective by itself.
+        """
+        if self.reference is None:
+            self.reference = broadcast_object(items) or 1.0
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
         """``loss × items ÷ reference``, as a division that is exact for equal micro-batches.

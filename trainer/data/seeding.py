@@ -43,16 +43,12 @@ def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
         epoch: The one that is read next.
     """
     if isinstance(dataset, SeededDataset):
-        dataset.told, dataset.looks_anew = (seed, epoch), True
+        dataset.told, dataset._looks_anew = (seed, epoch), True
     if hasattr(dataset, "set_epoch"):
         place = mix(seed, epoch, -1)  # no batch has this position
-        own, names = {}, {}  # a stream's are seeded for the whole pass
-        if isinstance(dataset, SeededDataset):
-            own, names = (
-                held_by(dataset=dataset.dataset, collate_fn=dataset.collate_fn),
-                dataset.names,
-            )
-        with isolated_rng(place), set_aside(own, mix(place, 1), names):
+        seeded = isinstance(dataset, SeededDataset)  # else a stream's are, for the whole pass
+        own = dataset._find() if seeded else {}
+        with isolated_rng(place), set_aside(own, mix(place, 1), dataset._alike if seeded else {}):
             dataset.set_epoch(epoch)
 
 
@@ -76,8 +72,8 @@ class SeededDataset(Dataset[Any]):
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.told: tuple[int, int] | None = None  # the run's seed and the epoch; workers inherit it
-        self.names = alike(held_by(dataset=dataset, collate_fn=collate_fn))
-        self.looks_anew = True
+        self._alike = alike(self._find())
+        self._looks_anew = True
         self._own: Found = {}  # generators that both keep
         self._late: Found = {}
         self._fetched = 0
@@ -108,19 +104,19 @@ class SeededDataset(Dataset[Any]):
     def _seeded(
         self, place: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
     ) -> Any:
-        own_seed = mix(place.seed, 1)
         if get_worker_info() is not None:  # a worker's generators serve nothing else
             told = place.run_seed, place.epoch
             if self.told != told:  # the worker outlasts the epoch in which it began
                 tell_epoch(self, *told)
             seed_local(place.seed)
-            seed_all(self._generators(), own_seed, self.names)
+            if own := self._generators():
+                seed_all(own, mix(place.seed, 1), self._alike)
             batch = sent(fetch())
         else:
             put_back = set_rng_aside(place.seed)
             try:
                 if own := self._generators():
-                    with set_aside(own, own_seed, self.names):
+                    with set_aside(own, mix(place.seed, 1), self._alike):
                         batch = fetch()
                 else:
                     batch = fetch()
@@ -130,18 +126,22 @@ class SeededDataset(Dataset[Any]):
             self._look_for_late_ones()
         return batch
 
+    def _find(self) -> Found:
+        """The generators that the dataset and the ``collate_fn`` keep for themselves."""
+        return held_by(dataset=self.dataset, collate_fn=self.collate_fn)
+
     def _generators(self) -> Found:
-        """Those that the dataset and the ``collate_fn`` keep for themselves."""
-        if self.looks_anew:
-            self.looks_anew = False
+        """The same, as they were found when the epoch began."""
+        if self._looks_anew:
+            self._looks_anew = False
             # A dataset that has grown may hide behind its samples what was found before.
-            self._own = {**self._own, **held_by(dataset=self.dataset, collate_fn=self.collate_fn)}
+            self._own = {**self._own, **self._find()}
         return self._own
 
     def _look_for_late_ones(self) -> None:
         """Say so where a generator was made while the first batch was read, and stays."""
         self._fetched += 1
-        found = held_by(dataset=self.dataset, collate_fn=self.collate_fn)
+        found = self._find()
         if self._fetched == 1:
             self._late = {path: each for path, each in found.items() if path not in self._own}
             self._own = {**self._own, **found}

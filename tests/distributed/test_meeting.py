@@ -188,7 +188,7 @@ def test_a_disagreement_inside_a_step_is_told_to_those_who_wait_for_it(ranks3):
                 dist.destroy_process_group(pair)
 
     for found in ranks3(lambda: _text(body)):
-        assert found.startswith("CheckpointError: Trying failed on rank 0: DistributedOperation")
+        assert found.startswith("CheckpointError: Trying failed on ranks 0, 1: Distributed")
 
 
 def _text(function: Callable[[], object]) -> str:
@@ -201,7 +201,7 @@ def _text(function: Callable[[], object]) -> str:
 def test_a_result_that_cannot_travel_is_an_error_on_all(ranks2):
     found = outcomes(ranks2, lambda: together("Trying", lambda: lambda: 1, PartialState()))
     assert found[0] == found[1]
-    assert found[0].startswith("CheckpointError: Trying failed on rank 0: ")
+    assert found[0].startswith("CheckpointError: Trying failed on ranks 0, 1: ")
 
 
 def test_steps_of_one_operation_are_told_apart(ranks2):

@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from types import (
     BuiltinMethodType,
     CellType,
@@ -39,6 +39,8 @@ _MOST = 20_000  # things that are looked into, in some 50 ms
 _OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 _CONTAINERS = list, tuple, deque, dict
+
+Descriptors = dict[type, list[tuple[str, Any]]]
 
 Found = dict[str, Any]
 """Generators by their paths."""
@@ -76,6 +78,7 @@ def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
         **owners: Where the search begins, by names, with which the paths begin.
     """
     kinds = _kinds()
+    descriptors: Descriptors = {}  # of one search: kept for longer, they would keep the classes
     found: list[tuple[str, Any]] = []
     near, far = deque(owners.items()), deque[tuple[str, Any]]()
     seen = {*map(id, besides), *map(id, owners.values())}
@@ -87,7 +90,7 @@ def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
             found.append((path, thing))
             continue
         long = _is_long(thing)
-        for name, part in _parts(thing):
+        for name, part in _parts(thing, descriptors):
             if id(part) not in seen and not issubclass(type(part), _LEAVES):
                 seen.add(id(part))
                 later = far if long or _is_long(part) else near
@@ -257,7 +260,7 @@ def _is_long(thing: Any) -> bool:
     return held is not None and held.__len__(thing) > _LONG
 
 
-def _parts(thing: Any) -> Iterable[tuple[str, Any]]:
+def _parts(thing: Any, descriptors: Descriptors) -> Iterable[tuple[str, Any]]:
     """What a thing consists of, with names, found without running code of its class.
 
     Of what torch keeps in a module only its submodules are. Copies: other threads go on.
@@ -287,7 +290,9 @@ def _parts(thing: Any) -> Iterable[tuple[str, Any]]:
         parts += zip(thing.__code__.co_freevars, map(_content, cells), strict=True)
     elif kind is partial:
         parts += [("function", thing.func), *_numbered(thing.args), *thing.keywords.items()]
-    parts += _attributes(thing)
+    if kind not in descriptors:
+        descriptors[kind] = _descriptors(kind)
+    parts += _attributes(thing, descriptors[kind])
     return parts + [(each.__qualname__, each) for each in kind.__mro__]
 
 
@@ -295,11 +300,10 @@ def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
     return [(f"[{number}]", thing) for number, thing in enumerate(things)]
 
 
-def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Those in its ``__dict__``, unless its class has put something else there, and its slots."""
-    kind: Any = type(thing)
-    skipped = _OF_TORCH if issubclass(kind, nn.Module) else ()
-    for name, descriptor in _descriptors(kind):
+    skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
+    for name, descriptor in descriptors:
         with suppress(AttributeError):  # a slot that has no value yet
             value = descriptor.__get__(thing)
             if name != "__dict__":
@@ -308,7 +312,6 @@ def _attributes(thing: Any) -> Iterator[tuple[str, Any]]:
             yield from ((n, part) for n, part in list(value.items()) if n not in skipped)
 
 
-@lru_cache(maxsize=1024)
 def _descriptors(kind: type) -> list[tuple[str, Any]]:
     """What gives the attributes of a class's instances without a function of Python's."""
     return [

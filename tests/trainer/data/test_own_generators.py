@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
+import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -513,3 +515,17 @@ def test_a_pass_beside_another_leaves_the_generators_that_both_have(generator, d
         assert len(list(feed.rounds())) == 2
         draw(generator)
     assert draw(generator) == draw(twin)
+
+
+def test_a_search_keeps_nothing_of_what_it_has_looked_at():
+    class Slotted:
+        __slots__ = ("__weakref__", "random")
+
+        def __init__(self):
+            self.random = random.Random(1)
+
+    kind, thing = weakref.ref(Slotted), Slotted()
+    assert list(held_by(dataset=thing)) == ["dataset.random"]
+    del Slotted, thing
+    gc.collect()
+    assert kind() is None

@@ -9,6 +9,7 @@ The format, version 1::
         optimizer.json          the tree of a state dict; its tensors are named in it …
         optimizer.safetensors   … and lie here
         trainer.json            where the run stands
+        datamodule.json         what the datamodule says of itself, if it has a state
         record.json             how long the local record was
         rank-00000.json         what belongs to one rank, for example random states
 
@@ -16,9 +17,9 @@ A folder is a checkpoint exactly if it has a manifest, and it gets its name, by 
 when every file is on the disk and every rank has said so. Reading never runs code from a file.
 
 ``layout`` has the names, the commit and the removal, ``tensors`` the trees, ``weights`` the
-weights, and ``save`` what the ranks do together. ``lock`` keeps a second run out of a folder, and
-``branch`` sets aside what a run leaves behind that goes back. ``portions`` are what one rank adds,
-copied if training goes on while ``writer`` writes.
+weights, ``fitting`` their return into a module, and ``save`` what the ranks do together. ``lock``
+keeps a second run out of a folder, and ``branch`` sets aside what a run leaves behind that goes
+back. ``portions`` are what one rank adds, copied if training goes on while ``writer`` writes.
 
 The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads what is
 each process's own, ``restore`` puts it back, with what ``gradients`` has kept of a window,
@@ -33,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.checkpoint.branch import later_than, leave_branch, refuse_other_runs
+    from trainer.checkpoint.fitting import load_into
     from trainer.checkpoint.layout import (
-        FORMAT_VERSION,
         checkpoint_name,
         commit,
         committed,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from trainer.checkpoint.lock import alone_in, holder_of
     from trainer.checkpoint.model import save_model
     from trainer.checkpoint.save import (
-        holds_weights_only,
         keeps,
         newest_sound,
         refuse_together,
@@ -62,22 +62,20 @@ if TYPE_CHECKING:
         together,
     )
     from trainer.checkpoint.tensors import load_tree, save_tree
-    from trainer.checkpoint.weights import WEIGHTS_NAME, load_into, load_weights, save_weights
+    from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights, save_weights
 
 _HOME = {
-    "FORMAT_VERSION": "layout",
     "WEIGHTS_NAME": "weights",
     "alone_in": "lock",
     "checkpoint_name": "layout",
     "commit": "layout",
     "committed": "layout",
     "holder_of": "lock",
-    "holds_weights_only": "save",
     "keeps": "save",
     "later_than": "branch",
     "leave_branch": "branch",
     "load_checkpoint_in_model": "load",
-    "load_into": "weights",
+    "load_into": "fitting",
     "load_tree": "tensors",
     "load_weights": "weights",
     "locate": "layout",
@@ -102,14 +100,12 @@ _HOME = {
 }
 
 __all__ = [
-    "FORMAT_VERSION",
     "WEIGHTS_NAME",
     "alone_in",
     "checkpoint_name",
     "commit",
     "committed",
     "holder_of",
-    "holds_weights_only",
     "keeps",
     "later_than",
     "leave_branch",

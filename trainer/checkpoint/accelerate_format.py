@@ -56,7 +56,7 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
     scaler = path / "scaler.pt"
     return Stored(
         path=path,
-        weights=[read_model(path, number) for number in range(_count_models(path))],
+        weights=[_read_model(path, number) for number in range(_count_models(path))],
         optimizers=[read_torch_file(file) for file in _numbered(path, "optimizer")],
         schedulers=[read_torch_file(file) for file in _numbered(path, "scheduler")],
         loaders=None,
@@ -74,17 +74,13 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
     )
 
 
-def read_model(path: Path, number: int) -> dict[str, torch.Tensor]:
-    """The weights of one model, safetensors before ``torch.save``'s.
-
-    Raises:
-        CheckpointError: If there are none, or they are damaged.
-    """
+def _read_model(path: Path, number: int) -> dict[str, torch.Tensor]:
+    """The weights of one model, safetensors before ``torch.save``'s."""
     suffix = f"_{number}" if number else ""
-    safe, unsafe = path / f"model{suffix}.safetensors", path / f"pytorch_model{suffix}.bin"
-    if safe.exists() or not unsafe.exists():
+    safe = path / f"model{suffix}.safetensors"
+    if safe.exists():
         return load_weights(safe)
-    weights: dict[str, torch.Tensor] = read_torch_file(unsafe)
+    weights: dict[str, torch.Tensor] = read_torch_file(path / f"pytorch_model{suffix}.bin")
     return weights
 
 

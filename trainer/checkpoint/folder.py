@@ -23,13 +23,13 @@ from trainer.checkpoint.layout import (
     MANIFEST,
     commit,
     discard,
-    files_in,
     is_ours,
     locate,
     open_staging,
     read_manifest,
+    seal,
     sync,
-    write_manifest,
+    sync_folders,
 )
 from trainer.errors import CheckpointError
 
@@ -67,10 +67,7 @@ def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> P
     """
     if staging.parent != target:
         return commit(staging, target, manifest)
-    for file in files_in(staging):
-        sync(file)
-    write_manifest(staging, manifest)
-    _sync_folders(staging)
+    seal(staging, manifest)
     _move(staging, target)
     return target
 
@@ -83,23 +80,15 @@ def recover(target: Path) -> Path:
     Returns:
         ``target``, or where a killed save had set it aside.
     """
-    if _is_committed(target / STAGING):
+    if is_ours(target / STAGING):
         _move(target / STAGING, target)
     return locate(target)
 
 
 def abandon(staging: Path) -> None:
     """Give up a save that failed, unless it is committed: then the next reader finishes it."""
-    if staging.name != STAGING or not _is_committed(staging):
+    if staging.name != STAGING or not is_ours(staging):
         discard(staging)
-
-
-def _is_committed(staging: Path) -> bool:
-    try:
-        read_manifest(staging)
-    except CheckpointError:
-        return False
-    return True
 
 
 def is_shared(target: Path) -> bool:
@@ -127,7 +116,7 @@ def _move(staging: Path, target: Path) -> None:
             os.replace(staging / name, target / name)
     for name in set(old) - set(new):
         (target / name).unlink(missing_ok=True)
-    _sync_folders(target)
+    sync_folders(target)
     os.replace(staging / MANIFEST, target / MANIFEST)
     sync(target)
     shutil.rmtree(staging)
@@ -139,8 +128,3 @@ def _listed(folder: Path) -> list[str]:
         return list(read_manifest(folder)["files"])
     except CheckpointError:
         return []
-
-
-def _sync_folders(folder: Path) -> None:
-    for each, _, _ in os.walk(folder, topdown=False):
-        sync(Path(each))

@@ -5,20 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.checkpoint.fitting import Misfits, compare, renames
 from trainer.checkpoint.offload import offload_weight, save_offload_index
-from trainer.checkpoint.weightfiles import (
-    Misfits,
-    compare,
-    find_weight_files,
-    read_each,
-    read_shapes,
-    renames,
-)
+from trainer.checkpoint.weightfiles import find_weight_files, read_each, read_shapes
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 
@@ -92,40 +87,34 @@ def load_checkpoint_in_model(
     _tell(found if renames(model) else misfits, checkpoint, strict=strict)
 
 
+@dataclass(kw_only=True)
 class _Placement:
     """Makes the new tensors of a model, each once however many names it has."""
 
-    def __init__(
-        self,
-        *,
-        here: Mapping[str, Any],
-        devices: Mapping[str, str | torch.device] | None,
-        folder: Path | None,
-        dtype: torch.dtype | None,
-        fp32: list[str],
-        disk_buffers: bool,
-    ) -> None:
-        self.here, self.devices, self.folder = here, devices, folder
-        self.dtype, self.fp32, self.disk_buffers = dtype, fp32, disk_buffers
-        self.index: dict[str, Any] = {}
-        self.made: dict[int, torch.Tensor] = {}
-        self.names: dict[int, list[str]] = {}
-        for name, value in here.items():
-            self.names.setdefault(id(value), []).append(name)
+    here: Mapping[str, Any]
+    devices: Mapping[str, str | torch.device] | None
+    folder: Path | None
+    dtype: torch.dtype | None
+    fp32: list[str]
+    disk_buffers: bool
+    index: dict[str, Any] = field(default_factory=dict)
 
     def load(self, model: torch.nn.Module, files: Iterable[Path]) -> Misfits:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
+        made: set[int] = set()
+        names: dict[int, list[str]] = {}
+        for name, value in self.here.items():
+            names.setdefault(id(value), []).append(name)
         seen: list[Any] = []
         for file in files:
             part: dict[str, torch.Tensor] = {}
             for name, tensor in own_names(model, dict(read_each(file))).items():
                 if name not in self.here:
                     part[name] = tensor.clone()  # for modules that translate old names
-                elif id(self.here[name]) not in self.made:
-                    made = self._make(name, tensor)
-                    self.made[id(self.here[name])] = made
-                    part.update(dict.fromkeys(self.names[id(self.here[name])], made))
+                elif (key := id(self.here[name])) not in made:
+                    made.add(key)
+                    part.update(dict.fromkeys(names[key], self._make(name, tensor)))
             seen.append(model.load_state_dict(part, strict=False, assign=True))
         if self.folder is not None:
             save_offload_index(self.index, self.folder)

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.atomic import write_whole
-from trainer.checkpoint.layout import MANIFEST, locate, read_manifest
+from trainer.checkpoint.layout import MANIFEST, locate, read_manifest, sha256_of
 from trainer.checkpoint.model import INDEX_SUFFIX
 from trainer.checkpoint.weightfiles import find_weight_files
+from trainer.checkpoint.weights import tied_names
 from trainer.errors import CheckpointError
 
 _CHUNK = 1 << 22  # bytes in memory at a time
@@ -94,7 +95,7 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
     return Merged(
         files=tuple(files),
         tensors=len(stretches),
-        tied=sum(name not in stretches and of in stretches for name, of in metadata.items()),
+        tied=len(tied_names(metadata, stretches)),
         size=target.stat().st_size,
         sha256=digest.hexdigest(),
     )
@@ -125,7 +126,7 @@ def _check_against_manifest(files: list[Path]) -> None:
     listed = read_manifest(folder)["files"]
     for file in files:
         known = listed.get(file.name)
-        if known is not None and _digest(file) != known["sha256"]:
+        if known is not None and sha256_of(file) != known["sha256"]:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's.")
 
 
@@ -187,7 +188,7 @@ def _write(
             digest.update(piece)
         stream.flush()
         os.fsync(stream.fileno())
-    if _digest(file) != digest.hexdigest():
+    if sha256_of(file) != digest.hexdigest():
         raise CheckpointError(f"{file} does not hold what was written to it: check the disk.")
     _read_header(file)
 
@@ -223,11 +224,3 @@ def _pieces(header: bytes, order: list[str], stretches: dict[str, _Stretch]) -> 
 
 def _element(part: _Stretch) -> float:
     return part.size / max(prod(part.shape), 1)
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while piece := stream.read(_CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from trainer.checkpoint.atomic import write_whole
 from trainer.checkpoint.save import keeps
 from trainer.checkpoint.tensors import read_tensors
 from trainer.checkpoint.torchfile import read_torch_file
-from trainer.checkpoint.weights import separate_tied, write_weights
+from trainer.checkpoint.weights import separate_tied, tied_names, write_weights
 from trainer.errors import CheckpointError
 from trainer.state import PartialState
 
@@ -73,7 +73,7 @@ def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         return read_torch_file(file, map_location=map_location)
     tensors, metadata = read_tensors(file)
     placed = {name: tensor.to(map_location) for name, tensor in tensors.items()}
-    return {name: placed[first] for name, first in metadata.items() if first in placed} | placed
+    return {name: placed[first] for name, first in tied_names(metadata, placed).items()} | placed
 
 
 def _is_safetensors(file: Path) -> bool:

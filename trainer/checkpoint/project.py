@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.checkpoint import state
 from trainer.checkpoint.folder import is_shared
-from trainer.checkpoint.layout import is_ours, remove
+from trainer.checkpoint.layout import NUMBERED, is_ours, remove
 from trainer.checkpoint.restore import Prepared, logger
 from trainer.checkpoint.save import Ranks, keeps, refuse_together, together
 from trainer.checkpoint.state import LoadHook, SaveHook, examine
@@ -18,8 +17,6 @@ from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 
 T = TypeVar("T")
-
-_NAME = re.compile(r"checkpoint_(\d+)")
 
 
 def save_state(
@@ -136,7 +133,8 @@ def load_state(
         source, prepared, processes, hooks=hooks, save_on_each_node=each, **kwargs
     )
     number = _number(source)
-    if naming and number is not None and source.absolute().parent == _root(project).absolute():
+    root = _root(project).absolute() if naming and project.project_dir is not None else None
+    if number is not None and source.absolute().parent == root:
         project.iteration = number + 1
     return step
 
@@ -151,7 +149,7 @@ def _root(project: ProjectConfiguration) -> Path:
 
 
 def _number(path: Path) -> int | None:
-    match = _NAME.fullmatch(path.name)
+    match = NUMBERED.fullmatch(path.name)
     return int(match[1]) if match else None
 
 

@@ -25,16 +25,14 @@ class Loading:
 
     Attributes:
         path: The checkpoint.
-        own: What the rank of its number saved; None if there was none.
-        first: What some rank saved, this one if it did.
+        own: What the rank of its number saved; if there was none, what some other one did.
         rank: Its number.
         saved_by: How many processes saved.
         here: How many load.
     """
 
     path: Path
-    own: dict[str, Any] | None
-    first: dict[str, Any]
+    own: dict[str, Any]
     rank: int
     saved_by: int
     here: int
@@ -42,9 +40,9 @@ class Loading:
 
 def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
     """This rank's gradients, or what stands for those of another number of processes."""
-    if (it.own or it.first).get("gradients") is None:
+    if it.own["gradients"] is None:
         return None
-    if it.own is not None and it.saved_by == it.here:
+    if it.saved_by == it.here:
         return gradients.given([it.own["gradients"]], 0, 1)
     ranks = _every_rank(it, "inside a window of micro-batches", "their gradients")
     return gradients.given([each["gradients"] for each in ranks], it.rank, it.here)
@@ -52,9 +50,9 @@ def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
 
 def communication_of(it: Loading) -> list[dict[str, Any]]:
     """This rank's states of the communication hooks, or what stands for those of others."""
-    if it.saved_by == it.here or not it.first.get("communication"):
-        states: list[dict[str, Any]] = (it.own or it.first).get("communication", [])
-        return states
+    own: list[dict[str, Any]] = it.own["communication"]
+    if it.saved_by == it.here or not own:
+        return own
     ranks = _every_rank(it, "with a communication hook", "its state on each")
     by_hook = zip(*(each["communication"] for each in ranks), strict=True)
     return [for_processes(states, it.rank, it.here) for states in by_hook]

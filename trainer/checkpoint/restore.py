@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainer.checkpoint.weightfiles import compare, renames
+from trainer.checkpoint.fitting import compare, renames
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.optim.state import load_state
@@ -42,8 +42,7 @@ class Prepared:
         models: The bare modules.
         optimizers: The optimizers.
         schedulers: The schedulers.
-        dataloaders: The prepared loaders; their ``state_dict`` is saved if they have one, else
-            their ``iteration``, which ``set_epoch`` puts back.
+        dataloaders: The prepared loaders.
         custom_objects: What the user registered.
         scaler: The gradient scaler, if there is one.
         step: Micro-batches since the last update of the accumulation's count.
@@ -54,7 +53,7 @@ class Prepared:
     models: Sequence[torch.nn.Module] = ()
     optimizers: Sequence[Any] = ()
     schedulers: Sequence[Stateful] = ()
-    dataloaders: Sequence[Any] = ()
+    dataloaders: Sequence[Stateful] = ()
     custom_objects: Sequence[Stateful] = ()
     scaler: Stateful | None = None
     step: int = 0
@@ -71,7 +70,8 @@ class Stored:
         weights: The models' state dicts.
         optimizers: Their state dicts.
         schedulers: Their state dicts.
-        loaders: What `loader_state` returned; None where the folder's format does not say.
+        loaders: Their state dicts, each under ``"state"``; None where the folder's format does not
+            say.
         custom_objects: Their state dicts.
         scaler: The scaler's state dict, if one was saved.
         rng: This rank's random states as `trainer.rng.rng_state` returns them; None if there are
@@ -97,13 +97,6 @@ class Stored:
     gradients: dict[str, torch.Tensor] | None = None
     communication: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-
-
-def loader_state(loader: Any) -> dict[str, Any]:
-    """What of a prepared loader outlasts the process: its own state dict, or its epoch."""
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        return {"state": loader.state_dict()}
-    return {"iteration": getattr(loader, "iteration", 0)}
 
 
 def check(
@@ -252,10 +245,7 @@ def apply(
     for scheduler, state in zip(prepared.schedulers, stored.schedulers, strict=False):
         scheduler.load_state_dict(state)
     for loader, state in zip(prepared.dataloaders, stored.loaders or [], strict=False):
-        if "state" in state:
-            loader.load_state_dict(state["state"])
-        elif hasattr(loader, "set_epoch"):
-            loader.set_epoch(state["iteration"])
+        loader.load_state_dict(state["state"])
     if prepared.scaler is not None and stored.scaler is not None:
         prepared.scaler.load_state_dict(stored.scaler)
     for obj, state in zip(prepared.custom_objects, stored.custom_objects, strict=True):

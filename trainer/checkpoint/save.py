@@ -145,7 +145,8 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: On every rank alike, if any rank failed; the text names the rank. Nothing
-            is committed then, and what was at ``target`` is still there.
+            is committed then, and what was at ``target`` is still there; but where each machine has
+            its disk and only the commit failed, the others have committed.
     """
     keeper = keeps(state, on_each_node)
 
@@ -209,8 +210,7 @@ def require_space(folder: Path, needs: int) -> None:
     if free < needs:
         raise CheckpointError(
             f"a checkpoint takes {needs / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free in "
-            f"{there}. "
-            "Free some space, or keep fewer checkpoints: ModelCheckpoint(save_top_k=…)"
+            f"{there}. Free some space, or keep fewer checkpoints: ModelCheckpoint(save_top_k=…)"
         )
 
 

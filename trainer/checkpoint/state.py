@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,10 +31,11 @@ from trainer.checkpoint import accelerate_format, gradients, ranks
 from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
 from trainer.checkpoint.layout import MANIFEST, verify
 from trainer.checkpoint.model import write_weights_file
-from trainer.checkpoint.restore import Prepared, Stored, apply, check, loader_state, logger
+from trainer.checkpoint.restore import Prepared, Stored, apply, check, logger
 from trainer.checkpoint.save import Ranks, keeper_of, keeps, refuse_together, together
 from trainer.checkpoint.tensors import load_tree, save_tree
-from trainer.checkpoint.weights import bare_names, separate_tied
+from trainer.checkpoint.torchfile import read_torch_file
+from trainer.checkpoint.weights import bare_names, load_weights, separate_tied
 from trainer.errors import CheckpointError, DistributedOperationException
 from trainer.rng import rng_state
 
@@ -104,13 +106,7 @@ def save_state(
         if writes:
             _write_all(weights, trees, staging, safe=safe_serialization)
         # After the scaler's state: taking that may put the gradients on another scale.
-        own = {
-            "step": prepared.step,
-            "rng": rng_state(),
-            "gradients": gradients.take(_named(prepared)) if prepared.window_open else None,
-            "communication": [hook.state_dict() for hook in prepared.communication],
-        }
-        save_tree(own, staging, ranks.name_of(processes.process_index))
+        save_tree(_own_state(prepared), staging, ranks.name_of(processes.process_index))
         return len(weights)
 
     def commit() -> None:
@@ -124,16 +120,7 @@ def save_state(
                 partial(_call_hook, hooks, number, models, weights, str(staging)),
             )
         count = step("write", write)[keeper]
-        manifest = {
-            "kind": _KIND,
-            "world_size": processes.num_processes,
-            "models": count,
-            "optimizers": len(prepared.optimizers),
-            "schedulers": len(prepared.schedulers),
-            "custom_objects": len(prepared.custom_objects),
-            "scaler": prepared.scaler is not None,
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-        }
+        manifest = _manifest_of(prepared) | {"world_size": processes.num_processes, "models": count}
         step("commit", commit)
     except (CheckpointError, DistributedOperationException):
         if writes:
@@ -280,6 +267,27 @@ def _numbered(name: str, number: int) -> str:
     return name if number == 0 else f"{name}_{number}"
 
 
+def _manifest_of(prepared: Prepared) -> dict[str, Any]:
+    return {
+        "kind": _KIND,
+        "optimizers": len(prepared.optimizers),
+        "schedulers": len(prepared.schedulers),
+        "custom_objects": len(prepared.custom_objects),
+        "scaler": prepared.scaler is not None,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _own_state(prepared: Prepared) -> dict[str, Any]:
+    """What is each process's own."""
+    return {
+        "step": prepared.step,
+        "rng": rng_state(),
+        "gradients": gradients.take(_named(prepared)) if prepared.window_open else None,
+        "communication": [hook.state_dict() for hook in prepared.communication],
+    }
+
+
 def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
     """Each tree to save by its stem, with whose it is."""
     owners: dict[str, Any] = {}
@@ -290,7 +298,7 @@ def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
     if prepared.scaler is not None:
         owners["scaler"] = prepared.scaler
     trees = {stem: (type(obj).__name__, obj.state_dict()) for stem, obj in owners.items()}
-    loaders = [loader_state(loader) for loader in prepared.dataloaders]
+    loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
     return {**trees, "sampler": ("prepared loaders", loaders)}
 
 
@@ -301,32 +309,23 @@ def _write_all(
     *,
     safe: bool,
 ) -> None:
+    name, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     for number, state in enumerate(weights):
-        _write_weights(state, staging, number, safe=safe)
+        with _refused_as(f"Model {number}"):
+            tensors, tied = separate_tied(bare_names(state))
+            write_weights_file(tensors, tied, staging / f"{_numbered(name, number)}.{suffix}")
     for stem, (owner, tree) in trees.items():
-        _write_tree(tree, staging, stem, owner)
+        with _refused_as(f"The state of {stem} ({owner})"):
+            save_tree(tree, staging, stem)
 
 
-def _write_tree(tree: Any, staging: Path, stem: str, owner: str) -> None:
+@contextmanager
+def _refused_as(what: str) -> Iterator[None]:
+    """Name what it is that cannot be saved."""
     try:
-        save_tree(tree, staging, stem)
+        yield
     except TypeError as error:
-        raise CheckpointError(f"The state of {stem} ({owner}) cannot be saved. {error}") from error
-
-
-def _write_weights(state: dict[str, Any], staging: Path, number: int, *, safe: bool) -> None:
-    tensors, tied = separate_tied(bare_names(state))
-    file = _weights_file(number, safe=safe)
-    try:
-        write_weights_file(tensors, tied, staging / file)
-    except TypeError as error:
-        raise CheckpointError(f"Model {number} cannot be saved. {error}") from error
-
-
-def _weights_file(number: int, *, safe: bool) -> str:
-    if safe:
-        return f"{_numbered('model', number)}.safetensors"
-    return f"{_numbered('pytorch_model', number)}.bin"
+        raise CheckpointError(f"{what} cannot be saved. {error}") from error
 
 
 def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
@@ -343,6 +342,14 @@ def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
     return gradients.named_parameters(prepared.models, prepared.optimizers)
 
 
+def _read_weights(path: Path, listed: Container[str], number: int) -> Any:
+    """A model's weights, in which of the two kinds of file they were saved: others are not ours."""
+    file = f"{_numbered('model', number)}.safetensors"
+    if file in listed:
+        return load_weights(path / file)
+    return read_torch_file(path / f"{_numbered('pytorch_model', number)}.bin")
+
+
 def _read(
     path: Path, manifest: dict[str, Any], rank: int, processes: int, *, hooked: bool
 ) -> Stored:
@@ -353,13 +360,11 @@ def _read(
 
     own = load_tree(path, ranks.name_of(rank)) if rank < saved_by else None
     first = own or load_tree(path, min(file.stem for file in path.glob("random_states_*.json")))
-    loading = ranks.Loading(
-        path=path, own=own, first=first, rank=rank, saved_by=saved_by, here=processes
-    )
+    loading = ranks.Loading(path=path, own=first, rank=rank, saved_by=saved_by, here=processes)
     return Stored(
         path=path,
         weights=[
-            accelerate_format.read_model(path, number) for number in range(manifest["models"])
+            _read_weights(path, manifest["files"], number) for number in range(manifest["models"])
         ],
         optimizers=trees("optimizer", "optimizers"),
         schedulers=trees("scheduler", "schedulers"),

@@ -25,13 +25,10 @@ def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False
             it.
     """
     try:
+        mmap = mmap and zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be mapped
         with torch.serialization.safe_globals(_numpy_globals()):
             return torch.load(  # noqa: TID251  # of other libraries or tools, and weights_only
-                file,
-                map_location=map_location,
-                weights_only=True,
-                mmap=mmap
-                and zipfile.is_zipfile(file),  # files of torch before 1.6 cannot be mapped
+                file, map_location=map_location, weights_only=True, mmap=mmap
             )
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing.") from error
@@ -49,9 +46,8 @@ def _first_lines(error: Exception) -> str:
     """The part of torch's text that says what was met, not how to switch the check off."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines[:1]
-    return (
-        " ".join(told[:1]).partition(" was not an allowed")[0].rstrip(".") or type(error).__name__
-    )
+    text = " ".join(told[:1]).partition(" was not an allowed")[0].rstrip(".")
+    return text or type(error).__name__
 
 
 def _numpy_globals() -> list[Any]:

@@ -1,12 +1,11 @@
-"""Files of weights as they are found: which belong together, what is in them, how they fit."""
+"""Files of weights as they are found: which belong together, and what is in them."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,8 @@ import torch
 
 from trainer.checkpoint.model import BIN_NAME, INDEX_SUFFIX
 from trainer.checkpoint.torchfile import read_torch_file
-from trainer.checkpoint.weights import WEIGHTS_NAME
+from trainer.checkpoint.weights import WEIGHTS_NAME, tied_names
 from trainer.errors import CheckpointError
-
-
-@dataclass
-class Misfits:
-    """Where weights and a model differ: names, and for shapes ``(saved, the model's)``."""
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected or self.misshaped)
-
-    def __str__(self) -> str:
-        parts = [f"missing: {', '.join(self.missing)}"] if self.missing else []
-        parts += [f"unexpected: {', '.join(self.unexpected)}"] if self.unexpected else []
-        parts += [
-            f"{name} is {saved} in the file and {here} in the model"
-            for name, (saved, here) in self.misshaped.items()
-        ]
-        return "; ".join(parts)
 
 
 def find_weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
@@ -84,7 +62,8 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     if file.suffix == ".safetensors":
         with _opened(file) as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-            return shapes | {name: shapes[first] for name, first in _tied(opened, shapes).items()}
+            tied = tied_names(opened.metadata() or {}, shapes)
+            return shapes | {name: shapes[first] for name, first in tied.items()}
     return {name: tuple(tensor.shape) for name, tensor in _torch_weights(file).items()}
 
 
@@ -98,38 +77,14 @@ def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     if file.suffix == ".safetensors":
         with _opened(file) as opened:
-            tied = _tied(opened, names := list(opened.keys()))
+            names = list(opened.keys())
+            tied = tied_names(opened.metadata() or {}, set(names))
             for name in names:
                 tensor = opened.get_tensor(name)
                 for each in (name, *(other for other, first in tied.items() if first == name)):
                     yield each, tensor
         return
     yield from _torch_weights(file).items()
-
-
-def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Misfits:
-    """How weights of these names and shapes fit a model.
-
-    A name that the model ties to a saved one is not missing.
-    """
-    here = model.state_dict(keep_vars=True)
-    saved = {id(here[name]) for name in shapes if name in here}
-    return Misfits(
-        [name for name, value in here.items() if name not in shapes and id(value) not in saved],
-        [name for name in shapes if name not in here],
-        {
-            name: (shapes[name], tuple(value.shape))
-            for name, value in here.items()
-            if isinstance(value, torch.Tensor)
-            and not torch.nn.parameter.is_lazy(value)
-            and tuple(shapes.get(name, value.shape)) != tuple(value.shape)
-        },
-    )
-
-
-def renames(model: torch.nn.Module) -> bool:
-    """Whether modules translate what is loaded, so that only loading shows what fits."""
-    return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
 def _indexed(index: Path) -> list[Path]:
@@ -156,17 +111,6 @@ def _opened(file: Path) -> Iterator[Any]:
             yield opened
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from error
-
-
-def _tied(opened: Any, names: Iterable[str]) -> dict[str, str]:
-    """The further names in a file's metadata, each with the first; see the weights' format."""
-    stored = set(names)
-    metadata = opened.metadata() or {}
-    return {
-        name: first
-        for name, first in metadata.items()
-        if name not in stored and name != "format" and first in stored
-    }
 
 
 def _torch_weights(file: Path) -> dict[str, torch.Tensor]:

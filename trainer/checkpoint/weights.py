@@ -8,25 +8,17 @@ name is an entry ``other: first`` of the file's metadata, which is also how
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from trainer.checkpoint.tensors import portable, read_tensors, write_tensors
-from trainer.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.weightfiles import Misfits
 
 WEIGHTS_NAME = "model.safetensors"
 _COMPILED = "_orig_mod"  # the child under which torch.compile(module) holds the module
-_SHOWN = 20  # names of a kind in an error
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -117,117 +109,16 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         CheckpointError: If the file is missing or damaged.
     """
     tensors, metadata = read_tensors(_file(path))
-    metadata.pop("format", None)
-    tied = {name: tensors[first] for name, first in metadata.items() if first in tensors}
-    return {**tied, **tensors}
+    return {name: tensors[first] for name, first in tied_names(metadata, tensors).items()} | tensors
 
 
-def load_into(
-    module: torch.nn.Module,
-    weights: Mapping[str, torch.Tensor],
-    *,
-    where: str | os.PathLike[str],
-    strict: bool = True,
-) -> None:
-    """Load weights into a module, whose submodules may be compiled or not.
-
-    Args:
-        module: The module.
-        weights: Tensors by the module's own names; they may have been saved compiled.
-        where: The file that they came from, for the error.
-        strict: Every name must fit. Otherwise those that do are loaded, and a warning of the log
-            lists the others. Shapes must fit in any case.
-
-    Raises:
-        CheckpointError: Listing the missing, the unexpected and the mis-shaped names. Nothing is
-            loaded then, unless modules translate the names of what they load: only loading shows
-            what fits those.
-    """
-    from trainer.checkpoint.weightfiles import compare
-
-    weights = own_names(module, weights)
-    misfits = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    if _translates(module):
-        misfits = _load_translated(module, weights, misfits, where)
-        _refuse(module, misfits, where, strict=strict)
-    else:
-        _refuse(module, misfits, where, strict=strict)
-        try:
-            module.load_state_dict(weights, strict=False)
-        except RuntimeError as error:
-            raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
-    if misfits:
-        logger.warning(
-            "%s does not fit %s wholly; what fits was loaded.\n%s",
-            os.fspath(where),
-            type(module).__name__,
-            _grouped(misfits),
-        )
-
-
-def _translates(module: torch.nn.Module) -> bool:
-    """Whether modules change the names or shapes of what is loaded."""
-    from trainer.checkpoint.weightfiles import renames
-
-    loaders = (type(each)._load_from_state_dict for each in module.modules())
-    return renames(module) or any(not each.__module__.startswith("torch.nn.") for each in loaders)
-
-
-def _load_translated(
-    module: torch.nn.Module,
-    weights: Mapping[str, torch.Tensor],
-    misfits: Misfits,
-    where: str | os.PathLike[str],
-) -> Misfits:
-    """Load, and return which of the misfits remain when the modules have translated."""
-    shapes = misfits.misshaped
-    try:
-        try:
-            found = module.load_state_dict(weights, strict=False)
-            shapes = {}
-        except RuntimeError:
-            if not shapes:
-                raise
-            fitting = {name: tensor for name, tensor in weights.items() if name not in shapes}
-            found = module.load_state_dict(fitting, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
-    # A name tied to one that is there is not missing.
-    missing = [name for name in found.missing_keys if name in misfits.missing]
-    return type(misfits)(missing, list(found.unexpected_keys), shapes)
-
-
-def _refuse(
-    module: torch.nn.Module, misfits: Misfits, where: str | os.PathLike[str], *, strict: bool
-) -> None:
-    if misfits if strict else misfits.misshaped:
-        fix = (
-            "or make a new module from what fits with load_from_checkpoint(…, strict=False)"
-            if not misfits.misshaped
-            else "and replace what shall have another shape after loading"
-        )
-        raise CheckpointError(
-            f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
-            f"{_grouped(misfits)}\nMake the module as it was when the file was saved, {fix}."
-        )
-
-
-def _grouped(misfits: Misfits) -> str:
-    """The names of each kind of misfit on a line of their own."""
-    shapes = [
-        f"{name} ({list(saved)} in the file, {list(here)} in the module)"
-        for name, (saved, here) in misfits.misshaped.items()
-    ]
-    kinds = {
-        "missing from the file": misfits.missing,
-        "unexpected in the file": misfits.unexpected,
-        "of another shape": shapes,
+def tied_names(metadata: Mapping[str, str], stored: Container[str]) -> dict[str, str]:
+    """The further names of stored tensors in a file's metadata, each with the first one."""
+    return {
+        name: first
+        for name, first in metadata.items()
+        if name != "format" and name not in stored and first in stored
     }
-    return "\n".join(
-        f"  {kind} ({len(names)}): {', '.join(names[:_SHOWN])}{', …' * (len(names) > _SHOWN)}"
-        for kind, names in kinds.items()
-        if names
-    )
 
 
 def _bare(name: str) -> str:

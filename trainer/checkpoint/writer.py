@@ -18,37 +18,32 @@ logger = logging.getLogger(__name__)
 class Writer:
     """Makes a save, also while the training goes on.
 
-    All processes call it together. A save agrees over a process group of its own, since its
-    collectives would mix with those of the training.
+    All processes call it together. Between `open` and `close` a save agrees over a process group of
+    its own, since its collectives would mix with those of the training.
 
     Args:
         state: The processes.
 
     Attributes:
+        group: The group to agree over; None for the usual one, or where one process is alone.
         copies: Memory for what is being written; it is free again after :meth:`wait`.
     """
 
     def __init__(self, state: Ranks) -> None:
         self._state = state
-        self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         self._required = True
         self._name: object = None
         self._failed: set[object] = set()  # of which the latest save failed
         self._error: CheckpointError | None = None
         self._abandoned = False
+        self.group: dist.ProcessGroup | None = None
         self.copies = HostCopies()
 
     def open(self) -> None:
-        """Make the group to agree over now, while all processes are here for sure; collective."""
-        if self._group is None and self._state.num_processes > 1:
-            self._group = dist.new_group(backend="gloo")
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group to agree over, made when it is first asked for; None for one process."""
-        self.open()
-        return self._group
+        """Make the group, while all processes are here for sure; collective."""
+        if self._state.num_processes > 1:
+            self.group = dist.new_group(backend="gloo")
 
     @property
     def failed(self) -> bool:
@@ -139,6 +134,6 @@ class Writer:
         try:
             self.wait()
         finally:
-            if self._group is not None and not self._abandoned:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            if self.group is not None and not self._abandoned:
+                dist.destroy_process_group(self.group)
+                self.group = None

@@ -173,9 +173,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
             manifest = layout.read_manifest(path / INNER_STAGING)
         else:
             manifest = layout.read_manifest(path)
-            _check_sizes(path, manifest)
-            if hashes:
-                layout.verify(path)
+            layout.verify(path, hashes=hashes)
     except CheckpointError as error:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
@@ -272,21 +270,6 @@ def _is_unfinished(path: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _check_sizes(path: Path, manifest: dict[str, Any]) -> None:
-    for name, expected in manifest["files"].items():
-        file = path / name
-        try:
-            size = file.stat().st_size
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing from the checkpoint.") from error
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}.") from error
-        if size != expected["size"]:
-            raise CheckpointError(
-                f"{file} is damaged: it has {size} bytes, the manifest says {expected['size']}."
-            )
 
 
 def _state_of(path: Path, error: CheckpointError) -> State:

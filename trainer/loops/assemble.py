@@ -12,13 +12,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from callbacks import Callback, Interval, ModelCheckpoint
-from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.writer import Writer
 from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.collectives import broadcast, broadcast_object
 from trainer.distributed.control import on_all, on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
@@ -43,7 +42,6 @@ from trainer.optim.finite import FiniteGuard
 from trainer.optim.weighting import LossWeighting
 from trainer.rng import mix, seed_generators
 from trainer.strategies.choose import choose_engine
-from trainer.strategies.ddp import broadcast_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,22 +148,9 @@ def prepare_fit(
     )
     run.run_id = broadcast_object(uuid.uuid4().hex)
     foresee_validations(run, parts, datamodule)
-    run.writer.open()
     offset = None
     if chosen is not None:
-        load = partial(
-            load_run,
-            run,
-            chosen,
-            trainer=parts.trainer,
-            callbacks=parts.callbacks,
-            stays_stopped=not _goes_back(ckpt_path),
-        )
-        offset = on_all(load, "fit")
-        # Not before it is loaded: it may not fit.
-        if _goes_back(ckpt_path) and parts.project.leave_branch(chosen, parts.roots(), offset):
-            recorder.resume({}, run.counters.global_step)  # no service takes steps back
-        accelerator.print(_going_on(run, chosen))
+        offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))
     elif run.rank > 0:
         # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
         seed_generators(mix(feed.seed, run.rank) % 2**32)
@@ -182,7 +167,36 @@ def prepare_fit(
         cut_behind=behind,
     )
     on_main(start)
+    run.writer.open()  # now that nothing can fail before somebody is there to close it
     return run
+
+
+def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None:
+    """Put a run back to a checkpoint, on all processes or none, and say so.
+
+    Args:
+        parts: The Trainer's.
+        run: The run.
+        chosen: The checkpoint.
+        back: There may be later ones, which the run leaves behind.
+
+    Returns:
+        Where the local record ended then; None if it was not known.
+    """
+    load = partial(
+        load_run,
+        run,
+        chosen,
+        trainer=parts.trainer,
+        callbacks=parts.callbacks,
+        stays_stopped=not back,
+    )
+    offset = on_all(load, "fit")
+    # Not before it is loaded: it may not fit.
+    if back and parts.project.leave_branch(chosen, parts.roots(), offset):
+        run.recorder.resume({}, run.counters.global_step)  # no service takes steps back
+    parts.accelerator.print(_going_on(run, chosen))
+    return offset
 
 
 def _about(
@@ -271,16 +285,15 @@ def prepare_evaluation(
     chosen = parts.choose(ckpt_path)
     if chosen is not None:
         load_datamodule(datamodule, chosen)
-    loaders = loaders_for(stage, dataloaders, module, datamodule)
+    loaders = on_all(lambda: loaders_for(stage, dataloaders, module, datamodule), stage)
     feeds = feeds_for(stage, loaders, parts.settings, parts.accelerator, seed=0)
     check_step(stage, module, feeds)
     module.to(parts.accelerator.device)
     if chosen is not None:
-        load_weights(module, chosen)
-        manifest = disk.read_manifest(chosen)
+        manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
     elif parts.accelerator.use_distributed:  # each process may have drawn other initial weights
-        broadcast_([*module.parameters(), *module.buffers()])
+        broadcast([*module.parameters(), *module.buffers()])
     recorder = parts.project.make_recorder(evaluates=True)
     common = _common(module, hooks, recorder, parts.accelerator, datamodule)
     run = Run(**common, counters=counters)

@@ -59,11 +59,11 @@ def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
     """The checkpoint that is chosen, if it is the same run's on the disks of all machines.
 
     Raises:
-        CheckpointError: It is not; on all processes alike.
+        CheckpointError: It is not, or a process does not find it; on all processes alike.
     """
-    if not on_each_node:
-        return choose_here()
     state = PartialState()
+    if state.num_processes == 1:
+        return choose_here()
 
     def look() -> tuple[Path, str | None]:
         path = choose_here()

@@ -268,23 +268,22 @@ class Project:
             CheckpointError: The disk refuses.
         """
         state, roots = PartialState(), list(dict.fromkeys([self.checkpoints, *roots]))
-        later: list[Path] = []
 
-        def leave() -> None:
+        def leave() -> bool:
             if not self._writes or not disk.keeps(state, self.on_each_node):
-                return
-            later[:] = disk.later_than(chosen, roots)
+                return False
+            later = disk.later_than(chosen, roots)
             # The record first: once there are no later checkpoints, nobody knows that it is theirs.
-            if self.record.exists() and not JsonlTracker(self.record).ends_record(offset or 0):
-                self.record.rename(
-                    unused_name(self.record)
-                )  # it is not the one that the checkpoint knows
-            elif self.record.exists() and later:
-                shutil.copy2(self.record, unused_name(self.record))
+            if self.record.exists():
+                if not JsonlTracker(self.record).ends_record(offset or 0):
+                    self.record.rename(unused_name(self.record))  # not the one of this checkpoint
+                elif later:
+                    shutil.copy2(self.record, unused_name(self.record))
             disk.leave_branch(chosen, later)
+            return bool(later)
 
-        disk.together("Setting aside later checkpoints", leave, state)
-        return bool(later)
+        left = disk.together("Setting aside later checkpoints", leave, state)
+        return left[state.process_index]
 
     def begin_record(self) -> None:
         """Make the folder and an empty record in it, on rank 0; collective.

@@ -100,8 +100,9 @@ class Sources:
         Raises:
             ValueError: There is not one training loader, or a loader is empty.
             TypeError: There is validation data but no ``validation_step``.
+            RuntimeError: On the processes that fared well, where a hook of another one failed.
         """
-        return self.feeds(origin, *self.call(origin))
+        return self.feeds(origin, *on_all(lambda: self.call(origin), "fit"))
 
     def call(self, origin: Origin) -> tuple[list[Any], list[Any]]:
         """The loaders for training and for validation, from the hooks if none were given.

@@ -47,7 +47,6 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
     Raises:
         CheckpointError: On all processes alike: it cannot be read, or the datamodule refused it.
     """
-    path = disk.locate(path)
 
     def load() -> None:
         if f"{DATA}.json" not in disk.read_manifest(path)["files"]:
@@ -81,29 +80,33 @@ def load_run(
         CheckpointError: The checkpoint is damaged or does not fit the module, the optimizers or
             the number of processes.
     """
-    path = disk.locate(path)
-    if disk.verify(path).get("weights_only"):
+    manifest = disk.verify(path)
+    if manifest.get("weights_only"):
         raise CheckpointError(
             f"{path} holds weights alone, which no run can go on from. Begin a new one with them: "
             "load them with load_from_checkpoint, and fit without ckpt_path."
         )
-    disk.load_into(run.module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
+    file = path / disk.WEIGHTS_NAME
+    weights = disk.load_weights(file)
+    disk.load_into(run.module, weights, where=file)
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
     if "switches" in state:  # not in a checkpoint of an earlier release
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
-    trained = path / TRAINED_NAME if (path / TRAINED_NAME).exists() else None
-    _restore_optimizers(run, path, state, disk.load_weights(trained or path))
+    trained = path / TRAINED_NAME
+    if differs := TRAINED_NAME in manifest["files"]:
+        weights = disk.load_weights(trained)
+    _restore_optimizers(run, path, state, weights)
     run.precision.load_state_dict(state["scaler"])
     _restore_counters(run, state)
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
-    if trained is not None:
-        disk.load_into(run.module, disk.load_weights(trained), where=trained)
+    if differs:
+        disk.load_into(run.module, weights, where=trained)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     run.module.on_load_checkpoint(state["extra"])
-    _restore_ranks(run, path)
+    _restore_ranks(run, path, manifest["world_size"])
     run.stop_now = stays_stopped and state["should_stop"]
     run.unfinished = state["unfinished"]
     run.hooks.boundary.left = state.get("boundary", [])
@@ -132,10 +135,9 @@ def _restore_optimizers(
         entry.scheduler.load_state_dict(saved)
 
 
-def _restore_ranks(run: FitRun, path: Path) -> None:
+def _restore_ranks(run: FitRun, path: Path, saved_by: int) -> None:
     """Put back what is each process's own, or share out that of another number of processes."""
-    saved_ranks = range(disk.read_manifest(path)["world_size"])
-    ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in saved_ranks]
+    ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in range(saved_by)]
     run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
     taken_in = [rank["metrics"] for rank in ranks]
     for part in taken_in:  # whoever decides by what was logged decides alike on every process
@@ -235,14 +237,17 @@ def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
         )
 
 
-def load_weights(module: TrainModule, path: Path) -> None:
+def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
     """Put a module's weights back to a checkpoint's, and what its `on_save_checkpoint` added.
+
+    Returns:
+        The checkpoint's manifest.
 
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit the module.
     """
-    path = disk.locate(path)
     manifest = disk.verify(path)
     disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
     if f"{TRAINER}.json" in manifest["files"]:  # not where the weights were saved alone
         module.on_load_checkpoint(disk.load_tree(path, TRAINER)["extra"])
+    return manifest

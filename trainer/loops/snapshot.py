@@ -101,6 +101,9 @@ def save_run(
         ranks = [(run.rank, each) for each in own]
     of_ranks = [encoded_portion(*each, disk.rank_stem(rank)) for rank, each in ranks]
     portions = [*shared, *of_ranks]
+    needs = sum(portion.size for portion in portions)
+    if not on_each_node:  # the others write about as much of their own to the same disk
+        needs += (run.world_size - 1) * sum(portion.size for portion in of_ranks)
     write = run.writer.copies.hold(portions) if background else write_portions(portions)
     run.writer.start(
         partial(
@@ -111,7 +114,7 @@ def save_run(
             manifest=_manifest_of(run, configuration) | {"weights_only": weights_only},
             state=state,
             on_each_node=on_each_node,
-            needs=sum(p.size for p in shared) + run.world_size * sum(p.size for p in of_ranks),
+            needs=needs,
             displaces=displaces,
         ),
         name=target,
@@ -335,5 +338,5 @@ def data_of(run: FitRun) -> list[int | None]:
     sampler = run.feed.sampler
     if sampler is None:
         return [None, None]
-    data = run.feed.loader.dataset
+    data = run.feed.dataset
     return [sampler.batch_size, len(data) if hasattr(data, "__len__") else None]

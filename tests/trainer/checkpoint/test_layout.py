@@ -245,6 +245,20 @@ def test_a_damaged_checkpoint_can_be_saved_again(tmp_path, kind):
     assert names(tmp_path) == [*aside, "step-00000100"]
 
 
+def test_the_folder_at_hand_is_located(tmp_path, monkeypatch):
+    monkeypatch.chdir(make(tmp_path))
+    assert layout.locate(Path()) == Path()
+
+
+def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
+    path = make(tmp_path)
+    flip_a_bit(path)
+    layout.verify(path, hashes=False)
+    truncate(path)
+    with pytest.raises(CheckpointError, match="is damaged: it has"):
+        layout.verify(path, hashes=False)
+
+
 def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
     assert layout.committed(tmp_path / "nowhere") == []
     expected = [make(tmp_path, step) for step in (20, 3, 100_000_000)]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.checkpoint import load_checkpoint_in_model, save_model
-from trainer.checkpoint.offload import load_offload_index, load_offloaded_weight, offload_weight
+from trainer.checkpoint.offload import offload_weight
 from trainer.errors import CheckpointError
 
 FOLDER = Path("weights")
@@ -146,25 +146,37 @@ def test_the_longest_name_in_the_device_map_counts():
     assert torch.equal(model[0].norm.running_mean, expected["norm.running_mean"])
 
 
+def offload_index():
+    return json.loads(Path("off/index.json").read_text())
+
+
+def offloaded(file, info):
+    """The weight, as the format says it lies there."""
+    kept = torch.empty(info["shape"], dtype=getattr(torch, info["dtype"]))
+    data = bytearray(Path(file).read_bytes())
+    assert len(data) == kept.nbytes
+    return torch.frombuffer(data, dtype=kept.dtype).reshape(kept.shape) if data else kept
+
+
 def test_weights_on_the_disk():
     expected = saved()
     model = Net(device="meta")
     load_checkpoint_in_model(
         model, FOLDER, {"embed": "cpu", "head": "cpu", "norm": "disk"}, "off", "bfloat16"
     )
-    index = json.loads(Path("off/index.json").read_text())
+    index = offload_index()
     assert index["norm.weight"] == {"dtype": "bfloat16", "shape": [4]}
     assert index.keys() == {"norm.weight", "norm.bias"}
     assert model.norm.weight.is_meta
     assert model.norm.weight.dtype == torch.bfloat16
-    weight = load_offloaded_weight("off/norm.weight.dat", index["norm.weight"])
+    weight = offloaded("off/norm.weight.dat", index["norm.weight"])
     assert torch.equal(weight, expected["norm.weight"].bfloat16())
     assert torch.equal(model.norm.running_mean, expected["norm.running_mean"].bfloat16())
     load_checkpoint_in_model(Net(), FOLDER, {"": "disk"}, "off", offload_buffers=True)
-    index = load_offload_index("off")
+    index = offload_index()
     assert index.keys() == expected.keys() - {"head.weight"}
     for name, info in index.items():
-        assert torch.equal(load_offloaded_weight(f"off/{name}.dat", info), expected[name])
+        assert torch.equal(offloaded(f"off/{name}.dat", info), expected[name])
 
 
 def test_offloaded_weights_of_all_kinds(tmp_path):
@@ -176,17 +188,11 @@ def test_offloaded_weights_of_all_kinds(tmp_path):
     }
     index: dict = {}
     for name, tensor in tensors.items():
-        assert offload_weight(tensor, name, tmp_path, index) is index
+        offload_weight(tensor, name, tmp_path, index)
     for name, tensor in tensors.items():
-        loaded = load_offloaded_weight(tmp_path / f"{name}.dat", index[name])
+        loaded = offloaded(tmp_path / f"{name}.dat", index[name])
         assert loaded.dtype == tensor.dtype
         assert torch.equal(loaded.float(), tensor.float())
-    (tmp_path / "scalar.dat").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"scalar\.dat has 5 bytes.* has 8"):
-        load_offloaded_weight(tmp_path / "scalar.dat", index["scalar"])
-    (tmp_path / "fp8.dat").unlink()
-    with pytest.raises(CheckpointError, match=r"fp8\.dat is missing"):
-        load_offloaded_weight(tmp_path / "fp8.dat", index["fp8"])
 
 
 def test_a_weight_without_a_device_is_an_error():

@@ -207,3 +207,10 @@ def test_kill_9_frees_the_folder_at_once_though_a_worker_lives_on():
         process.stdout.close()
         if worker is not None:
             os.kill(worker, signal.SIGKILL)
+
+
+def test_what_a_killed_run_has_left_in_the_file_does_not_follow_the_name():
+    RUN.mkdir(parents=True)
+    (RUN / LOCK).write_text("left by one that was killed" * 20)
+    with alone_in(RUN):
+        assert json.loads((RUN / LOCK).read_text())["pid"] == os.getpid()

@@ -43,6 +43,11 @@ def test_tensors_as_safetensors_under_any_name(name):
     assert load(name, map_location="meta")["a"].is_meta
 
 
+def test_a_tensor_with_the_name_of_a_format_brings_no_other_along():
+    save({"pt": torch.ones(2)}, "w.safetensors", safe_serialization=True)
+    assert load("w.safetensors").keys() == {"pt"}
+
+
 @pytest.mark.parametrize("value", [[torch.ones(1)], {1: torch.ones(1)}, {"a": 1}])
 def test_what_safetensors_cannot_hold_is_refused(value):
     with pytest.raises(TypeError):

@@ -171,3 +171,6 @@ def test_automatic_names_need_a_project_dir():
     for function in (save, load):
         with pytest.raises(ValueError, match="needs a project_dir"):
             function(project)
+    saved = save(automatic(), 3)
+    assert load(project, saved) == 3  # which needs no names
+    assert project.iteration == 0

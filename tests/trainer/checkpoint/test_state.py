@@ -40,22 +40,19 @@ class Custom:
         self.value = state["value"]
 
 
-class Loader:
-    iteration = 0
-
-    def set_epoch(self, epoch):
-        self.iteration = epoch
-
-
-class StatefulLoader(Custom):
-    pass
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
         self.b.weight = self.a.weight
+
+
+class Extra(nn.Module):
+    def get_extra_state(self):
+        return {"a": 1}
+
+    def set_extra_state(self, state):
+        pass
 
 
 def make(seed: int, *, train: int = 0, **changes) -> Prepared:
@@ -72,7 +69,7 @@ def make(seed: int, *, train: int = 0, **changes) -> Prepared:
         models=models,
         optimizers=optimizers,
         schedulers=schedulers,
-        dataloaders=[Loader(), StatefulLoader(seed)],
+        dataloaders=[Custom(), Custom(seed)],
         custom_objects=[Custom(torch.tensor([seed])), Custom("text")],
         scaler=scaler,
         step=seed,
@@ -104,14 +101,13 @@ def step(prepared: Prepared, count: int) -> list[list[float]]:
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_loaded_run_goes_on_as_the_one_that_saved(safe):
     first = make(3, train=3)
-    first.dataloaders[0].iteration = 5
+    first.dataloaders[0].value = 5
     assert save_state(OUT, first, ALONE, safe_serialization=safe) == OUT
     expected = step(first, 3)
     second = make(4, train=1)
     assert load_state(str(OUT), second, ALONE) == 3
     assert step(second, 3) == expected
-    assert second.dataloaders[0].iteration == 5
-    assert second.dataloaders[1].value == 3
+    assert [loader.value for loader in second.dataloaders] == [5, 3]
     assert second.custom_objects[0].value == torch.tensor([3])
     assert second.scaler.get_scale() == 8.0
     assert second.models[1].a.weight is second.models[1].b.weight
@@ -202,6 +198,20 @@ def test_a_folder_that_exists_keeps_its_other_files():
     assert os.listdir() == ["out"]
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_of_the_user_beside_a_state_are_not_taken_for_its_own(safe):
+    OUT.mkdir()
+    other = make(2).models[0].state_dict()
+    if safe:
+        torch.save(other, OUT / "pytorch_model.bin")
+    else:
+        disk.save_weights(other, OUT / "model.safetensors")
+    first, second = make(1), make(3)
+    save_state(OUT, first, ALONE, safe_serialization=safe)
+    load_state(OUT, second, ALONE)
+    assert torch.equal(second.models[0][0].weight, first.models[0][0].weight)
+
+
 def test_a_save_that_fails_leaves_the_earlier_state():
     save_state(OUT, make(1), ALONE)
     bad = make(2, custom_objects=[Custom(1), Custom(object())])
@@ -214,6 +224,10 @@ def test_a_save_that_fails_leaves_the_earlier_state():
     bad.models[0].get_extra_state = lambda: {"a": 1}
     bad.models[0].register_buffer("sparse", torch.ones(2).to_sparse())
     with pytest.raises(CheckpointError, match=r"Model 0 cannot be saved\. .*'sparse'"):
+        save_state(OUT, bad, ALONE)
+    bad = make(2)
+    bad.models[1] = Extra()
+    with pytest.raises(CheckpointError, match=r"Model 1 cannot be saved\. .*'_extra_state'"):
         save_state(OUT, bad, ALONE)
     assert os.listdir() == ["out"]
     assert load_state(OUT, make(3), ALONE) == 1

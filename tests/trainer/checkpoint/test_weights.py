@@ -10,6 +10,7 @@ from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 from trainer.checkpoint import load_into, load_weights, save_weights
+from trainer.checkpoint.merge import merge_weights
 from trainer.errors import CheckpointError
 
 
@@ -100,6 +101,7 @@ def test_names_that_the_metadata_uses_are_weights_like_others():
     loaded = load_weights(save_weights({"pt": weight, "format": weight}, Path.cwd()))
     assert set(loaded) == {"pt", "format"}
     assert set(load_weights(save_weights({"pt": weight}, Path.cwd()))) == {"pt"}
+    assert merge_weights(Path.cwd(), "merged.safetensors").tied == 0
 
 
 class WithExtra(nn.Linear):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy
 import torch
 
 _Words = ctypes.Array[ctypes.c_char]
@@ -128,10 +129,8 @@ def _memory_at(address: int) -> _Words:
 
 
 def set_numpy_aside(seed: int | None) -> Callable[[], object]:
-    """Numpy's global generator, if it is loaded."""
-    if "numpy" not in sys.modules:
-        return _nothing
-    module = sys.modules["numpy"].random
+    """Numpy's global generator."""
+    module: Any = numpy.random
     if seed is None:
         return partial(module.set_state, module.get_state())
     generator = module.get_bit_generator()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, TypeVar
 
+import numpy
 import torch
 
 from trainer.configuration import RNGType
@@ -60,6 +60,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         raise TypeError(f"seed is {seed!r}; it must be an integer between 0 and 2**32 - 1.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}; it must lie between 0 and 2**32 - 1.")
+    seed = int(seed)  # Python's generator takes none of numpy's integers
     if device_specific:
         seed = (seed + PartialState().process_index) % 2**32
     seed_generators(seed)
@@ -69,12 +70,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators; numpy only if something has loaded it."""
+    """Seed the global generators."""
     random.seed(seed)
     torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
 
 
 def next_seed(*place: int) -> int:
@@ -110,9 +109,11 @@ def rng_state() -> dict[str, Any]:
 
 def _local_state() -> dict[str, Any]:
     """As `rng_state`, but of the current device alone, which code draws from by default."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state(),
+    }
     for name, device in started().items():
         state[name] = device.get_rng_state()
     if torch.backends.mps.is_available():
@@ -126,8 +127,6 @@ def load_rng_state(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy
-
         numpy.random.set_state(tuple(state["numpy"]))
     for name, device in devices().items():
         if name in state and device.is_available():
@@ -234,8 +233,7 @@ def seed_local(seed: int) -> None:
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
     for device in started().values():
         device.manual_seed(seed)
     if torch.backends.mps.is_available():

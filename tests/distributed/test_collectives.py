@@ -168,6 +168,7 @@ KINDS = [
     torch.bfloat16,
     torch.float64,
     torch.float8_e4m3fn,
+    torch.complex32,
     torch.complex64,
 ]
 
@@ -185,6 +186,7 @@ def shown(tensor: torch.Tensor) -> tuple[str, Any]:
     return str(tensor.dtype), tensor.to(wide).tolist()
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_type_of_tensor_travels(ranks3, kind):
     def travel() -> list[Any]:

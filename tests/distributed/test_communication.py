@@ -411,6 +411,21 @@ def test_a_run_with_a_static_graph_goes_on_to_the_last_bit(ranks3, tmp_path, hoo
     assert goes_on(ranks3, tmp_path, hook, static=True)
 
 
+class Late(Net):
+    """Trains nothing before its first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.requires_grad_(True)
+
+
+def test_what_is_trained_may_come_with_the_first_epoch(ranks2, tmp_path):
+    assert goes_on(ranks2, tmp_path, "power_sgd", static=True, kind=Late)
+
+
 def test_each_process_has_its_own_static_graph_again(ranks2, tmp_path):
     assert goes_on(ranks2, tmp_path, "no", static=True, kind=Parted)
 

@@ -247,6 +247,15 @@ def test_the_helper_that_slices_is_such_a_function(ranks2):
     assert ranks2(read) == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
 
 
+def test_a_dispatcher_has_the_length_of_what_its_sampler_gives(ranks2):
+    def lengths() -> tuple[int, int]:
+        source = DataLoader(Numbers(12), 4, sampler=range(10))
+        loader = dispatched(source, split_batches=True, even_batches=False)
+        return len(loader), len(list(loader))
+
+    assert ranks2(lengths) == [(3, 3), (2, 2)]
+
+
 def test_a_skipped_dispatcher_goes_on_with_the_same_batches(ranks2):
     def read() -> tuple[bool, list[int]]:
         reads: list[int] = []

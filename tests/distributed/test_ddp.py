@@ -646,15 +646,6 @@ def test_settings_reach_torch(ranks2):
     assert ranks2(wrapped) == [(3 * 2**20, True, False)] * 2
 
 
-def test_unwrapping_gives_the_users_module(ranks2):
-    def same() -> tuple[bool, bool]:
-        PartialState()
-        module = nn.Linear(1, 1)
-        return ddp.unwrap(ddp.wrap(module)) is module, ddp.unwrap(module) is module
-
-    assert ranks2(same) == [(True, True)] * 2
-
-
 # -- manual optimisation -----------------------------------------------------------------------
 
 

@@ -46,6 +46,17 @@ class Net(nn.Module):
         return (out + self.right(x).sin() if both else out).sum(1)
 
 
+class Choice(nn.Module):
+    """Calls one of its parts."""
+
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.parts[which](x)
+
+
 def prepare(model: nn.Module, mode: str = "no", **kwargs: Any) -> nn.Module:
     tqdm.tqdm.monitor_interval = 0  # inductor's bars would start a thread that never ends
     PartialState()
@@ -317,6 +328,23 @@ def test_sparse_gradients_are_averaged(ranks2):
 
     half, zero = [0.5, 0.5], [0.0, 0.0]
     assert ranks2(run) == [[True, [half, half, zero, zero]]] * 2
+
+
+@searches_in_vain
+def test_sparse_gradients_are_averaged_by_a_triggered_sync_too(ranks2):
+    def run() -> list[Any]:
+        tables = nn.ModuleList(nn.Embedding(2, 1, sparse=True) for _ in range(3))
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        model = prepare(Choice(tables), ddp_kwargs=handler)
+        with no_sync(model):
+            loss = model(torch.tensor([1]), dist.get_rank()).sum()
+        with trigger_sync_in_backward(model):
+            loss.backward()
+        return [
+            None if t.weight.grad is None else t.weight.grad.to_dense().tolist() for t in tables
+        ]
+
+    assert ranks2(run) == [[[[0.0], [0.5]], [[0.0], [0.5]], None]] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn])

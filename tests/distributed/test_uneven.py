@@ -90,3 +90,42 @@ def test_sparse_gradients_are_averaged_as_dense_ones(ranks2):
     (sparse, dense), others = ranks2(both)
     assert (sparse, dense) == others
     assert sparse == pytest.approx(dense, rel=1e-6)
+
+
+class Tables(TrainModule):
+    """Two rows of a table each batch, in manual optimisation; the processes' tables may differ."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.tables = nn.ModuleList(nn.Embedding(4, 2, sparse=sparse) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(2))
+        self.used: list[list[bool]] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        table, row = batch[0].tolist()
+        self.manual_backward(
+            (self.tables[table](torch.tensor([row, 3])) * self.scale).square().sum()
+        )
+        optimizer.step()
+        self.used.append([each.weight.grad is not None for each in self.tables])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_sparse_gradients_are_averaged_in_manual_optimisation_too(ranks2):
+    def fitted(sparse: bool) -> tuple[Any, list[float]]:
+        module = Tables(sparse=sparse)
+        batches = torch.tensor([[0, 0], [0, 1], [0, 2], [1, 3]])
+        trainer = Trainer(max_epochs=1, cpu=True, barebones=True)
+        trainer.fit(module, DataLoader(batches, 1))
+        return module.used, torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+
+    sparse, dense = ranks2(fitted, True), ranks2(fitted, False)
+    assert sparse[0] == sparse[1]
+    assert sparse[0][0] == dense[0][0] == [[True, False, False], [True, True, False]]
+    assert sparse[0][1] == pytest.approx(dense[0][1], rel=1e-6)

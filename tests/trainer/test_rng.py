@@ -81,6 +81,13 @@ def test_deterministic_is_switched_on_only_where_asked():
     assert torch.are_deterministic_algorithms_enabled()
 
 
+def test_numpys_integers_are_seeds():
+    set_seed(numpy.int64(3))
+    drawn = random.random()
+    set_seed(3)
+    assert random.random() == drawn
+
+
 def test_seeds_beyond_numpys_range_are_taken():
     seed_generators(2**63 - 1)
     first = draw()

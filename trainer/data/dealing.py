@@ -7,10 +7,10 @@ or each batch is a round, cut into N parts. Batches are lists of indices, or wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from trainer.data.batches import completed, concatenate, length, samples_in, take
 from trainer.tree import count_samples
@@ -18,65 +18,53 @@ from trainer.tree import count_samples
 P = TypeVar("P")
 
 
-class Kind(Protocol):
-    """What is known of the batches that are dealt out."""
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is known of the batches that are dealt out.
 
-    def count(self, batch: Any) -> int:
-        """Samples in a batch; 1 where nothing tells."""
+    Attributes:
+        count: Samples in a batch; 1 where nothing tells.
+        length: Samples in a batch that is to be cut.
+        take: The samples from one place to before another, as a batch.
+        joined: The samples of several batches in one; None if they cannot be cut and joined.
+        completed: A batch of so many samples: its own, then those of another, over and over.
+    """
 
-    def length(self, batch: Any) -> int:
-        """Samples in a batch that is to be cut."""
-
-    def take(self, batch: Any, start: int, stop: int) -> Any:
-        """The samples from `start` to before `stop`."""
-
-    def joined(self, batches: Sequence[Any]) -> Any | None:
-        """The samples of several batches in one; None if they cannot be cut and joined."""
-
-    def completed(self, batch: Any, beginning: Any, samples: int) -> Any:
-        """A batch of `samples` samples: its own, then those of `beginning`, over and over."""
-
-
-class Indices:
-    """Batches that are lists of indices, or one ready-made batch's index."""
-
-    def count(self, batch: Any) -> int:
-        """How many there are."""
-        return len(batch) if isinstance(batch, list) else 1
-
-    def length(self, batch: Any) -> int:
-        """How many there are."""
-        return len(batch)
-
-    def take(self, batch: Any, start: int, stop: int) -> Any:
-        """Those from `start` to before `stop`."""
-        return batch[start:stop]
-
-    def joined(self, batches: Sequence[Any]) -> list[Any]:
-        """All of them."""
-        lists = (batch if isinstance(batch, list) else [batch] for batch in batches)
-        return list(chain.from_iterable(lists))
-
-    def completed(self, batch: Any, beginning: Any, samples: int) -> Any:
-        """`samples` of them: the batch's own, then those of `beginning`, over and over."""
-        return list(islice(chain(batch, cycle(beginning)), samples))
+    count: Callable[[Any], int]
+    length: Callable[[Any], int]
+    take: Callable[[Any, int, int], Any]
+    joined: Callable[[Sequence[Any]], Any | None]
+    completed: Callable[[Any, Any, int], Any]
 
 
-class Samples:
-    """Batches that a stream gives: trees whose tensors have a row for each sample."""
+def _indices(batch: Any) -> list[Any]:
+    """Those of a batch, which may be one ready-made batch's index."""
+    return batch if isinstance(batch, list) else [batch]
 
-    def count(self, batch: Any) -> int:
-        """See `count_samples`; 1 where nothing tells."""
-        samples = count_samples(batch)
-        return 1 if samples is None else samples
 
-    length = staticmethod(length)
-    take = staticmethod(take)
-    completed = staticmethod(completed)
+INDICES = Kind(
+    count=lambda batch: len(batch) if isinstance(batch, list) else 1,
+    length=len,
+    take=lambda batch, start, stop: batch[start:stop],
+    joined=lambda batches: list(chain.from_iterable(map(_indices, batches))),
+    completed=lambda batch, beginning, samples: list(
+        islice(chain(batch, cycle(beginning)), samples)
+    ),
+)
 
-    def joined(self, batches: Sequence[Any]) -> Any | None:
-        """All rows in one; None if some batch cannot be cut into samples."""
-        return None if None in map(samples_in, batches) else concatenate(batches)
+
+def _count(batch: Any) -> int:
+    samples = count_samples(batch)
+    return 1 if samples is None else samples
+
+
+SAMPLES = Kind(  # trees whose tensors have a row for each sample
+    count=_count,
+    length=length,
+    take=take,
+    joined=lambda batches: None if None in map(samples_in, batches) else concatenate(batches),
+    completed=completed,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,20 +97,39 @@ class Dealing:
         """
         dealt = self._dealt(batches)
         beginning: list[Any] = []  # the first round's batches
-        while found := next(dealt, None):  # which may be another iterator meanwhile
+        found = next(dealt, None)
+        while found is not None:
             parts, place = found
             if self.drop_last and len(parts) < self.world_size:
                 return
-            real = sum(map(self.kind.count, parts))
+            real, following = sum(map(self.kind.count, parts)), None
             if self.even:
                 beginning = beginning or parts
                 if not self._is_full(parts):
                     following = next(dealt, None)
-                    if following is not None:  # of many sizes: only the last round is filled
-                        dealt = chain([following], dealt)
-                    else:
+                    if following is None:  # of many sizes, only the last round is filled
                         parts = self._filled(parts, beginning)
             yield parts, real, place
+            found = following or next(dealt, None)
+
+    def own_batches(self, batches: int, samples: int | None, *, rank: int) -> int:
+        """How many batches one process gets of an epoch.
+
+        Args:
+            batches: Batches in the epoch.
+            samples: Samples in it; needed for `split` without `even` alone, where None counts the
+                last batch as one of which every process gets a part.
+            rank: The process.
+        """
+        if not self.split:
+            full, rest = divmod(batches, self.world_size)
+            if self.drop_last:
+                return full
+            return full + (rest > 0 if self.even else rank < rest)
+        size = self._size
+        if self.even or self.drop_last or not (samples and self.batch_size and size):
+            return batches
+        return batches - (0 < samples % self.batch_size <= rank * size)
 
     def _dealt(self, batches: Iterator[tuple[Any, P]]) -> Iterator[tuple[list[Any], P]]:
         """The batches of each round, as many of them as there are processes, or fewer."""
@@ -156,42 +163,3 @@ class Dealing:
             return parts + list(islice(cycle(beginning), max(self.world_size - len(parts), 0)))
         flat = kind.completed(own, kind.joined(beginning), self.world_size * size)
         return [kind.take(flat, i * size, (i + 1) * size) for i in range(self.world_size)]
-
-
-INDICES: Kind = Indices()
-SAMPLES: Kind = Samples()
-
-
-def own_batches(
-    batches: int,
-    samples: int | None,
-    batch_size: int | None,
-    *,
-    rank: int,
-    world_size: int,
-    even: bool,
-    split: bool,
-    drop_last: bool,
-) -> int:
-    """How many batches one process gets of an epoch.
-
-    Args:
-        batches: Batches in the epoch.
-        samples: Samples in it; needed for `split` without `even` alone, where None counts the
-            last batch as one of which every process gets a part.
-        batch_size: Samples in one of those batches.
-        rank: The process.
-        world_size: How many there are.
-        even: See `Dealing`.
-        split: See `Dealing`.
-        drop_last: See `Dealing`.
-    """
-    if not split:
-        full, rest = divmod(batches, world_size)
-        if drop_last:
-            return full
-        return full + (rest > 0 if even else rank < rest)
-    if even or drop_last or not samples or not batch_size:
-        return batches
-    rest = samples % batch_size
-    return batches - (0 < rest <= rank * (batch_size // world_size))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
-from trainer.data.dealing import own_batches
+from trainer.data.dealing import SAMPLES, Dealing
 from trainer.data.feed import Feed
 from trainer.data.loader import PreparedLoader
 from trainer.data.prefetch import InFlight
@@ -235,16 +235,14 @@ class DataLoaderDispatcher(PreparedLoader):
         total = self.feed.num_batches
         if total is None:
             raise TypeError("The loader reads a stream that has no length.")
-        data = self.source.dataset
-        known = not isinstance(data, IterableDataset) or hasattr(data, "__len__")
-        own = own_batches(
-            total,
-            self.total_dataset_length if known else None,
-            self.total_batch_size if self.split_batches else None,
-            rank=self.rank,
+        dealing = Dealing(
+            kind=SAMPLES,
+            batch_size=self.total_batch_size,
             world_size=self.world_size,
             even=self.even_batches,
             split=self.split_batches,
             drop_last=self._drops_last,
         )
+        samples = self.feed.num_samples if self.split_batches else None
+        own = dealing.own_batches(total, samples, rank=self.rank)
         return max(0, own - self.skip_batches)

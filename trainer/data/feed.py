@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
-from trainer.data.dealing import SAMPLES, Dealing, own_batches
+from trainer.data.dealing import SAMPLES, Dealing
 from trainer.data.own_generators import (
     Found,
     alike,
@@ -131,6 +131,11 @@ class Feed:
         self._alike = alike(self.users_generators)
 
     @property
+    def dataset(self) -> Any:
+        """The user's, not what is read in its place; None where there is none."""
+        return getattr(self._source, "dataset", None)
+
+    @property
     def limit(self) -> int | None:
         """Batches over all processes after which the epoch ends; None for all of them."""
         return self._limit
@@ -164,6 +169,14 @@ class Feed:
         return total if self._limit is None else min(total, self._limit)
 
     @property
+    def num_samples(self) -> int | None:
+        """Samples in the epoch where no limit ends it; None where nothing tells."""
+        known = None if self.sampler is None else self.sampler.num_samples
+        if known is None and hasattr(self.dataset, "__len__"):
+            known = len(self.dataset)
+        return known
+
+    @property
     def num_rounds(self) -> int | None:
         """Rounds in the epoch; None if only reading can tell."""
         total = self.num_batches
@@ -177,12 +190,13 @@ class Feed:
             return None
         if self.sampler is not None:
             return len(self.sampler)
-        data: Any = getattr(self.loader, "dataset", None)
-        return own_batches(
-            total,
-            len(data) if self.split and hasattr(data, "__len__") else None,
-            getattr(self.loader, "batch_size", None),
-            rank=self.rank,
+        samples = self.num_samples if self.split else None
+        return self._dealing().own_batches(total, samples, rank=self.rank)
+
+    def _dealing(self) -> Dealing:
+        return Dealing(
+            kind=SAMPLES,
+            batch_size=getattr(self.loader, "batch_size", None),
             world_size=self.world_size,
             even=self.even,
             split=self.split,
@@ -377,15 +391,8 @@ class Feed:
         stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._limit)
         if self.world_size > 1:
             stream = _refuse_different(stream)
-        dealing = Dealing(
-            kind=SAMPLES,
-            batch_size=getattr(self.loader, "batch_size", None),
-            world_size=self.world_size,
-            even=self.even,
-            split=self.split,
-            drop_last=self.drop_last,
-        )
-        for batches, real, place in islice(dealing.rounds(stream), self.start_round, None):
+        rounds = self._dealing().rounds(stream)
+        for batches, real, place in islice(rounds, self.start_round, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
             known = sum(sizes), real, len(batches)
             if self.rank < len(batches):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer.data.feed import Feed
 from trainer.data.own_generators import of_order
 from trainer.data.prefetch import Streams, send, streams_for
-from trainer.data.rebuild import loader_kwargs, users_kwargs
+from trainer.data.rebuild import users_kwargs, what_kwargs
 from trainer.data.rounds import ahead
 from trainer.rng import synchronize_rng_states
 from trainer.state import GradientState
@@ -88,8 +88,7 @@ class PreparedLoader(DataLoader[Any]):
         self._loaded = False  # its pass was loaded and has not begun
         self._rest_of: PreparedLoader | None = None  # whose pass this one goes on with
         self._take(source)
-        what = loader_kwargs(source, self.feed.sampler, torch.Generator())
-        super().__init__(**(what | users_kwargs(source)))
+        super().__init__(**users_kwargs(source), **what_kwargs(source, self.feed.sampler))
 
     def _take(self, source: DataLoader[Any]) -> None:
         self.source = source
@@ -237,22 +236,19 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             ValueError: The loader's own batch sampler makes its batches without a sampler.
         """
-        kwargs = users_kwargs(self.source)
         batches = self.source.batch_sampler
         if isinstance(self.source.dataset, IterableDataset):
             raise ValueError("A stream has no sampler that could be replaced; it yields in order.")
-        if batches is None:
-            source = DataLoader(**kwargs, batch_size=None, sampler=sampler)
-        elif hasattr(batches, "sampler"):
+        if batches is not None:
+            if not hasattr(batches, "sampler"):
+                raise ValueError(
+                    f"A {type(batches).__name__} makes its batches without a sampler that could be "
+                    "replaced; prepare a loader with the batches that you want."
+                )
             batches = copy.copy(batches)
             batches.sampler = sampler
-            source = DataLoader(**kwargs, batch_sampler=batches)
-        else:
-            raise ValueError(
-                f"A {type(batches).__name__} makes its batches without a sampler that could be "
-                "replaced; prepare a loader with the batches that you want."
-            )
-        self._take(source)
+        what = what_kwargs(self.source, sampler if batches is None else batches)
+        self._take(DataLoader(**users_kwargs(self.source), **what))
         self.feed.set_epoch(self.iteration)
         # DataLoader itself lets nobody set it twice; reading is the feed's, this is for lookers.
         self.__dict__["sampler" if batches is None else "batch_sampler"] = self.feed.sampler

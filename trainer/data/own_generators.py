@@ -10,11 +10,10 @@ that come and go beside them change nothing.
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from types import (
     BuiltinMethodType,
     CellType,
@@ -27,6 +26,7 @@ from types import (
 from typing import Any
 from zlib import crc32
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.data import get_worker_info
@@ -77,7 +77,6 @@ def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
         besides: Things that are not looked into either.
         **owners: Where the search begins, by names, with which the paths begin.
     """
-    kinds = _kinds()
     descriptors: Descriptors = {}  # of one search: kept for longer, they would keep the classes
     found: list[tuple[str, Any]] = []
     near, far = deque(owners.items()), deque[tuple[str, Any]]()
@@ -86,7 +85,7 @@ def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
         if not (near or far):
             break
         path, thing = (near or far).popleft()
-        if issubclass(type(thing), kinds):
+        if issubclass(type(thing), _kinds()):
             found.append((path, thing))
             continue
         long = _is_long(thing)
@@ -218,22 +217,18 @@ def _bits_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
+@cache  # not at once: numpy imports this part of itself when it is used
 def _kinds() -> tuple[type, ...]:
-    kinds: tuple[type, ...] = torch.Generator, random.Random
-    if numpy := sys.modules.get("numpy"):
-        kinds += numpy.random.Generator, numpy.random.RandomState
-    return kinds
+    return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 
 
 def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
     """The generators among them that can be seeded here, each once, without the global ones."""
-    kinds = _kinds()
-    seen = {id(torch.default_generator), id(getattr(random.random, "__self__", None))}
-    if numpy := sys.modules.get("numpy"):
-        seen.add(id(numpy.random.mtrand._rand))
+    python = getattr(random.random, "__self__", None)
+    seen = {id(torch.default_generator), id(python), id(numpy.random.mtrand._rand)}
     own: Found = {}
     for path, thing in things:
-        if issubclass(type(thing), kinds) and id(thing) not in seen and _can_be_seeded(thing):
+        if issubclass(type(thing), _kinds()) and id(thing) not in seen and _can_be_seeded(thing):
             seen.add(id(thing))
             own[path] = thing
     return own

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,33 +21,6 @@ from trainer.tree import children, leaves
 
 _WITH_STREAMS = ("cuda", "xpu")  # and an allocator that can be told which of them use a tensor
 _LEAD = 4  # batches by which the host may be ahead of the device
-
-
-class Streams(Protocol):
-    """The two streams of a device.
-
-    Attributes:
-        side: That of the copies; what is asked of it is ``wait_stream`` and ``record_event``.
-    """
-
-    side: Any
-
-    def on_side(self) -> AbstractContextManager[Any]:
-        """Inside, work is put into the side stream."""
-
-    def current(self) -> Any:
-        """The stream that computes; what is asked of it is ``wait_event``."""
-
-    def keep(self, held: Any, stream: Any) -> None:
-        """Do not reuse the memory of what was made on the side before this stream is done with it.
-
-        Args:
-            held: A tensor, or something that holds some and has their ``record_stream``.
-            stream: What uses it.
-        """
-
-    def note_arrival(self, stream: Any) -> None:
-        """A batch was handed over to this stream; see `Lead`."""
 
 
 class Lead:
@@ -72,37 +45,46 @@ class Lead:
             self._events.popleft().synchronize()
 
 
-class DeviceStreams:
-    """A CUDA or XPU device's; see `Streams`."""
+class Streams:
+    """The two streams of a CUDA or XPU device.
+
+    Attributes:
+        side: That of the copies; what is asked of it is ``wait_stream`` and ``record_event``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
-        self.side = self._module.Stream(device)
+        self.side: Any = self._module.Stream(device)
         self._lead = Lead(_LEAD)
 
     def on_side(self) -> AbstractContextManager[Any]:
-        """See `Streams`."""
+        """Inside, work is put into the side stream."""
         context: AbstractContextManager[Any] = self._module.stream(self.side)
         return context
 
     def current(self) -> Any:
-        """See `Streams`."""
+        """The stream that computes; what is asked of it is ``wait_event``."""
         return self._module.current_stream(self._device)
 
     def keep(self, held: Any, stream: Any) -> None:
-        """See `Streams`."""
+        """Do not reuse the memory of what was made on the side before this stream is done with it.
+
+        Args:
+            held: A tensor, or something that holds some and has their ``record_stream``.
+            stream: What uses it.
+        """
         held.record_stream(stream)
 
     def note_arrival(self, stream: Any) -> None:
-        """See `Streams`."""
+        """A batch was handed over to this stream; see `Lead`."""
         self._lead.add(stream.record_event())
 
 
 @cache  # the allocator keeps memory for each stream, so that one serves all passes of all loaders
 def streams_for(device: torch.device) -> Streams | None:
     """The device's streams; None where batches are copied by the one that computes."""
-    return DeviceStreams(device) if device.type in _WITH_STREAMS else None
+    return Streams(device) if device.type in _WITH_STREAMS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +158,7 @@ def _can_go_aside(tree: Any) -> bool:
         return _is_plain(tree)
     if isinstance(tree, PackedSequence):
         return _is_plain(tree.data)
-    parts = [] if isinstance(tree, type) else children(tree) or []
+    parts = children(tree) or []
     moves_itself = not isinstance(tree, type) and callable(getattr(tree, "to", None))
     if moves_itself and not (isinstance(tree, UserDict) or _has_record_stream(tree)):
         return False

@@ -105,7 +105,7 @@ def _let_backends_finish() -> None:
     Python, under a lock that a child forked in that moment waits for without end, up to Python
     3.11.7 (https://github.com/python/cpython/issues/112275).
     """
-    if sys.version_info < (3, 11, 8) and dist.is_available() and dist.is_initialized():
+    if sys.version_info < (3, 11, 8) and dist.is_initialized():
         time.sleep(_LET_GO)
 
 
@@ -193,6 +193,15 @@ def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
+def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
+    """Those that say what it reads: by `sampler` in place of its own, or a stream."""
+    if sampler is None:
+        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    if loader.batch_sampler is None:
+        return {"batch_size": None, "sampler": sampler}
+    return {"batch_sampler": sampler}
+
+
 def loader_kwargs(
     loader: DataLoader[Any],
     sampler: ShardedSampler | None,
@@ -214,7 +223,7 @@ def loader_kwargs(
             unheard, unknown = "they would not hear of set_epoch", "no checkpoint knows their state"
             say_workers_end(type(loader.dataset).__name__, unheard if told else unknown)
             kwargs["persistent_workers"] = False
-        return kwargs | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+        return kwargs | what_kwargs(loader)
     wrapper: Any = None
     if not draws_nothing(loader.dataset, loader.collate_fn):
         wrapper = SeededDataset(loader.dataset, loader.collate_fn)
@@ -223,6 +232,4 @@ def loader_kwargs(
     if wrapper is not None:
         worker = LastingWorker(loader.worker_init_fn, wrapped=True)
         kwargs |= {"dataset": wrapper, "collate_fn": as_fetched, "worker_init_fn": worker}
-    if loader.batch_sampler is None:
-        return kwargs | {"sampler": sampler, "batch_size": None}
-    return kwargs | {"batch_sampler": sampler}
+    return kwargs | what_kwargs(loader, sampler)

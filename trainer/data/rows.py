@@ -42,12 +42,6 @@ class TensorRows:
 
     __getattr__ = attribute_of_dataset
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.dataset[index]
-
     def __getitems__(self, indices: list[int]) -> Any:
         data, rows = self.dataset, indices
         while type(data) is Subset:

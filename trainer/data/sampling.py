@@ -27,7 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trainer.data.dealing import INDICES, Dealing, own_batches
+from trainer.data.dealing import INDICES, Dealing
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
 _AT_ONCE = 2**16  # Python's integers take four times the memory of a tensor's
@@ -232,12 +232,18 @@ class ShardedSampler(Sampler[Any]):
         total = self.num_batches
         if total is None:
             raise TypeError("The loader's sampler has no length.")
+        return self._dealing().own_batches(total, self.num_samples, rank=self.rank)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the epoch where no limit ends it; None of batches made by the user's code."""
         inner: Any = self._sampler.sampler if type(self._sampler) is BatchSampler else None
-        return own_batches(
-            total,
-            None if inner is None else len(inner),
-            self.batch_size,
-            rank=self.rank,
+        return None if inner is None else len(inner)
+
+    def _dealing(self) -> Dealing:
+        return Dealing(
+            kind=INDICES,
+            batch_size=self.batch_size,
             world_size=self.world_size,
             even=self.even,
             split=self.split,
@@ -290,16 +296,8 @@ class ShardedSampler(Sampler[Any]):
         as_batch = _listed if self.split else self._as_batch
         rest = Rest(self._sampler, self.start_batch, as_batch)
         stream, position = map(as_batch, self._order(rest)), 0
-        dealing = Dealing(
-            kind=INDICES,
-            batch_size=self.batch_size,
-            world_size=self.world_size,
-            even=self.even,
-            split=self.split,
-            drop_last=self._drops_rest,
-        )
         batches = ((batch, None) for batch in stream if not self.split or batch)
-        for number, (parts, real, _) in enumerate(dealing.rounds(batches)):
+        for number, (parts, real, _) in enumerate(self._dealing().rounds(batches)):
             if number >= self.start_round:
                 yield rest.before + position, real, parts
             position += real

@@ -80,17 +80,12 @@ class SeededDataset(Dataset[Any]):
 
     __getattr__ = attribute_of_dataset
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: BatchIndices | SampleIndex | SampleKey) -> Any:
         # Without a batch_sampler: one item.
         if isinstance(index, SampleKey):
             plain = index.key
-        elif isinstance(index, (SampleIndex, BatchIndices)):
-            plain = int(index) if isinstance(index, SampleIndex) else list(index)
         else:
-            return self.dataset[index]
+            plain = int(index) if isinstance(index, SampleIndex) else list(index)
         return self._seeded(index, lambda: self.collate_fn(self.dataset[plain]))
 
     def __getitems__(self, indices: BatchIndices) -> Any:

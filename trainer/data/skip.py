@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from trainer.data.loader import PreparedLoader
-from trainer.data.rebuild import reads_as_torchs, users_kwargs
+from trainer.data.rebuild import reads_as_torchs, users_kwargs, what_kwargs
 
 
 class SkipBatchSampler(BatchSampler):
@@ -28,6 +29,16 @@ class SkipBatchSampler(BatchSampler):
         if name == "batch_sampler":  # asked for while unpickling, before there is one
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
+
+    @property
+    def sampler(self) -> Any:
+        """That which the batches are made from; setting it leaves the batch sampler as it is."""
+        return self.batch_sampler.sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self.batch_sampler = copy.copy(self.batch_sampler)
+        self.batch_sampler.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
         return islice(iter(self.batch_sampler), self.skip_batches, None)
@@ -95,11 +106,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             "not have. Prepare it, or use itertools.islice."
         )
     if isinstance(dataloader.dataset, IterableDataset):
-        kwargs |= {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
-        return SkipDataLoader(skip_batches=num_batches, **kwargs)
-    if dataloader.batch_sampler is None:
-        sampler = SkipBatchSampler(dataloader.sampler, num_batches)
-        return DataLoader(**kwargs, sampler=sampler, batch_size=None)
-    return DataLoader(
-        **kwargs, batch_sampler=SkipBatchSampler(dataloader.batch_sampler, num_batches)
-    )
+        return SkipDataLoader(skip_batches=num_batches, **kwargs, **what_kwargs(dataloader))
+    batches = dataloader.batch_sampler
+    rest = SkipBatchSampler(dataloader.sampler if batches is None else batches, num_batches)
+    return DataLoader(**kwargs, **what_kwargs(dataloader, rest))

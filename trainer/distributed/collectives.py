@@ -137,7 +137,8 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
                 total /= PartialState().num_processes
         if scale != 1.0:
             total = total * scale
-        same = leaf.is_floating_point() or leaf.dtype in (torch.uint32, torch.uint64)
+        whole = not (leaf.is_floating_point() or leaf.is_complex())
+        same = not whole or leaf.dtype in (torch.uint32, torch.uint64)
         narrow = same and total.dtype == _wide(leaf.dtype)
         return total.to(leaf.dtype) if narrow else total
 
@@ -158,6 +159,8 @@ def _sum(tensor: Tensor) -> Tensor:
 def _wide(dtype: torch.dtype) -> torch.dtype:
     if dtype in _SUMMED:
         return dtype
+    if dtype.is_complex:
+        return torch.complex64
     return torch.float32 if dtype.is_floating_point else torch.int64
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.optim import Optimizer
 
@@ -10,6 +12,7 @@ from trainer.module import TrainModule
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.strategies.ddp import average_gradients
+from trainer.strategies.zeros import sparse_weights
 
 
 def prepare_optimizers(
@@ -42,10 +45,9 @@ def prepare_optimizers(
         _check_apart(optimizers, names, module)
     else:
         _check_no_limits(entries, names)
+    reduce = None if alone else partial(average_gradients, sparse=sparse_weights(module))
     prepared = [
-        AcceleratedOptimizer(
-            optimizer, precision=accelerator.precision, reduce=None if alone else average_gradients
-        )
+        AcceleratedOptimizer(optimizer, precision=accelerator.precision, reduce=reduce)
         for optimizer in optimizers
     ]
     return prepared, entries, schedulers

@@ -143,7 +143,7 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
         world_size=launch.world_size,
         **chosen,
     )
-    if backend == "gloo":
+    if "gloo" in backend:
         atexit.register(_let_threads_finish)
 
 

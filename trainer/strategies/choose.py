@@ -18,7 +18,7 @@ def choose_engine(
     world_size: int,
     automatic: bool,
     ddp_kwargs: DistributedDataParallelKwargs | None = None,
-) -> SingleDevice | DataParallel | Replicas:
+) -> SingleDevice | DataParallel:
     """The engine for a module that is on its device.
 
     Args:

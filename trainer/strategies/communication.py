@@ -101,7 +101,7 @@ def check(
     _check_dense(model, trained, kwargs.comm_hook)
     if kwargs.comm_hook == Kind.BATCHED_POWER_SGD:
         _check_batched()
-    if kwargs.comm_hook in POWER_SGD:
+    if trained and kwargs.comm_hook in POWER_SGD:
         _check_over_gloo(trained, searches=searches)
 
 

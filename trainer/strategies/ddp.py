@@ -8,7 +8,7 @@ optimizer averages its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import chain
 from typing import Any
 
@@ -20,13 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
-from trainer.distributed import collectives
 from trainer.distributed.agreement import NOTHING, Agreement, Tally
+from trainer.distributed.collectives import broadcast
 from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
-from trainer.strategies.zeros import give_nothing, look_up_nothing, sparse_weights, zeros_for
+from trainer.strategies.single import SingleDevice
+from trainer.strategies.zeros import (
+    give_nothing,
+    look_up_nothing,
+    no_rows,
+    sparse_weights,
+    zeros_for,
+)
 
 # What DDP can send with every backend.
 _SENDABLE = {
@@ -103,17 +110,7 @@ def _take_unsendable(module: nn.Module) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         module, sorted({*known, *found})
     )
-    broadcast_([tensor for name, tensor in found.items() if name not in known])
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The user's module inside."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def broadcast_(tensors: list[Tensor]) -> None:
-    """Give every process rank 0's values, in place."""
-    collectives.broadcast(tensors)
+    broadcast([tensor for name, tensor in found.items() if name not in known])
 
 
 class _Stage(nn.Module):
@@ -196,14 +193,11 @@ class DataParallel:
         """Lay the buckets out, in the order in which backward reaches the parameters."""
         fix_layout(self._ddp, order)
 
-    def _zeros(self, parameters: list[Tensor]) -> list[Tensor]:
-        """A gradient of zero for each, in the layout that DDP expects of it."""
-        return list(zeros_for(self.module, parameters))
-
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
         """Backward through the ballot, and zero for every parameter, so that all buckets fill."""
-        parameters: list[Tensor] = [*self._trained()]
-        torch.autograd.backward([*parameters, ride], [*self._zeros(parameters), ballot])
+        parameters = self._trained()
+        zeros = zeros_for(self.module, parameters)
+        torch.autograd.backward([*parameters, ride], [*zeros, ballot])
 
     def step(self, name: str, *args: Any) -> Any:
         """Call a method of the user's module by its name, through DDP's forward."""
@@ -313,10 +307,10 @@ class DataParallel:
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
-        broadcast_(list(self.module.buffers()))
+        broadcast(list(self.module.buffers()))
 
 
-class Replicas:
+class Replicas(SingleDevice):
     """The module in every process, nothing averaged by itself: for manual optimisation.
 
     Args:
@@ -325,26 +319,8 @@ class Replicas:
     """
 
     def __init__(self, module: nn.Module, agreement: Agreement) -> None:
-        self.module = module
-        self._agreement = agreement
-        broadcast_([*module.parameters(), *module.buffers()])
-
-    def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by its name."""
-        return getattr(self.module, name)(*args)
-
-    def begin_epoch(self) -> None:
-        """Nothing: each optimizer reduces what it has."""
-
-    def refuse_unknown(self) -> None:
-        """Nothing, likewise."""
-
-    def begin_micro_batch(self, *, sync: bool) -> None:
-        """Nothing: the user decides when gradients are used."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add gradients on this process."""
-        loss.backward(*args, **kwargs)
+        super().__init__(module, agreement)
+        broadcast([*module.parameters(), *module.buffers()])
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Sum the numbers of the window over the processes; gradients are left alone."""
@@ -355,39 +331,64 @@ class Replicas:
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
-        broadcast_(list(self.module.buffers()))
+        broadcast(list(self.module.buffers()))
 
 
-def average_gradients(optimizer: Optimizer) -> None:
-    """Average an optimizer's gradients over the processes, in place."""
-    average_gradients_of(parameters_of([optimizer]))
+def average_gradients(optimizer: Optimizer, sparse: Set[int] = frozenset()) -> None:
+    """Average an optimizer's gradients over the processes; see `average_gradients_of`."""
+    average_gradients_of(parameters_of([optimizer]), sparse)
 
 
-def average_gradients_of(parameters: Iterable[nn.Parameter]) -> None:
-    """Average the gradients of parameters over the processes, in place.
+def average_gradients_of(
+    parameters: Iterable[nn.Parameter], sparse: Set[int] = frozenset()
+) -> None:
+    """Average the gradients of parameters over the processes.
 
     A parameter without a gradient on some processes counts as zero there; one without a gradient
     anywhere keeps having none. How many have one travels behind the gradients themselves, and is
     read back only where one is missing.
+
+    Args:
+        parameters: In the same order on all processes.
+        sparse: The ids of those that have sparse gradients, see `sparse_weights`: a process where
+            one has none cannot know it otherwise.
     """
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if id(parameter) in sparse if gradient is None else gradient.is_sparse:
+            _average_rows(parameter)
+        else:
             by_type.setdefault(parameter.dtype, []).append(parameter)
     for alike in by_type.values():
-        present = [parameter.grad is not None for parameter in alike]
-        parts = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in alike
-        ]
-        # Not made on an accelerator at once: that would wait for it.
-        counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
-        flat = _flatten_dense_tensors([*parts, counts])
-        dist.all_reduce(flat)
-        means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
-        anywhere = present if all(present) else flat[-len(present) :].tolist()
-        for parameter, mean, used in zip(alike, means, anywhere, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(mean)
-            elif used:
-                parameter.grad = mean.clone()
+        _average_alike(alike)
+
+
+def _average_rows(parameter: nn.Parameter) -> None:
+    """Average a sparse gradient; where no process has used a row, none stays none."""
+    total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
+    dist.all_reduce(total)
+    if parameter.grad is not None or total._nnz():
+        parameter.grad = total / dist.get_world_size()
+
+
+def _average_alike(parameters: list[nn.Parameter]) -> None:
+    """Average dense gradients of one type, all at once."""
+    present = [parameter.grad is not None for parameter in parameters]
+    parts = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in parameters
+    ]
+    # Not made on an accelerator at once: that would wait for it.
+    counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
+    flat = _flatten_dense_tensors([*parts, counts])
+    dist.all_reduce(flat)
+    means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
+    anywhere = present if all(present) else flat[-len(present) :].tolist()
+    for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
+        if parameter.grad is not None:
+            parameter.grad.copy_(mean)
+        elif used:
+            parameter.grad = mean.clone()

@@ -18,6 +18,7 @@ from trainer.state import PartialState
 from trainer.strategies import communication, ddp
 from trainer.strategies.buckets import fix_layout
 from trainer.strategies.compile import compile_model, uncompiled
+from trainer.strategies.zeros import sparse_weights
 
 _HOOK = "_communication"  # an attribute of the DDP that `prepare_model` makes
 
@@ -167,7 +168,7 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         yield
     elif wrapped.find_unused_parameters or wrapped.static_graph:
         yield
-        ddp.average_gradients_of(wrapped.parameters())
+        ddp.average_gradients_of(wrapped.parameters(), sparse_weights(wrapped))
     else:
         before = wrapped.require_backward_grad_sync
         wrapped.require_backward_grad_sync = True

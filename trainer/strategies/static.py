@@ -16,7 +16,7 @@ from trainer.distributed import collectives
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
-from trainer.strategies.ddp import DataParallel, average_gradients_of, broadcast_
+from trainer.strategies.ddp import DataParallel, average_gradients_of
 from trainer.strategies.zeros import add_zeros, give_nothing, sparse_weights
 
 
@@ -51,9 +51,9 @@ class StaticDataParallel(DataParallel):
     ) -> None:
         if sparse_weights(module):
             raise ValueError(
-                "static_graph=True cannot be used with an embedding with sparse=True: its first "
-                "gradients are averaged apart from DDP, which is done with dense ones alone. "
-                "Make it without sparse=True, or leave out static_graph."
+                "static_graph=True cannot be used with an embedding with sparse=True: torch's DDP "
+                "fails where the loss leaves one out. Make it without sparse=True, or leave out "
+                "static_graph."
             )
         # A static graph shows by itself which parameters are not used.
         kwargs = replace(kwargs, find_unused_parameters=False)
@@ -77,7 +77,7 @@ class StaticDataParallel(DataParallel):
         self.graph = {}
         self._hook = None
         self._wrapped = {id(parameter) for parameter in self._trained()}
-        broadcast_([*self.module.parameters(), *self.module.buffers()])
+        collectives.broadcast([*self.module.parameters(), *self.module.buffers()])
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
         """Lay the buckets out, and tell DDP the graph."""

@@ -24,7 +24,7 @@ def sparse_weights(module: nn.Module) -> set[int]:
 def zeros_for(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
     """A gradient of zero for each of the module's parameters, in the layout of its own."""
     sparse = sparse_weights(module)
-    return (_no_rows(p) if id(p) in sparse else torch.zeros_like(p) for p in parameters)
+    return (no_rows(p) if id(p) in sparse else torch.zeros_like(p) for p in parameters)
 
 
 def add_zeros(module: nn.Module, parameters: Sequence[Tensor], times: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ def look_up_nothing(table: Tensor) -> Tensor:
     return nn.functional.embedding(none, table, sparse=True)
 
 
-def _no_rows(weight: Tensor) -> Tensor:
+def no_rows(weight: Tensor) -> Tensor:
     """The gradient of a sparse embedding, (rows, width), of which no row was used."""
     rows = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
     values = weight.new_empty(0, weight.shape[1])

@@ -17,7 +17,7 @@ from trainer.data import loader as loaders
 from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.feed import Feed
 from trainer.data.loader import DataLoaderShard
-from trainer.data.prefetch import DeviceStreams, Lead, send, streams_for
+from trainer.data.prefetch import Lead, Streams, send, streams_for
 from trainer.loops import moving
 from trainer.tree import to_device
 
@@ -333,7 +333,7 @@ def test_a_device_may_be_given_by_its_name(streams):
 
 def test_the_streams_of_torch_take_what_is_asked_of_them():
     """The CPU's have the same methods; there is nothing to wait for or to keep."""
-    streams = DeviceStreams(torch.device("cpu"))
+    streams = Streams(torch.device("cpu"))
     found = []
     flight = send(
         ["a"], lambda batch: found.append(streams.current()) or batch, streams, follow=True

@@ -24,6 +24,7 @@ from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.loader import DataLoaderShard
 from trainer.data.prepare import prepare_data_loader
 from trainer.data.sampling import ShardedSampler
+from trainer.data.skip import skip_first_batches
 from trainer.rng import set_seed
 from trainer.state import AcceleratorState, GradientState
 
@@ -448,6 +449,11 @@ def test_the_sampler_can_be_replaced():
     ready.set_sampler([2, 0])
     assert list(ready) == [2, 0]
     assert list(ready.sampler) == [2, 0]
+    rest = skip_first_batches(DataLoader(Numbers(6), 2), 1)
+    (skipping,) = each(rest, 1)
+    skipping.set_sampler(backwards)
+    assert read([skipping]) == [[[3, 2], [1, 0]]]
+    assert [batch.tolist() for batch in rest] == [[2, 3], [4, 5]]  # it stays as it was
 
 
 def test_a_sampler_that_is_not_there_cannot_be_replaced():

@@ -177,8 +177,6 @@ def test_tensors_may_be_replaced_between_batches(monkeypatch):
 def test_it_is_the_dataset_in_everything_else():
     rows = TensorRows(DATA)
     assert rows.tensors is DATA.tensors
-    assert len(rows) == 12
-    assert rows[3][1] == 3
     for twin in (copy.copy(rows), pickle.loads(pickle.dumps(rows))):
         assert torch.equal(twin.__getitems__([2, 1])[1], torch.tensor([2, 1]))
     with pytest.raises(AttributeError, match="'TensorDataset' object has no attribute 'nothing'"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import tracemalloc
 from itertools import chain
@@ -20,6 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from trainer.data.dealing import INDICES, Dealing
 from trainer.data.sampling import BatchIndices, SampleIndex, SeededSampler, ShardedSampler
 from trainer.rng import mix
 
@@ -304,6 +306,18 @@ def test_only_the_last_round_is_filled_where_sizes_differ():
     assert deal(batches, 2, even=True) == [[[0, 1], [5, 6]], [[2, 3, 4], [7, 0]]]
     batches = Sized([[0], [1, 2, 3, 4]])  # more than a full round has: left as it is
     assert deal(batches, 2, even=True) == [[[0]], [[1, 2, 3, 4]]]
+
+
+def test_rounds_of_many_sizes_leave_nothing_behind():
+    """Else what was read ahead to know the last one makes each slower than the one before."""
+    dealing = Dealing(kind=INDICES, batch_size=4, world_size=2, even=True)
+    rounds = dealing.rounds(([number], None) for number in range(10_000))
+    next(rounds)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(1_000):
+        next(rounds)
+    assert len(gc.get_objects()) - before < 100
 
 
 def test_batches_are_split_into_a_part_for_each_process():

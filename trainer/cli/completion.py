@@ -54,12 +54,8 @@ def _whole_parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="store_true", help="show the version")
     commands = whole.add_subparsers()
     for name, (module, what) in COMMANDS.items():
-        try:
-            own = import_module(f"trainer.cli.{module}").parser(f"trainer {name}")
-        except (CommandError, ImportError):  # an extra is missing: its options are left out
-            commands.add_parser(name, help=what)
-        else:
-            commands.add_parser(name, help=what, parents=[own], add_help=False)
+        own = import_module(f"trainer.cli.{module}").parser(f"trainer {name}")
+        commands.add_parser(name, help=what, parents=[own], add_help=False)
     return whole
 
 

@@ -111,7 +111,7 @@ def _configuration(given: Path | None) -> str:
     """The file of `trainer launch`, and what it says."""
     from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
 
-    place = given or default_place()
+    place = (given or default_place()).expanduser()
     try:
         known, notes = read_file(place)
         LaunchConfiguration(**known)

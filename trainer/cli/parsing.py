@@ -9,9 +9,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.errors import choose
@@ -81,6 +82,16 @@ def command_parser(
     )
 
 
+def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
+    """Each path once, with as many of its last parts as tell it from the others."""
+    whole = list(dict.fromkeys(Path(os.path.abspath(path.expanduser())) for path in paths))
+    for length in range(1, max(len(path.parts) for path in whole) + 1):
+        names = ["/".join(path.parts[-length:]).replace("//", "/") for path in whole]
+        if len(set(names)) == len(names):
+            break
+    return list(zip(whole, names, strict=True))
+
+
 def count(text: str) -> int:
     """A number of 1 or more.
 
@@ -129,12 +140,15 @@ def import_named(path: str) -> Any:
     """
     module_name, _, name = path.partition(":")
     try:
+        if module_name[:1] in ("", "."):  # which is another error there
+            raise ModuleNotFoundError(name=module_name)
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        file = module_name.removesuffix(".py").replace(os.sep, ".")
-        near = f" Did you mean {f'{file}:{name}'!r}?" if file != module_name else ""
+        file = os.path.relpath(module_name or ".").removesuffix(".py").replace(os.sep, ".")
+        is_file = file != module_name and all(part.isidentifier() for part in file.split("."))
+        near = f" Did you mean {f'{file}:{name}'!r}?" if is_file else ""
         raise CommandError(
             f"There is no module {error.name!r}. Modules are looked for among the installed ones "
             f"and in the current folder, {os.getcwd()}.{near}"

@@ -5,7 +5,6 @@ It is loaded with the first launch, since torch's launcher is many modules.
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer import environment
+from trainer.cli.launch import share_of_cores
 from trainer.cli.launch.failure import failures_of, report
 from trainer.cli.launch.quiet import quiet_agent
 from trainer.launchers import rank
@@ -114,7 +114,7 @@ def start(
             **config,
         )
         if environment.read("OMP_NUM_THREADS") is None:
-            variables["OMP_NUM_THREADS"] = _share_of_cores(launch_config.nproc_per_node)
+            variables["OMP_NUM_THREADS"] = share_of_cores(launch_config.nproc_per_node)
         # torch sets this one for itself; here it ends with the launch.
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         if launch_config.max_nodes > 1:
@@ -131,11 +131,6 @@ def start(
             except KeyboardInterrupt:  # without the places in torch where it waited
                 raise KeyboardInterrupt("The processes have been ended.") from None
         return rank.read_value(folder)
-
-
-def _share_of_cores(processes: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // processes)
 
 
 def _flush() -> None:

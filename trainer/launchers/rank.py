@@ -11,23 +11,19 @@ has defined travel by value, with all that they use.
 
 from __future__ import annotations
 
-import ctypes
 import io
-import json
 import linecache
 import logging
 import os
 import pickle
-import signal
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer import environment
+from trainer.cli.launch import entry
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +35,6 @@ _BOUND = {
     "trainer.optim.optimizer": "AcceleratedOptimizer",
     "trainer.optim.scheduler": "AcceleratedScheduler",
 }
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def write_call(folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -128,7 +123,9 @@ def _lines_without_files() -> Mapping[str, Any]:
 
 def work(folder: str, parent: int) -> None:
     """Be one rank: run the call in the folder, and leave there what became of it."""
-    _die_with(parent)
+    entry.end_with_the_launcher()
+    if sys.platform == "linux" and os.getppid() != parent:
+        sys.exit("The process that started this one has gone.")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # whole lines, at once
     place = Path(folder)
@@ -138,15 +135,14 @@ def work(folder: str, parent: int) -> None:
             _leave_value(place, value)
     except SystemExit as end:
         if end.code:
-            _note("SystemExit", f"SystemExit: exit code {end.code}")
+            entry.note("SystemExit", f"SystemExit: exit code {end.code}")
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a function; the launcher says it
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
         kind = type(error)
-        text = "".join(traceback.format_exception(kind, error, frames))
-        _note(kind.__name__, text.splitlines()[-1], text)  # str(error) may fail itself
+        entry.note(kind.__name__, "".join(traceback.format_exception(kind, error, frames)))
         sys.exit(1)
 
 
@@ -167,29 +163,3 @@ def _leave_value(place: Path, value: object) -> None:
         (place / _VALUE).write_bytes(_pack(value))
     except Exception as error:  # noqa: BLE001  # the work is done; scripts return what they like
         logger.warning("What rank 0 returned cannot be sent to the launcher: %s", error)
-
-
-def _note(kind: str, message: str, text: str = "") -> None:
-    """Tell the launcher how this rank failed, as `trainer.cli.launch.failure` reads it."""
-    now = time.time()
-    more = {
-        "py_callstack": text,
-        "timestamp": str(int(now)),
-        "time": now,
-        "kind": kind,
-        "host": socket.gethostname(),
-        "world_size": environment.read("WORLD_SIZE"),
-    }
-    path = environment.read("TORCHELASTIC_ERROR_FILE")
-    assert path is not None  # torch has started this process
-    aside = Path(f"{path}.writing")  # the launcher may end this process while it writes
-    aside.write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
-    aside.replace(path)
-
-
-def _die_with(parent: int) -> None:
-    """End when the launcher's process does, whatever way that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
-        if os.getppid() != parent:
-            sys.exit("The process that started this one has gone.")

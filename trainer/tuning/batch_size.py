@@ -5,13 +5,13 @@ reduction; then all agree. What the engine of several processes needs beside the
 of their size, is set aside meanwhile.
 """
 
-# ruff: noqa: ARG002 - a hook takes what the loop passes, used or not
+# ruff: noqa: ARG001, ARG002 - a hook takes what the loop passes, used or not
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,29 +55,19 @@ class BatchSizeSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The sizes to try.
-
-    Attributes:
-        mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then halves the
-            interval between the largest that fits and the smallest that does not.
-        steps_per_trial: Updates, or batches of an evaluation, of each trial.
-        init_val: The first size; if it does not fit, it is halved until one does.
-        max_trials: Sizes to try at most.
-        margin: Of the size that ``"binsearch"`` found, the part that is given back, since a long
-            run needs more memory than a few updates.
-        max_val: Try none above; None for no limit.
+    """The sizes to try; see `Tuner.scale_batch_size`.
 
     Raises:
         ValueError: A value is outside its range.
         TypeError: A number is of another type.
     """
 
-    mode: str = "power"
-    steps_per_trial: int = 3
-    init_val: int = 2
-    max_trials: int = 25
-    margin: float = 0.05
-    max_val: int | None = None
+    mode: str
+    steps_per_trial: int
+    init_val: int
+    max_trials: int
+    margin: float
+    max_val: int | None
 
     def __post_init__(self) -> None:
         """Refuse searches that cannot be."""
@@ -133,6 +123,16 @@ class Search:
         return (low + high) // 2
 
 
+def _noting(method: str) -> Callable[..., None]:
+    """The hook at the start of each batch of an entry point."""
+
+    def note(self: _Trial, trainer: Trainer, module: TrainModule, batch: Any, *which: int) -> None:
+        if method == self.method:
+            self.seen = max(self.seen, find_batch_size(batch) or 0)
+
+    return note
+
+
 @dataclass
 class _Trial(Callback):
     """Ends a trial after some updates, and notes how large its batches are.
@@ -140,8 +140,8 @@ class _Trial(Callback):
     Attributes:
         steps: Updates.
         reserve: Set memory aside for the engine of several processes.
-        seen: Samples in the largest batch of what is being sized.
-        available: Samples in the training data; None if only reading can tell.
+        seen: Samples in the largest batch of what is being sized; 0 if nothing tells.
+        available: Samples in an epoch of training; None if only reading can tell.
     """
 
     method: str
@@ -162,50 +162,15 @@ class _Trial(Callback):
         run = trainer._fit_run("on_fit_start")
         run.told = lambda: None  # a signal does what it does once the trial is over
         run.weighting.reference = run.weighting.reference or 1.0  # no process waits for rank 0's
-        data: Any = getattr(run.feed.loader, "dataset", None)
-        if hasattr(data, "__len__") and not isinstance(data, IterableDataset):
-            self.available = len(data)
+        if not isinstance(run.feed.dataset, IterableDataset):  # whose length may be any number
+            self.available = run.feed.num_samples
         if self.reserve:
             self._buffers = [torch.empty_like(p) for p in run.parameters if p.requires_grad]
 
-    def on_train_batch_start(
-        self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._note("fit", batch)
-
-    def on_validation_batch_start(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._note("validate", batch)
-
-    def on_test_batch_start(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._note("test", batch)
-
-    def on_predict_batch_start(
-        self,
-        trainer: Trainer,
-        module: TrainModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._note("predict", batch)
-
-    def _note(self, method: str, batch: Any) -> None:
-        if method == self.method:
-            self.seen = max(self.seen, find_batch_size(batch) or 0)
+    on_train_batch_start = _noting("fit")
+    on_validation_batch_start = _noting("validate")
+    on_test_batch_start = _noting("test")
+    on_predict_batch_start = _noting("predict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +262,7 @@ class Subject:
                 trial.predict(module, loaders, datamodule=datamodule, return_predictions=False)
             else:
                 getattr(trial, self.method)(module, loaders, datamodule=datamodule)
-        return watch.seen if watch.seen < size else watch.available
+        return watch.seen if 0 < watch.seen < size else watch.available
 
 
 def _nobody_is_there() -> bool:
@@ -340,6 +305,10 @@ def search_batch_size(
         RuntimeError: No size fits.
     """
     trainer = subject.trainer
+    steps = trainer._parts.settings.gradient_accumulation_steps
+    own = None if effective is None else effective // trainer.accelerator.num_processes
+    if own is not None:
+        search = replace(search, max_val=min(own, search.max_val or own))
     with set_apart(subject.module):
         tried = search.largest(lambda size: subject.attempt(size, search.steps_per_trial))
     fitting = [size for size, fits in tried.items() if fits]
@@ -350,9 +319,7 @@ def search_batch_size(
     size = max(fitting)
     if search.mode == "binsearch" and not all(tried.values()):
         size = max(1, int(size * (1 - search.margin)))
-    steps = trainer._parts.settings.gradient_accumulation_steps
-    if effective is not None:
-        own = effective // trainer.accelerator.num_processes
+    if own is not None:
         size = next(divisor for divisor in range(size, 0, -1) if own % divisor == 0)
         steps = own // size
     return BatchSizeSearch(batch_size=size, gradient_accumulation_steps=steps, trials=tried)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
 from collections.abc import Iterator
 from copyreg import dispatch_table
 from mmap import mmap
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy
 from torch import Tensor
 
 from trainer.module import TrainModule
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set})
-_SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType, Tensor, mmap)
+_SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType, Tensor, numpy.ndarray, mmap)
 
 
 def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModule, Any]:
@@ -63,8 +63,6 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._memo = memo
         self.kept: list[Any] = []
-        numpy = sys.modules.get("numpy")
-        self._shared = _SHARED if numpy is None else (*_SHARED, numpy.ndarray)
 
     def persistent_id(self, obj: Any) -> int | None:
         if id(obj) in self._memo:
@@ -75,7 +73,7 @@ class _Pickler(pickle.Pickler):
         return len(self.kept) - 1
 
     def _is_shared(self, obj: Any) -> bool:
-        if isinstance(obj, self._shared):
+        if isinstance(obj, _SHARED):
             return True
         if type(obj) in dispatch_table:
             return False

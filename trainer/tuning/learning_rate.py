@@ -70,7 +70,7 @@ class LearningRateTest:
         return None if index is None else self.lrs[index]
 
     def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
-        losses = self.losses[skip_begin : len(self.losses) - skip_end]
+        losses = self.losses[skip_begin : max(len(self.losses) - skip_end, 0)]
         if len(losses) < 2:
             logger.warning(
                 "No learning rate can be suggested: of %d updates, skip_begin=%d and skip_end=%d "
@@ -134,34 +134,20 @@ def _pyplot() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The rates to test, and when to stop.
-
-    Attributes:
-        min_lr: The first rate.
-        max_lr: The last one.
-        num_training: How many updates, each with a rate of its own.
-        mode: Rates have the same ratio from one to the next, or the same difference.
-        early_stop_threshold: Stop when the smoothed loss is so many times the lowest one, those of
-            the first ten updates apart; None stops only at one that is not finite. Where the lowest
-            one is negative, what counts is how far the loss lies above it: ``(threshold - 1) ×
-            |lowest|``.
-        smoothing: The weight of the past in the moving average of the losses, from 0 to below 1.
-        groups: ``"scaled"``: parameter groups keep the ratios of their rates, and the one with the
-            largest gets the tested rate. ``"same"``: all get it. A number: that group gets it, the
-            others keep theirs; groups are counted from 0 over all optimizers.
+    """The rates to test, and when to stop; see `Tuner.lr_find`.
 
     Raises:
         ValueError: A value is outside its range.
         TypeError: A number is of another type.
     """
 
-    min_lr: float = 1e-8
-    max_lr: float = 1.0
-    num_training: int = 100
-    mode: str = "exponential"
-    early_stop_threshold: float | None = 4.0
-    smoothing: float = 0.98
-    groups: Groups = "scaled"
+    min_lr: float
+    max_lr: float
+    num_training: int
+    mode: str
+    early_stop_threshold: float | None
+    smoothing: float
+    groups: Groups
 
     def __post_init__(self) -> None:
         """Refuse sweeps that cannot be."""

@@ -14,14 +14,11 @@ from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.hparams import kept_by
 from trainer.loops.lengths import Length
-from trainer.loops.settings import Settings
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.rng import isolated_rng
 from trainer.state import GradientState, PartialState
 from trainer.trainer import Trainer
-
-_LIMITLESS = dict.fromkeys(("min_epochs", "min_steps", "max_time"))
 
 
 class TrialAccelerator:
@@ -70,9 +67,12 @@ def make_trial(
         alone: See `TrialAccelerator`.
         **settings: In place of the user's.
     """
-    changes: dict[str, Any] = {"num_sanity_val_steps": 0, **_LIMITLESS, **settings}
-    if "non_finite" in Settings.__dataclass_fields__:
-        changes["non_finite"] = "ignore"  # that a loss diverges is what a trial is to find out
+    changes: dict[str, Any] = {
+        "num_sanity_val_steps": 0,
+        "non_finite": "ignore",  # that a loss diverges is what a trial is to find out
+        **dict.fromkeys(("min_epochs", "min_steps", "max_time")),
+        **settings,
+    }
     if trainer.max_epochs is None and trainer.max_steps is None:
         changes["max_steps"] = steps
     accelerator = TrialAccelerator(trainer.accelerator, alone=alone)
@@ -128,8 +128,8 @@ def holders(name: str, *owners: Any) -> list[Any]:
     for owner in owners:
         if owner is None:
             continue
-        values = kept_by(owner).values if isinstance(owner, TrainModule) else None
-        values = getattr(owner, "hparams", None) if values is None else values
+        kept = isinstance(owner, TrainModule)
+        values = kept_by(owner).values if kept else getattr(owner, "hparams", None)
         found += [each for each in (owner, values) if each is not None and _has(each, name)]
     return found
 

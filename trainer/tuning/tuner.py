@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
 from trainer.errors import choose
@@ -197,9 +196,6 @@ class Tuner:
         check_module(module, method)
         world_size = self.trainer.accelerator.num_processes
         check_effective(effective_batch_size, method, module, world_size)
-        if effective_batch_size is not None:
-            own = effective_batch_size // world_size
-            search = replace(search, max_val=own if max_val is None else min(own, max_val))
         fits = method == "fit"
         unused = {"dataloaders": dataloaders} if fits else {"train_dataloaders": train_dataloaders}
         for name, given in unused.items():

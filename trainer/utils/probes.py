@@ -26,12 +26,12 @@ def is_tensorboard_available() -> bool:
 
 
 def is_wandb_available() -> bool:
-    """Whether wandb is installed. Cadence does not log to it by itself yet."""
+    """Whether wandb is installed."""
     return find_spec("wandb") is not None
 
 
 def is_comet_ml_available() -> bool:
-    """Whether comet_ml is installed. Cadence does not log to it by itself yet."""
+    """Whether comet_ml is installed."""
     return find_spec("comet_ml") is not None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.tree import convert_to_fp32, leaves, map_tree
+from trainer.tree import convert_to_fp32, leaves, map_tree, rebuild
 
 
 @dataclass
@@ -67,8 +67,7 @@ def recursively_apply(
             )
 
         if isinstance(data, Mapping):
-            made = {key: again(value) for key, value in data.items()}
-            return type(data)(made)  # type: ignore[call-arg]  # Mapping declares no constructor
+            return rebuild(data, list(map(again, data.values())))
         return honor_type(data, map(again, data))
     if test_type(data):
         return func(data, *args, **kwargs)

@@ -217,6 +217,9 @@ def test_env_shows_the_configuration_and_where_it_was_read(capsys, tmp_path, mon
     shown = rows(capsys.readouterr().out)["configuration"]
     assert shown.startswith("other.yaml: ")
     assert "Did you mean 'num_processes'?" in shown
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["env", "--config_file=~/other.yaml"]) == 0
+    assert f"{tmp_path}/other.yaml: " in rows(capsys.readouterr().out)["configuration"]
 
 
 def test_env_names_the_launcher_and_the_variables_that_are_read(capsys, monkeypatch):

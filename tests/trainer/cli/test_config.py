@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,22 @@ DEFAULT = {
 def home(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     return tmp_path / "hf" / "accelerate" / "default_config.yaml"
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Give `trainer config` these answers, on a machine without devices; the code it ends with."""
+
+    def answered(keys: bytes) -> int:
+        monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
+        master, terminal = pty.openpty()
+        with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
+            monkeypatch.setattr("sys.stdin", stdin)
+            keyboard.write(keys)
+            keyboard.flush()
+            return main(["config"])
+
+    return answered
 
 
 def read(text: str) -> tuple[LaunchConfiguration, list[str]]:
@@ -264,16 +281,10 @@ def test_what_makes_no_sense_is_told(capsys, monkeypatch, words, code, said):
     assert said in capsys.readouterr().err
 
 
-def test_questions_are_asked_with_what_is_known_as_the_answer(home, monkeypatch, capsys):
+def test_questions_are_asked_with_what_is_known_as_the_answer(home, answer, capsys):
     """Two machines, three wrong answers, and the rest as it is known."""
     write_file(home, LaunchConfiguration(num_processes=2, use_cpu=True, mixed_precision="bf16"))
-    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
-    master, terminal = pty.openpty()
-    with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
-        monkeypatch.setattr("sys.stdin", stdin)
-        keyboard.write(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\nindctor\ninductor\nyes\n")
-        keyboard.flush()
-        assert main(["config"]) == 0
+    assert answer(b"two\n2\n1\nnode0\n\nc10d\n4\nfp32\n\nindctor\ninductor\nyes\n") == 0
     shown = capsys.readouterr().out
     assert "machines [1]: " in shown
     assert "'two' must be a number of 1 or more" in shown
@@ -294,20 +305,31 @@ def test_questions_are_asked_with_what_is_known_as_the_answer(home, monkeypatch,
     )
 
 
+def test_what_is_not_asked_stays_unless_it_is_of_several_machines(home, answer):
+    known = LaunchConfiguration(
+        num_processes=2,
+        use_cpu=True,
+        max_restarts=3,
+        dynamo_mode="max-autotune",
+        mixed_precision="no",
+        dynamo_backend="no",
+        debug=False,
+    )
+    meeting = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "a", "rdzv_backend": "c10d"}
+    write_file(home, replace(known, **meeting, main_process_port=1))
+    assert answer(b"1\n\n\n\n\n\n") == 0
+    given, _ = read_file(home)
+    assert LaunchConfiguration(**given) == replace(known, rdzv_backend="static")
+
+
 @pytest.mark.parametrize("key", ["dynamo_backend: NO", "dynamo_config: {dynamo_backend: no}"])
 def test_a_bare_no_compiles_nothing(key):
     configuration, _ = read(key)
     assert configuration.variables == {"ACCELERATE_DYNAMO_BACKEND": "no"}
 
 
-def test_the_end_of_the_answers_writes_nothing(home, monkeypatch, capsys):
-    monkeypatch.setattr("trainer.cli.config.device_count", lambda: 0)
-    master, terminal = pty.openpty()
-    with os.fdopen(terminal) as stdin, os.fdopen(master, "wb") as keyboard:
-        monkeypatch.setattr("sys.stdin", stdin)
-        keyboard.write(b"1\n\x04")
-        keyboard.flush()
-        assert main(["config"]) == 1
+def test_the_end_of_the_answers_writes_nothing(home, answer, capsys):
+    assert answer(b"1\n\x04") == 1
     assert capsys.readouterr().err.endswith(
         "the answers ended before the questions; none is kept.\n"
     )

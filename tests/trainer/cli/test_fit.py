@@ -478,6 +478,16 @@ def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):
     assert "Traceback" not in shown
 
 
+def test_libraries_are_known_wherever_they_are_installed(capsys, monkeypatch):
+    """A wrapper of theirs around a method of ours makes no error of ours the user's."""
+    monkeypatch.setattr(torch, "__file__", "/lib64/torch/__init__.py")
+    text = "def wrap(call):\n    return lambda *args, **kwargs: call(*args, **kwargs)\n"
+    exec(compile(text, "/lib64/torch/x.py", "exec"), made := {})
+    monkeypatch.setattr(Trainer, "fit", made["wrap"](Trainer.fit))
+    shown = error_of(capsys, "fit", "--model=fitted.Line", "--data=fitted.RowsData", code=1)
+    assert shown.startswith("trainer fit: Nothing ends this run: max_epochs and max_steps")
+
+
 def test_an_error_in_the_users_code_is_told_with_its_traceback(capsys):
     with pytest.raises(SystemExit) as end:
         main(["fit", "base.yaml", "--model.fails=absent.txt"])

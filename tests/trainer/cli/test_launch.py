@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.cli.launch import configure, entry, make_plan, parser
+from trainer.cli.launch import configure, entry, group, make_plan, parser
 from trainer.cli.launch.failure import Failure, first_of, report
 from trainer.cli.launch.group import Group, run_group
 
@@ -106,7 +106,7 @@ def test_each_process_runs_the_script_as_python_would(tmp_path):
             "2",
         )
         assert found["ACCELERATE_USE_CPU"] == "true"
-        assert found["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
+        assert found["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
         assert found["ACCELERATE_MIXED_PRECISION"] is None
     assert "ACCELERATE_USE_CPU" not in os.environ
 
@@ -442,6 +442,10 @@ def test_a_signal_after_the_exception_is_not_the_code():
     assert failure(0, -15).exit_code == 143
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    assert report([failure(0, -40)], 0.1) == (" failed first:\nit was ended by signal 40.", 168)
+
+
 def test_what_several_say_is_said_once():
     def said(rank: int, text: str) -> Failure:
         return replace(failure(rank, raised=100.1 + rank), text=text, who=f"rank {rank} of 4 on a")
@@ -566,7 +570,8 @@ def test_processes_end_when_the_launcher_is_killed(monkeypatch, tmp_path):
         time.sleep(0.05)
 
 
-def test_a_second_signal_reaches_them_too():
+@pytest.mark.parametrize("patience", ["300", "10"])  # the second is that after the second signal
+def test_a_second_signal_reaches_them_too(patience):
     write(
         "train.py",
         "import os, signal, sys\n"
@@ -578,7 +583,7 @@ def test_a_second_signal_reaches_them_too():
         "signal.signal(signal.SIGINT, hear)\n"
         "os.kill(os.getppid(), signal.SIGINT)\n" + WAIT,
     )
-    assert launch("--max_restarts", "1", "train.py") == 130
+    assert launch("--max_restarts", "1", "--shutdown_timeout", patience, "train.py") == 130
     assert Path("twice").exists()
 
 
@@ -620,6 +625,13 @@ def machine(monkeypatch):
         monkeypatch.setattr("trainer.cli.launch.device_count", lambda: count)
 
     return equip
+
+
+def test_processes_share_the_cores_that_they_may_use(monkeypatch):
+    write("train.py", "")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    found = plan("--cpu", "--num_processes", "2", "train.py").variables
+    assert found["OMP_NUM_THREADS"] == "3"
 
 
 def test_each_option_becomes_its_variable(machine):
@@ -838,6 +850,23 @@ def test_machines_by_the_names_of_torchrun():
     assert plan(*words, "train.py").processes == 4
 
 
+@pytest.mark.parametrize(
+    ("words", "endpoint"),
+    [
+        ("--rdzv_endpoint a:1", "a:1"),
+        ("--rdzv_endpoint a", "a:29500"),
+        ("--rdzv_endpoint a --main_process_port 7", "a:7"),
+        ("--main_process_ip fe80::1", "fe80::1:29500"),
+    ],
+)
+def test_the_place_where_machines_meet_has_a_port(monkeypatch, words, endpoint):
+    write("train.py", "")
+    groups = []
+    monkeypatch.setattr(group, "run_group", lambda group: groups.append(group) or 0)
+    assert launch("--nnodes", "2", "--nproc_per_node", "1", *words.split(), "train.py") == 0
+    assert [each.endpoint for each in groups] == [endpoint]
+
+
 # -- SLURM -----------------------------------------------------------------------------------------
 
 
@@ -876,10 +905,13 @@ def test_the_batch_script(capsys):
     assert ran.stdout == "['--name', 'a b'] 6\n"
 
 
-def test_the_batch_script_for_the_cpu_asks_for_no_gpu(capsys):
+def test_the_batch_script_for_the_cpu_asks_for_no_gpu(capsys, monkeypatch):
     write("train.py", "")
     assert launch("--slurm", "--num_processes", "4", "train.py") == 0
     text = capsys.readouterr().out
     assert "gpu" not in text
     assert "#SBATCH --ntasks-per-node=4\n" in text
     assert "export ACCELERATE_USE_CPU=true\n" in text
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")  # which sbatch hands on to the job
+    assert main(["launch", "--slurm", "--num_processes", "4", "train.py"]) == 0
+    assert "gpu" not in capsys.readouterr().out

@@ -147,3 +147,24 @@ def test_a_check_that_fails_says_what_differs(ranks2, broken, check, said):
     assert said in shown
     assert "1 of 5 checks failed." in shown.splitlines()[-1]
     assert [verdict.split()[0] for verdict in verdicts.values()] == ["ok"] * 4
+
+
+def test_the_common_folder_may_be_gone_at_the_end(ranks2):
+    """The first processes of two machines that share it remove it at once."""
+
+    def body():
+        import contextlib
+        import io
+        import shutil
+        from unittest import mock
+
+        def gone(accelerator, folder):
+            accelerator.wait_for_everyone()
+            shutil.rmtree(folder, ignore_errors=True)
+            return ""
+
+        checks = mock.patch.dict(selftest.CHECKS, {"metrics": gone}, clear=True)
+        with checks, contextlib.redirect_stdout(io.StringIO()):
+            return selftest.main()
+
+    assert ranks2(body) == [0, 0]

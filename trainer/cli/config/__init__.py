@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
-from trainer.cli.parsing import CommandError, command_parser, ended_at_once
+from trainer.cli.parsing import CommandError, command_parser, count, ended_at_once
 from trainer.configuration import DynamoBackend, PrecisionType
-from trainer.environment import FALSE, TRUE
+from trainer.environment import DEFAULT_PORT, FALSE, TRUE
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _PRECISIONS = [name for name in PrecisionType.list() if name != PrecisionType.FP8]
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "update":
         if quick or arguments.mixed_precision:
             raise argparse.ArgumentTypeError("update asks nothing and changes no answer.")
-        chosen = _read(place)
+        chosen = LaunchConfiguration(**known_of(place))
     elif quick:
         chosen = replace(of_machine(), mixed_precision=arguments.mixed_precision or "no")
     elif arguments.mixed_precision:
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             "there is no terminal to ask on. Give --default for what the machine has."
         )
     else:
-        chosen = _ask(_read(place) if place.exists() else of_machine())
+        chosen = _ask(LaunchConfiguration(**known_of(place)) if place.exists() else of_machine())
     replaced = ", in place of the earlier answers" if place.exists() else ""
     try:
         write_file(place, chosen)
@@ -125,52 +125,43 @@ def accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _read(place: Path) -> LaunchConfiguration:
+def known_of(place: Path, *, quiet: bool = False) -> dict[str, Any]:
+    """What a file says, as arguments of `LaunchConfiguration`; notes about it go to stderr.
+
+    Raises:
+        CommandError: There is no such file, or it is wrong.
+    """
     try:
-        given, notes = read_file(place)
-        configuration = LaunchConfiguration(**given)
+        known, notes = read_file(place.expanduser())
+        LaunchConfiguration(**known)
     except FileNotFoundError as error:
         raise CommandError(f"there is no configuration file {place}.") from error
     except OSError as error:
         raise CommandError(f"{place} cannot be read: {error}") from error
     except (ValueError, TypeError, NotImplementedError) as error:
         raise CommandError(f"{error} (read from {place})") from error
-    for note in notes:
+    for note in [] if quiet else notes:
         print(f"{place}: {note}", file=sys.stderr)
-    return configuration
+    return known
 
 
 # -- the questions ---------------------------------------------------------------------------------
 
 
 def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
-    """Ask about everything, each answer by default what is known; an empty line takes that."""
-    answers: dict[str, Any] = {"num_machines": _question("machines", known.num_machines, _count)}
-    if answers["num_machines"] > 1:
-        most = answers["num_machines"] - 1
-        answers["machine_rank"] = _question(
-            f"which of them is this one (0 to {most})", known.machine_rank, int
-        )
-        answers["main_process_ip"] = _question(
-            "name or address of machine 0", known.main_process_ip, str
-        )
-        answers["main_process_port"] = _question(
-            "a free port of machine 0", known.main_process_port or 29500, _count
-        )
-        answers["rdzv_backend"] = _question(
-            "how they meet (static, c10d)",
-            known.rdzv_backend or "static",
-            _one_of("static", "c10d"),
-        )
-    devices = device_count()
-    answers["use_cpu"] = devices == 0 or _question(
+    """Ask, each answer by default what is known; an empty line takes that.
+
+    What only some machines are asked is forgotten on others; what none is asked stays.
+    """
+    machines = _question("machines", known.num_machines, count)
+    answers: dict[str, Any] = {"num_machines": machines, **_ask_meeting(known, machines)}
+    answers["use_cpu"] = device_count() == 0 or _question(
         "use the CPU alone (yes, no)", bool(known.use_cpu), _yes
     )
     answers["num_processes"] = _question(
-        "processes, of all machines together",
-        max(known.num_processes or 1, answers["num_machines"]),
-        _count,
+        "processes, of all machines together", max(known.num_processes or 1, machines), count
     )
+    answers["gpu_ids"] = None
     if not answers["use_cpu"]:
         answers["gpu_ids"] = _question("devices (0,1 or all)", known.gpu_ids or "all", str)
     answers["mixed_precision"] = _question(
@@ -187,9 +178,28 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
         _yes,
     )
     try:
-        return LaunchConfiguration(**answers)
+        return replace(known, **answers)
     except ValueError as error:  # of answers that do not belong together
         raise CommandError(str(error)) from error
+
+
+def _ask_meeting(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
+    """How several machines meet; of one the settings that say so are as if they were never set."""
+    if machines == 1:
+        names = ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
+        return {name: getattr(LaunchConfiguration(), name) for name in names}
+    port, backend = known.main_process_port or DEFAULT_PORT, known.rdzv_backend or "static"
+    last = machines - 1
+    return {
+        "machine_rank": _question(
+            f"which of them is this one (0 to {last})", known.machine_rank, int
+        ),
+        "main_process_ip": _question("name or address of machine 0", known.main_process_ip, str),
+        "main_process_port": _question("a free port of machine 0", port, count),
+        "rdzv_backend": _question(
+            "how they meet (static, c10d)", backend, _one_of("static", "c10d")
+        ),
+    }
 
 
 def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
@@ -207,14 +217,8 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
             return default
         try:
             return convert(text)
-        except ValueError as error:
+        except (ValueError, argparse.ArgumentTypeError) as error:
             print(f"  {error}")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(f"{text!r} must be a number of 1 or more")
-    return int(text)
 
 
 def _yes(text: str) -> bool:

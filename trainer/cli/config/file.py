@@ -42,8 +42,6 @@ _REFUSED_CONFIGS = {
 }
 # Keys that change nothing here, and why.
 _UNUSED = {
-    "main_training_function": "the script is run as it is",
-    "same_network": "the machines meet at main_process_ip",
     "downcast_bf16": "it is about TPUs",
     "tpu_name": "it is about TPUs",
     "tpu_zone": "it is about TPUs",
@@ -57,13 +55,9 @@ _UNUSED = {
     "mpirun_config": "start `mpirun -np 4 trainer launch script.py` for processes of an MPI",
     "ipex_config": "torch has taken over what it did",
 }
-_OFF: tuple[Any, ...] = (None, False, "no", "NO", "", "main", [], {})
-_DYNAMO = {
-    "dynamo_backend": "dynamo_backend",
-    "dynamo_mode": "dynamo_mode",
-    "dynamo_use_fullgraph": "dynamo_use_fullgraph",
-    "dynamo_use_dynamic": "dynamo_use_dynamic",
-}
+_UNTOLD = ("main_training_function", "same_network")  # likewise, but in every file
+_OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
+_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic")
 _TEXTS = (
     "main_process_ip",
     "gpu_ids",
@@ -256,16 +250,14 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     own = {field.name for field in fields(LaunchConfiguration)}
-    known = {*own, *_UNUSED, *_REFUSED_CONFIGS, "compute_environment", "distributed_type", "fp16"}
-    known |= {"dynamo_config", "dynamo_backend"}
+    known = {*own, *_UNUSED, *_UNTOLD, *_REFUSED_CONFIGS, "compute_environment"}
+    known |= {"distributed_type", "dynamo_config", "fp16"}
     for key in found:
         if key not in known:
             raise ValueError(choose("a key", key, known))
     _refuse(found)
     notes = [
-        f"{key} is not used: {why}."
-        for key, why in _UNUSED.items()
-        if key not in ("same_network", "main_training_function") and found.get(key) not in _OFF
+        f"{key} is not used: {why}." for key, why in _UNUSED.items() if found.get(key) not in _OFF
     ]
     given = {key: value for key, value in found.items() if key in own and value is not None}
     given |= _dynamo(found.get("dynamo_config") or {})
@@ -316,7 +308,7 @@ def _dynamo(found: Any) -> dict[str, Any]:
             "dynamo_use_regional_compilation asks to compile repeated blocks one by one, which is "
             "not supported; see the guide to compiling."
         )
-    return {name: found[key] for key, name in _DYNAMO.items() if found.get(key) is not None}
+    return {key: found[key] for key in _DYNAMO if found.get(key) is not None}
 
 
 def write_file(path: Path, configuration: LaunchConfiguration) -> None:
@@ -340,9 +332,8 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
         "num_processes": own.num_processes or -1,
         "rdzv_backend": own.rdzv_backend or "static",
         "use_cpu": bool(own.use_cpu),
-        "dynamo_config": {key: getattr(own, name) for key, name in _DYNAMO.items()},
     }
-    dynamo = {key: value for key, value in values["dynamo_config"].items() if value is not None}
+    dynamo = {name: value for name in _DYNAMO if (value := getattr(own, name)) is not None}
     values["dynamo_config"] = dynamo or None
     kept = {key: value for key, value in values.items() if value is not None}
     for field in fields(own):  # those that are only ours: readers there refuse a file with them

@@ -10,7 +10,6 @@ import argparse
 import importlib
 import os
 import sys
-import sysconfig
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -24,14 +23,7 @@ if TYPE_CHECKING:
 _METHODS = {"fit": "fit", "validate": "validate", "test-model": "test", "predict": "predict"}
 _PACKAGES = Path(__file__).parents[3]
 _OURS = tuple(f"{_PACKAGES / name}{os.sep}" for name in ("trainer", "callbacks", "trackers"))
-_LIBRARIES = (  # what may lie between our frames: methods that were generated, context managers
-    "<string>",
-    f"{Path(traceback.__file__).parent / 'contextlib'}",
-    *(
-        f"{Path(sysconfig.get_path('purelib')) / name}{os.sep}"
-        for name in ("torch", "jsonargparse")
-    ),
-)
+_LIBRARIES = ("contextlib", "jsonargparse", "torch")  # whose frames may lie between ours
 _TOLD = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -129,7 +121,9 @@ def _is_ours(error: Exception) -> bool:
     Its text then says everything; where code of the user's was running, its traceback does.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    others = [file for file in files if not file.startswith((*_OURS, *_LIBRARIES))]
+    libraries = (str(sys.modules[name].__file__).removesuffix("__init__.py") for name in _LIBRARIES)
+    known = (*_OURS, *libraries, "<string>")  # the last is of methods that were generated
+    others = [file for file in files if not file.startswith(known)]
     return isinstance(error, _TOLD) and not others and files[-1].startswith(_OURS)
 
 

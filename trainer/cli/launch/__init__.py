@@ -13,35 +13,16 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.cli.config import accelerators, device_count
-from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
-from trainer.cli.launch.options import make_parser
+from trainer.cli.config import accelerators, device_count, known_of
+from trainer.cli.config.file import LaunchConfiguration, default_place
+from trainer.cli.launch.options import parser as parser
 from trainer.cli.launch.slurm import batch_script
 from trainer.cli.parsing import CommandError, ended_at_once
-
-_NAMES = (
-    "num_processes",
-    "num_machines",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "gpu_ids",
-    "mixed_precision",
-    "gradient_accumulation_steps",
-    "dynamo_backend",
-    "dynamo_mode",
-    "num_cpu_threads_per_process",
-    "rdzv_backend",
-    "rdzv_conf",
-    "max_restarts",
-    "monitor_interval",
-)
-_FLAGS = ("debug", "dynamo_use_fullgraph", "dynamo_use_dynamic")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +42,6 @@ class Plan:
     machines: tuple[int, int]
     variables: dict[str, str]
     command: list[str]
-
-
-def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer launch`."""
-    return make_parser(prog)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,20 +111,15 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
     place = arguments.config_file or default_place()
     known: dict[str, Any] = {}
     if arguments.config_file or place.exists():
-        try:
-            known, notes = read_file(place.expanduser())
-            LaunchConfiguration(**known)
-        except FileNotFoundError as error:
-            raise CommandError(f"there is no configuration file {place}.") from error
-        except (ValueError, TypeError, NotImplementedError) as error:
-            raise CommandError(f"{error} (read from {place})") from error
-        for note in [] if arguments.quiet else notes:
-            print(f"{place}: {note}", file=sys.stderr)
-    given = {name: getattr(arguments, name) for name in _NAMES}
-    given |= {name: getattr(arguments, name) or None for name in _FLAGS}
+        known = known_of(place, quiet=arguments.quiet)
+    own = {field.name for field in fields(LaunchConfiguration)}
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in own and value is not None and value is not False  # 0 is given
+    }
     if arguments.nnodes and arguments.nnodes.isdecimal():  # torchrun's --nnodes 2 --node_rank 1
         given["num_machines"] = int(arguments.nnodes)
-    given = {name: value for name, value in given.items() if value is not None}
     if arguments.cpu:
         given |= {"use_cpu": True, "gpu_ids": None}
     if arguments.multi_gpu or arguments.gpu_ids:
@@ -201,7 +172,7 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         and environment.read("OMP_NUM_THREADS") is None
     ):
         # Each would else start as many threads as there are cores.
-        variables["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
+        variables["OMP_NUM_THREADS"] = str(share_of_cores(processes))
     return Plan(
         here=here,
         processes=processes,
@@ -209,6 +180,12 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         variables=variables,
         command=_command(arguments, noted=not here),
     )
+
+
+def share_of_cores(processes: int) -> int:
+    """The cores for each of the processes of this machine, of those that it may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
 
 
 def _machines(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> tuple[int, int]:
@@ -327,9 +304,11 @@ def _start_group(
             more.setdefault("is_host", str(configuration.machine_rank == 0))
         if backend == "static":
             more["rank"] = configuration.machine_rank
-        port = configuration.main_process_port or environment.DEFAULT_PORT
+        endpoint = arguments.rdzv_endpoint or configuration.main_process_ip
+        if ":" not in (arguments.rdzv_endpoint or ""):
+            endpoint = f"{endpoint}:{configuration.main_process_port or environment.DEFAULT_PORT}"
         meeting = {
-            "endpoint": arguments.rdzv_endpoint or f"{configuration.main_process_ip}:{port}",
+            "endpoint": endpoint,
             "backend": backend,
             "job": arguments.rdzv_id or "cadence",
         }
@@ -378,7 +357,7 @@ def _slurm(arguments: argparse.Namespace, configuration: LaunchConfiguration) ->
         command,
         machines=configuration.num_machines,
         processes=_processes(arguments, configuration),
-        cpu=bool(configuration.use_cpu),
+        cpu=_on_cpu(configuration),
         threads=configuration.num_cpu_threads_per_process,
         variables=variables,
         options=arguments.sbatch or (),

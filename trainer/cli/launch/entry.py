@@ -46,7 +46,7 @@ def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
     os.environ[MARK] = str(os.getpid())
-    _end_with_the_launcher()
+    end_with_the_launcher()
     if "__mp_main__" in sys.modules:  # of tools that are loaded as Python starts: coverage, say
         sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
@@ -79,7 +79,7 @@ def main() -> None:
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _end_with_the_launcher() -> None:
+def end_with_the_launcher() -> None:
     """Have SIGTERM sent when the launcher is gone: nobody else would end this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -154,7 +154,8 @@ def summary(failure: Failure) -> str:
     if failure.text:
         return failure.text.splitlines()[-1]
     if failure.code < 0:
-        name = signal.Signals(-failure.code).name
+        names = {int(each): each.name for each in signal.Signals}
+        name = names.get(-failure.code, f"signal {-failure.code}")  # some have only a number
         hint = ", as where the machine has no memory left" if name == "SIGKILL" else ""
         return f"it was ended by {name}{hint}."
     return f"it exited with code {failure.code}."

@@ -149,15 +149,15 @@ class _Agent(LocalElasticAgent):
             self.others.wait(machines)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        hurried = False
         while True:
             try:
                 super()._shutdown(death_sig, timeout)
                 return
             except SignalException as again:
                 # Who presses Ctrl-C twice wants the end now; a third time, whatever is lost.
-                hurried = timeout == _PATIENCE
                 death_sig = signal.SIGKILL if hurried else again.sigval
-                timeout = _PATIENCE
+                timeout, hurried = _PATIENCE, True
 
 
 class _Logs(DefaultLogsSpecs):
@@ -203,7 +203,8 @@ def run_group(group: Group) -> int:
         if group.machines[1] > 1:
             # The store of machine 0's agent still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        before = {number: signal.getsignal(number) for number in map(_number, names)}
+        numbers = [signal.Signals[name] for name in names]
+        before = {number: signal.getsignal(number) for number in numbers}
         with patch_environment(**variables), quiet_agent():
             logs = _Logs(
                 log_dir=group.log_dir or folder,
@@ -249,10 +250,6 @@ def _told(failures: list[Failure], group: Group) -> int:
 def _is_deaf_to(name: str) -> bool:
     """``nohup`` has it that the end of the terminal is not the end of the run."""
     return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def _number(name: str) -> signal.Signals:
-    return signal.Signals[name]
 
 
 def _run(group: Group, logs: _Logs) -> RunResult:

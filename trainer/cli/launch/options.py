@@ -63,8 +63,8 @@ class _Script(argparse.Action):
         namespace.script, namespace.script_arguments = words[0], words[1:]
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser; what is not given is None or False, but for the script and its arguments."""
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The arguments of `trainer launch`, None or False where not given, but for the script's."""
     made = command_parser(
         prog,
         "Start a script on one or more processes, on one or more machines. What is not given here "
@@ -193,7 +193,7 @@ def _meeting(made: argparse.ArgumentParser) -> None:
     _add(group, "--max_restarts", type=int, metavar="N", help="start all again after a failure")
     _add(group, "--monitor_interval", type=float, metavar="SECONDS", help="between two looks")
     _add(group, "--rdzv_backend", choices=("static", "c10d"), help="how machines meet")
-    _add(group, "--rdzv_endpoint", metavar="HOST:PORT", help="where, for c10d")
+    _add(group, "--rdzv_endpoint", metavar="HOST[:PORT]", help="where, for c10d")
     _add(group, "--rdzv_id", metavar="NAME", help="of this job, the same on all machines")
     _add(group, "--rdzv_conf", metavar="KEY=VALUE,…", help="more for it, such as timeout=600")
     _add(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from trackers.jsonl import FIELDS, parse_record
 from trackers.media import one_level
 from trainer.checkpoint.lock import holder_of
 from trainer.cli.inventory import Entry, is_step, ranked_by, read_folder
-from trainer.cli.parsing import CommandError
+from trainer.cli.parsing import CommandError, named
 from trainer.cli.report.images import Images, read_images
 from trainer.cli.report.series import Series
 
@@ -157,17 +156,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         CommandError: One is not that of a run.
         OSError: A record cannot be read.
     """
-    paths = list(dict.fromkeys(Path(os.path.abspath(each.expanduser())) for each in folders))
-    return [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """As many of the last parts of each path as tell them apart."""
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-count:]).replace("//", "/") for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    return [_read(path, name) for path, name in named(folders)]
 
 
 def _read(folder: Path, name: str) -> Run:
@@ -217,9 +206,7 @@ def _read_about(path: Path, problems: list[str]) -> dict[str, Any]:
         about = json.loads(path.read_bytes())
         if any(np.isnan(_number(start["begin"])) for start in about["starts"]):
             raise TypeError("a start has no time")
-        if any(
-            _number(start.get("end") or 0) != (start.get("end") or 0) for start in about["starts"]
-        ):
+        if any(np.isnan(_number(start.get("end") or 0)) for start in about["starts"]):
             raise TypeError("the end of a start is no time")
         if not all(isinstance(each, dict) for each in about.get("warnings", [])):
             raise TypeError("a warning has no text")

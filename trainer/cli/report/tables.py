@@ -90,17 +90,16 @@ def _code(run: Run) -> object:
 
 def values(runs: Sequence[Run], kind: str = "metrics") -> Markup:
     """Of each metric and run the last value, the smallest and the largest, and their updates."""
-    names = dict.fromkeys(name for run in runs for name in getattr(run, kind))
+    found = [getattr(run, kind) for run in runs]
     rows: list[list[object]] = []
-    for name in names:
-        having = [(i, run) for i, run in enumerate(runs) if name in getattr(run, kind)]
-        for index, run in having:
-            series = getattr(run, kind)[name]
-            first = [element("th", name, rowspan=len(having), scope="rowgroup")]
+    for name in dict.fromkeys(name for each in found for name in each):
+        having = [(index, each[name]) for index, each in enumerate(found) if name in each]
+        first = [element("th", name, rowspan=len(having), scope="rowgroup")]
+        for index, series in having:
             rows.append(
                 [
-                    *(first if index == having[0][0] else []),
-                    *([swatch(index, run.name)] if len(runs) > 1 else []),
+                    *first,
+                    *([swatch(index, runs[index].name)] if len(runs) > 1 else []),
                     *_valued(series.at(-1)),
                     *_valued(series.extreme("min")),
                     *_valued(series.extreme("max")),
@@ -108,18 +107,9 @@ def values(runs: Sequence[Run], kind: str = "metrics") -> Markup:
                     number(int((~series.finite).sum())),
                 ]
             )
-    head = [
-        "metric",
-        *(["run"] if len(runs) > 1 else []),
-        "last",
-        "update",
-        "smallest",
-        "update",
-        "largest",
-        "update",
-        "values",
-        "not finite",
-    ]
+            first = []
+    extremes = ("last", "update", "smallest", "update", "largest", "update")
+    head = ["metric", *(["run"] if len(runs) > 1 else []), *extremes, "values", "not finite"]
     return table(list[object](head), rows, class_=kind)
 
 
@@ -197,16 +187,8 @@ def checkpoints(runs: Sequence[Run]) -> Markup | None:
             )
     if not rows:
         return None
-    head = [
-        *(["run"] if len(runs) > 1 else []),
-        "checkpoint",
-        "",
-        "metrics",
-        "size",
-        "saved",
-        "state",
-    ]
-    return table(list[object](head), rows, class_="checkpoints")
+    head: list[object] = [*(["run"] if len(runs) > 1 else []), "checkpoint", ""]
+    return table([*head, "metrics", "size", "saved", "state"], rows, class_="checkpoints")
 
 
 def _told_first(entry: Entry, first: Sequence[str]) -> list[str]:
@@ -221,18 +203,14 @@ def roles_of(run: Run) -> dict[str, list[str]]:
     roles: dict[str, list[str]] = {}
     usable = [e for e in run.checkpoints if e.state == "sound" and is_step(e)]
     if usable:
-        roles.setdefault(max(usable, key=_step).name, []).append("last")
+        roles[usable[-1].name] = ["last"]
     for name, mode in dict.fromkeys(run.ranking):
         scored = [e for e in usable if math.isfinite(e.metrics.get(name, math.nan))]
         sign = 1 if mode == "min" else -1
-        best = min(scored, key=lambda e: (sign * e.metrics[name], _step(e)), default=None)
-        if best is not None:
+        if scored:
+            best = min(scored, key=lambda e: sign * e.metrics[name])  # of equal ones the oldest
             roles.setdefault(best.name, []).insert(0, f"best {name}")
     return roles
-
-
-def _step(entry: Entry) -> int:
-    return entry.number or 0
 
 
 # -- what went wrong -------------------------------------------------------------------------------

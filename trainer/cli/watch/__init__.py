@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.cli.parsing import CommandError, command_parser
+from trainer.cli.parsing import CommandError, command_parser, named
 from trainer.cli.watch.follow import Run
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check_installed()
     from rich.console import Console
 
-    runs = [Run(path, name) for path, name in _named(arguments.runs)]
+    runs = [Run(path, name) for path, name in named(arguments.runs)]
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no such signs shows others
         sys.stdout.reconfigure(errors="replace")
     console = Console()
@@ -116,16 +116,6 @@ def _follow(
                     live.update(shown, refresh=True)
     finally:  # the other screen is gone; what it showed last stays on this one
         console.print(frame(runs, patterns, console))
-
-
-def _named(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """Each path with the shortest name that no other has."""
-    paths = list(dict.fromkeys(path.expanduser().absolute() for path in paths))
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return list(zip(paths, names, strict=True))
 
 
 def _names(text: str) -> list[str]:

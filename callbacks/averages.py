@@ -31,9 +31,8 @@ class Averages:
         self.use_buffers = use_buffers
         self.values: dict[str, Tensor] = {}
         self.in_place = False
-        self._aside: dict[
-            str, Tensor
-        ] = {}  # what `take_out` puts back and `values` has no room for
+        # What `take_out` puts back and `values` has no room for.
+        self._aside: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, module: nn.Module, weight: float) -> None:
@@ -48,12 +47,12 @@ class Averages:
 
     @torch.no_grad()
     def begin_at(
-        self, module: nn.Module, names: Iterable[str], values: Mapping[str, Tensor] | None = None
+        self, module: nn.Module, names: Iterable[str], values: Mapping[str, Tensor]
     ) -> None:
         """Let these averages be what the module holds now, or the values given for them."""
         named = _named(module)
         self._begin(named, [name for name in names if name in named])
-        for name, value in (values or {}).items():
+        for name, value in values.items():
             if name in self.values:
                 self.values[name] = value.to(self.values[name])
 
@@ -137,13 +136,11 @@ class Averages:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad or name in self.values
         }
-        if self.use_buffers:
+        buffers = dict(module.named_buffers()) if self.use_buffers else {}
+        floating = {name: each for name, each in buffers.items() if each.is_floating_point()}
+        if floating:  # to ask for the `state_dict` takes longer than all else here
             held = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
-            named |= {
-                name: buffer
-                for name, buffer in module.named_buffers()
-                if id(buffer) in held and buffer.is_floating_point()
-            }
+            named |= {name: each for name, each in floating.items() if id(each) in held}
         return named
 
 

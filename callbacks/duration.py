@@ -43,7 +43,7 @@ def _seconds(name: str, time: str | timedelta | Mapping[str, float]) -> float:
             days, hours, minutes, seconds = map(int, time.split(":"))
             return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
         interval = Interval.parse(time)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"{name} is {time!r}; give {_TIMES}.") from error
     if interval.unit != "seconds":
         raise ValueError(

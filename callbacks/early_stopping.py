@@ -70,7 +70,7 @@ class EarlyStopping(Callback):
             raise ValueError(f"min_delta must be finite and at least 0, got {min_delta!r}.")
         if not isinstance(patience, (int, float)):
             raise TypeError(f"patience is {patience!r}; it must be an int.")
-        if patience < 0 or patience != int(patience):
+        if patience < 0 or patience % 1:
             raise ValueError(f"patience must be a whole number of at least 0, got {patience!r}.")
         self.monitor = Monitor(monitor, mode)
         self.min_delta = min_delta
@@ -126,11 +126,13 @@ class EarlyStopping(Callback):
         """Tell it if there was nothing to judge."""
         if self.best_score is None and self.reason is None and trainer.global_step > 0:
             name = self.monitor.name
-            rare = " It was logged but never reduced: log_every says when for values of steps, "
-            rare += (
-                "val_every for those of validations. A shorter interval helps, or on_epoch=True."
-            )
-            hint = rare if name in trainer.logged_names else ""
+            hint = ""
+            if name in trainer.logged_names:
+                hint = (
+                    " It was logged but never reduced: log_every says when for values of steps, "
+                    "val_every for those of validations. A shorter interval helps, or "
+                    "on_epoch=True."
+                )
             logger.warning("EarlyStopping saw no value of %r in this run.%s", name, hint)
 
     def _judge(self, value: float) -> str | None:
@@ -138,11 +140,8 @@ class EarlyStopping(Callback):
         name, goal, limit = self.monitor.name, self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
             return f"{name} = {value} is not finite"
-        if self.best_score is None:
-            improved = not math.isnan(value)
-        else:
-            improved = self.monitor.is_better(value, self.best_score, self.min_delta)
-        if improved:
+        best = math.nan if self.best_score is None else self.best_score  # any number beats that
+        if self.monitor.is_better(value, best, self.min_delta):
             self.best_score, self.wait_count = value, 0
         else:
             self.wait_count += 1

@@ -56,15 +56,20 @@ class LearningRateMonitor(Callback):
         for name, value in self._values(trainer).items():
             # an optimizer that keeps its rate in a tensor changes it in place later
             value = value.detach().clone() if isinstance(value, Tensor) else float(value)
-            module.log(name, value, on_step=True, on_epoch=False)
+            # All processes have the same: a mean may round, and is none over a batch without items.
+            module.log(name, value, on_step=True, on_epoch=False, reduce="max")
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:
-        custom = {id(s.scheduler.optimizer): s.name for s in trainer.schedulers if s.name}
+        custom = {
+            id(getattr(s.scheduler, "optimizer", None)): s.name
+            for s in trainer.schedulers
+            if s.name
+        }
         seen: Counter[str] = Counter()
         values: dict[str, Any] = {}
         for prepared, own in zip(trainer.optimizers, trainer.optimizer_names, strict=True):
             optimizer = getattr(prepared, "optimizer", prepared)
-            name = custom.get(id(optimizer)) or custom.get(id(prepared)) or f"lr-{own}"
+            name = custom.get(id(optimizer), f"lr-{own}")
             seen[name] += 1
             if seen[name] > 1:  # of schedules
                 name = f"{name}-{seen[name] - 1}"

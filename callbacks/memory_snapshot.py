@@ -56,12 +56,12 @@ class MemorySnapshot(Callback):
             ("steps", steps, 1),
             ("max_entries", max_entries, 1),
         ):
-            if value is not None and (value < least or value != int(value)):
+            if value is not None and (value < least or value % 1):
                 raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
         self.dirpath = dirpath
         self.skip_steps, self.steps = skip_steps, steps
         self.all_ranks = all_ranks
-        self.max_entries = max_entries
+        self.max_entries = int(max_entries)  # as torch wants it
         self.snapshots: list[Path] = []
         self._active = self._recording = False
         self._updates = 0
@@ -97,6 +97,11 @@ class MemorySnapshot(Callback):
             self._write(trainer, "")
         self._stop()
 
+    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
+        """Likewise where a signal ends it, which comes in the place of a boundary."""
+        self.on_boundary(trainer, module)
+        self.on_train_end(trainer, module)
+
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Write how the memory ran out."""
         if self._recording and isinstance(exception, torch.OutOfMemoryError):
@@ -118,7 +123,7 @@ class MemorySnapshot(Callback):
             torch.cuda.memory._record_memory_history(None)
 
     def _write(self, trainer: Trainer, suffix: str) -> None:
-        folder = Path(self.dirpath or trainer.project_dir / "memory")
+        folder = Path(self.dirpath or trainer.project_dir / "memory").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         rank = trainer.accelerator.process_index
         name = f"memory-step-{trainer.global_step:08d}-rank-{rank:05d}{suffix}.pickle"

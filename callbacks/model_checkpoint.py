@@ -96,9 +96,9 @@ class ModelCheckpoint(Callback):
         for name, value in (("save_top_k", save_top_k), ("save_last", save_last)):
             if not isinstance(value, (int, float)):
                 raise TypeError(f"{name} is {value!r}; it must be an int.")
-        if save_top_k < -1 or save_top_k != int(save_top_k):
+        if save_top_k < -1 or save_top_k % 1:
             raise ValueError(f"save_top_k must be -1 (all), 0 or a count, got {save_top_k!r}.")
-        if save_last < 0 or save_last != int(save_last):
+        if save_last < 0 or save_last % 1:
             raise ValueError(f"save_last must be True, False or a count, got {save_last!r}.")
         if save_top_k == 0 and not save_last:
             raise ValueError(
@@ -110,7 +110,7 @@ class ModelCheckpoint(Callback):
         ranking = Monitor("step" if monitor is None else monitor, mode)
         self.monitor = None if monitor is None else ranking
         self.every = Interval.parse(every)
-        self.save_top_k = save_top_k
+        self.save_top_k = int(save_top_k)
         self.save_last = int(save_last)
         self.saves_on_preemption = on_preemption
         self.saves_on_exception = on_exception
@@ -330,8 +330,6 @@ class ModelCheckpoint(Callback):
         A folder counts as missing if any rank lacks it, so that all ranks go on deciding alike.
         """
         names = sorted({*self._scores, *self._newest, *self._displaced})
-        if not names:
-            return
         lacking = torch.tensor([float(not self._path(name).is_dir()) for name in names])
         lacking = trainer.accelerator.reduce(lacking.to(trainer.accelerator.device), "sum")
         missing = {name for name, ranks in zip(names, lacking.tolist(), strict=True) if ranks}

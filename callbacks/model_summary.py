@@ -61,8 +61,9 @@ def _table(rows: list[Row]) -> list[str]:
     """Lines with columns of one width; the numbers' are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = "<<><>"
+    columns = list(zip(signs, widths, strict=False))  # without FLOPs one sign is left over
     lines = [
-        "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(row, signs, widths))  # noqa: B905 - without FLOPs one sign is left over
+        "  ".join(f"{cell:{sign}{width}}" for cell, (sign, width) in zip(row, columns, strict=True))
         for row in rows
     ]
     return [line.rstrip() for line in lines]

@@ -28,7 +28,7 @@ class OnExceptionCheckpoint(Callback):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else Path(dirpath).expanduser()
         self._training = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -38,7 +38,7 @@ class OnExceptionCheckpoint(Callback):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """Save this process's weights."""
         if self._training:
-            folder = self.dirpath or trainer.project_dir / "checkpoints"
+            folder = self.dirpath or trainer.checkpoint_dir
             save_weights_at(exception, trainer, folder)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

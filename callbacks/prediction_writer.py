@@ -58,17 +58,12 @@ class PredictionWriter(Callback):
         self.directories: list[Path] = []
         self._files: list[Any] = []
 
-    @property
-    def state_key(self) -> str:
-        """The class with the folder that it writes to."""
-        return f"{super().state_key}({self.dirpath or 'predictions'})"
-
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Open the files of each loader."""
         self.directories = []
         if trainer.fast_dev_run:
             return
-        folder = Path(self.dirpath or trainer.project_dir / "predictions")
+        folder = Path(self.dirpath or trainer.project_dir / "predictions").expanduser()
         loaders = len(trainer.num_eval_batches)
         self.directories = [
             folder / f"dataloader_idx_{index}" if loaders > 1 else folder

@@ -67,7 +67,7 @@ class Profiler(Callback):
             ("repeat", repeat, 1),
             ("top_operators", top_operators, 1),
         ):
-            if value < least or value != int(value):
+            if value < least or value % 1:
                 raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
         self.dirpath = dirpath
         self.all_ranks = all_ranks
@@ -109,7 +109,8 @@ class Profiler(Callback):
         self._stop(trainer)
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Likewise where a signal ends it."""
+        """Likewise where a signal ends it, which comes in the place of a boundary."""
+        self.on_boundary(trainer, module)
         self._stop(trainer)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -135,7 +136,7 @@ class Profiler(Callback):
                 self._write(stopped, trainer)
 
     def _write(self, finished: profile, trainer: Trainer) -> None:
-        folder = Path(self.dirpath or trainer.project_dir / "profile")
+        folder = Path(self.dirpath or trainer.project_dir / "profile").expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         rank = trainer.accelerator.process_index
         name = f"step-{trainer.global_step:08d}-rank-{rank:05d}"

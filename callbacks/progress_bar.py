@@ -286,19 +286,12 @@ class ProgressBar(Callback):
         self._train.advance(batch_idx + 1)
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave the finished epoch on the screen."""
+        """Leave the epoch on the screen."""
         self._train.draw()
         self._close()
 
-    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Close the bar of an epoch that was not finished."""
-        self._train.draw()
-        self._close()
-
-    def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """End the line, so that what a save says begins on its own."""
-        self._train.draw()
-        self._close()
+    on_train_end = on_train_epoch_end  # the epoch may not be finished
+    on_preemption = on_train_epoch_end  # what a save says begins on a line of its own
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         """End the line, so that the error begins on its own."""

@@ -129,7 +129,7 @@ class SlowRankDetector(Callback):
             raise ValueError(f"threshold must be finite and above 1, got {threshold!r}.")
         if not 0.0 <= min_share < 1.0:
             raise ValueError(f"min_share must be at least 0 and below 1, got {min_share!r}.")
-        if patience < 1 or patience != int(patience):
+        if patience < 1 or patience % 1:
             raise ValueError(f"patience must be a whole number above 0, got {patience!r}.")
         self.threshold, self.min_share, self.patience = threshold, min_share, int(patience)
         self.slow: list[Slow] = []

@@ -84,7 +84,7 @@ class SpikeDetection(Callback):
             ("warmup", warmup, 1),
             ("patience", patience, 1),
         ):
-            if count < least or count != int(count):
+            if count < least or count % 1:
                 raise ValueError(f"{name} must be a count of {least} or more, got {count!r}.")
         if warmup > window:
             raise ValueError(
@@ -101,7 +101,7 @@ class SpikeDetection(Callback):
         if action not in get_args(Action):
             raise ValueError(f"action must be 'log' or 'stop', got {action!r}.")
         self.monitor = Monitor(monitor, mode)
-        self.window = window
+        self.window = int(window)
         self.warmup = warmup
         self.deviations = deviations
         self.rtol = rtol
@@ -130,15 +130,13 @@ class SpikeDetection(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The window and what was found."""
-        return {name: getattr(self, name) for name in _STATE} | {
-            "window_values": list(self.window_values)
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``."""
         for name in _STATE:
             setattr(self, name, state[name])
-        self.window_values = list(state["window_values"])[-self.window :]
+        self.window_values = self.window_values[-self.window :]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Forget another run's values where this one begins anew."""

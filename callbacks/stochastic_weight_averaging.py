@@ -71,7 +71,7 @@ class StochasticWeightAveraging(Callback):
                 "swa_epoch_start must be the number of an epoch from 1, or a fraction of "
                 f"max_epochs from 0.0 to 1.0; got {swa_epoch_start!r}."
             )
-        if annealing_epochs < 0 or annealing_epochs != int(annealing_epochs):
+        if annealing_epochs < 0 or annealing_epochs % 1:
             raise ValueError(f"annealing_epochs must be 0 or a count, got {annealing_epochs!r}.")
         if annealing_strategy not in get_args(Strategy):
             raise ValueError(

@@ -76,7 +76,7 @@ class ThroughputMonitor(Callback):
         flops_per_batch: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
-        if window_size < 1 or window_size != int(window_size):
+        if window_size < 1 or window_size % 1:
             raise ValueError(f"window_size must be a whole number above 0, got {window_size!r}.")
         if flops_per_batch is not None and not 0 <= flops_per_batch < math.inf:
             raise ValueError(f"flops_per_batch must be finite and at least 0: {flops_per_batch!r}.")
@@ -96,7 +96,7 @@ class ThroughputMonitor(Callback):
         self._batches = 0  # micro-batches of this process, as long as FLOPs are to be counted
         self._counting = False
         self._paused = 0.0  # seconds in validations
-        self._paused_at: float | None = None
+        self._paused_at = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """The FLOPs that were counted; speeds are those of each start."""
@@ -188,9 +188,7 @@ class ThroughputMonitor(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Let it go on."""
-        if self._paused_at is not None:
-            self._paused += time.monotonic() - self._paused_at
-            self._paused_at = None
+        self._paused += time.monotonic() - self._paused_at
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Stop counting where an error left the micro-batch."""

@@ -64,7 +64,7 @@ class WeightAveraging(Callback):
     ) -> None:
         if not (math.isfinite(decay) and 0 <= decay <= 1):
             raise ValueError(f"decay must be a number from 0 to 1, for example 0.999; got {decay}.")
-        if update_every_n_steps < 1 or update_every_n_steps != int(update_every_n_steps):
+        if update_every_n_steps < 1 or update_every_n_steps % 1:
             raise ValueError(
                 f"update_every_n_steps must be a count of 1 or more, got {update_every_n_steps!r}."
             )
@@ -72,7 +72,7 @@ class WeightAveraging(Callback):
             ("update_starting_at_step", update_starting_at_step),
             ("update_starting_at_epoch", update_starting_at_epoch),
         ):
-            if start is not None and (start < 0 or start != int(start)):
+            if start is not None and (start < 0 or start % 1):
                 raise ValueError(f"{name} must be a count of 0 or more, or None; got {start!r}.")
         if final_weights not in get_args(Final):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -172,10 +171,6 @@ class BackgroundTracker(GeneralTracker):
         return self._worker.replayed
 
     @property
-    def _thread(self) -> threading.Thread | None:
-        return self._worker.thread
-
-    @property
     def tracker(self) -> Any:
         """The object of the SDK underneath. Waits for `start` to end, at most `finish_timeout`.
 
@@ -223,7 +218,7 @@ class BackgroundTracker(GeneralTracker):
         Raises:
             RuntimeError: it was started or finished before.
         """
-        if self._thread is not None or self._finished:
+        if self._worker.thread is not None or self._finished:
             raise RuntimeError(f"The tracker {self.name!r} can be started once. Make another one.")
         self._started = Future()
         self._worker.start(Call("start", self._begin, record=False), self.missed)

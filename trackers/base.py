@@ -148,14 +148,15 @@ class GeneralTracker:
 
         Args:
             table_name: its name.
-            columns: the names of the columns.
-            data: the rows.
-            dataframe: a data frame instead of `columns` and `data`.
+            columns: the names of the columns; numbers from 1 by default.
+            data: the rows, each as long as the others.
+            dataframe: of pandas or polars, instead of `columns` and `data`.
             step: the number of optimizer updates so far.
             **kwargs: for the SDK underneath.
 
         Raises:
             NotImplementedError: this tracker takes no tables.
+            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
         """
         raise NotImplementedError(f"The tracker {self.name!r} takes no tables.")
 

@@ -167,19 +167,7 @@ class CometMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table as a CSV file.
-
-        Args:
-            table_name: its name.
-            columns: the names of the columns; numbers from 1 by default.
-            data: the rows, each as long as the others.
-            dataframe: of pandas or polars, instead of `columns` and `data`.
-            step: the number of optimizer updates so far.
-            **kwargs: for `log_asset_data` of the experiment.
-
-        Raises:
-            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
-        """
+        """Record a table as CSV, see `GeneralTracker.log_table`; `kwargs` for `log_asset_data`."""
         names, rows = table_of(table_name, columns, data, dataframe)
         text = io.StringIO(newline="")
         csv.writer(text).writerows([names, *rows])

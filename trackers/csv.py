@@ -51,7 +51,7 @@ class CSVTracker(GeneralTracker):
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str], *, purge_step: int | None = None
     ) -> None:
-        self.path = Path(logging_dir).absolute() / run_name / "metrics.csv"
+        self.path = Path(logging_dir).expanduser().absolute() / run_name / "metrics.csv"
         self.purge_step = purge_step
         self._kept: int | None = None  # the same, as `resume` says
         self._anew = False
@@ -113,7 +113,7 @@ class CSVTracker(GeneralTracker):
         """
         values = one_level(values)
         named = values.pop("step", step)
-        if step is None:
+        if step is None and type(named) is int:  # what a run that goes on can read
             step = named
         row: dict[str, Any] = {"step": step, **values}
         if self._file is None:
@@ -208,9 +208,9 @@ class CSVTracker(GeneralTracker):
                 self.path,
             )
             return
-        left, self._file = self._file, io.FileIO(self.path, "r+")
-        if left is not None:
-            left.close()
+        other = io.FileIO(self.path, "r+")
+        self.finish()
+        self._file = other
         self._read()
         self._last = {}  # of the file that is gone, whatever is as long in this one
 

@@ -10,15 +10,8 @@ from trackers.base import python_number
 
 _logger = logging.getLogger("trackers")
 _CHANNELS = (1, 3, 4)
-_MODES = (
-    "P",
-    "PA",
-    "LA",
-    "CMYK",
-    "YCbCr",
-    "HSV",
-    "LAB",
-)  # of pictures, whose numbers are no pixels
+# Of pictures whose numbers are no pixels.
+_MODES = ("P", "PA", "LA", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def plain(value: Any) -> Any:

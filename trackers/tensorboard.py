@@ -85,7 +85,7 @@ class TensorBoardTracker(GeneralTracker):
         **writer_options: Any,
     ) -> None:
         # The writer opens its file for each record, wherever the process is then.
-        self.log_dir = Path(logging_dir).absolute() / run_name
+        self.log_dir = Path(logging_dir).expanduser().absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False
@@ -208,19 +208,7 @@ class TensorBoardTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table as a text in Markdown.
-
-        Args:
-            table_name: its name.
-            columns: the names of the columns; numbers from 1 by default.
-            data: the rows, each as long as the others.
-            dataframe: of pandas or polars, instead of `columns` and `data`.
-            step: the number of optimizer updates so far.
-            **kwargs: for `add_text`, for example `walltime` in seconds since 1970.
-
-        Raises:
-            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
-        """
+        """Record a table in Markdown, see `GeneralTracker.log_table`; `kwargs` for `add_text`."""
         text = _markdown(*table_of(table_name, columns, data, dataframe))
         with self._written():
             self.tracker.add_text(table_name, text, global_step=step, **kwargs)

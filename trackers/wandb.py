@@ -206,19 +206,7 @@ class WandBTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a table as a `wandb.Table`.
-
-        Args:
-            table_name: its name.
-            columns: the names of the columns; numbers from 1 by default.
-            data: the rows, each as long as the others.
-            dataframe: of pandas or polars, instead of `columns` and `data`.
-            step: the number of optimizer updates so far.
-            **kwargs: for `wandb.Run.log`.
-
-        Raises:
-            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
-        """
+        """Record a table as a `wandb.Table`, see `GeneralTracker.log_table`."""
         import wandb
 
         names, rows = table_of(table_name, columns, data, dataframe)

@@ -57,7 +57,7 @@ class Worker:
         memory: int,
         limit: float,
         pauses: tuple[float, float],
-        gathering: float = 0.0,
+        gathering: float,
     ) -> None:
         self.pending = Pending(capacity, gathering, memory)
         self.missed: Missed | None = None

@@ -124,8 +124,7 @@ def keep(
         places = {name: name for name in values if name in outermost}
     plain = {name: _plain(value, name) for name, value in values.items() if name not in skipped}
     kept.values.update(plain)
-    for name in plain:
-        kept.private.discard(name)
+    kept.private.difference_update(plain)
     kept.places.update({name: place for name, place in places.items() if name in plain})
     if private:
         kept.private.update(plain)

@@ -123,7 +123,8 @@ class RunTrackers:
         """
         if not isinstance(project_name, str):
             raise TypeError(f"project_name is {project_name!r}; it must be a text.")
-        _check_mapping("config", config)
+        if not isinstance(config, (Mapping, type(None))):
+            raise TypeError(f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}.")
         _check_options("init_kwargs", init_kwargs)
         if self._end is not None and self._end.alive:
             raise RuntimeError(
@@ -270,11 +271,6 @@ def _as_step(step: Any) -> int | None:
         ) from None
 
 
-def _check_mapping(what: str, value: Any) -> None:
-    if not isinstance(value, (Mapping, type(None))):
-        raise TypeError(f"{what} is {value!r}; it must be a dict, such as {{'lr': 0.001}}.")
-
-
 def _check_options(what: str, options: Any) -> None:
     if options is not None and not (
         isinstance(options, Mapping) and all(isinstance(one, Mapping) for one in options.values())
@@ -288,7 +284,7 @@ def _check_options(what: str, options: Any) -> None:
 def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
     """Find out now, not on a thread when the run is under way, that it cannot be made."""
     try:
-        Path(logging_dir or ".").mkdir(parents=True, exist_ok=True)
+        Path(logging_dir or ".").expanduser().mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"logging_dir is {str(logging_dir)!r}, which cannot be used as a folder: {error}."

@@ -105,7 +105,13 @@ def test_two_that_watch_different_metrics_have_different_keys():
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"mode": "auto"}, {"patience": -1}, {"patience": 1.5}, {"min_delta": -1}],
+    [
+        {"mode": "auto"},
+        {"patience": -1},
+        {"patience": 1.5},
+        {"patience": math.inf},
+        {"min_delta": -1},
+    ],
 )
 def test_wrong_arguments_are_refused(arguments):
     (value,) = arguments.values()

@@ -5,6 +5,9 @@ import torch
 
 from callbacks import LearningRateMonitor
 from tests.helpers.stand_in import TrainerStandIn
+from tests.numerics.running import quiet_trainer
+from trackers import read_metrics
+from trainer import TrainModule
 from trainer.optim.configure import OptimizerEntry, names_of
 
 
@@ -115,3 +118,42 @@ def test_a_rate_in_a_tensor_is_logged_as_it_was():
 def test_what_lightning_takes_first_is_not_taken_for_something_else():
     with pytest.raises(TypeError, match="positional"):
         LearningRateMonitor("epoch")
+
+
+class Line(TrainModule):
+    """Its second batch has no items."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def count_items(self, batch):
+        return int(batch.sum())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_rate_is_recorded_as_it_is_whatever_the_items_of_the_batch(tmp_path):
+    trainer = quiet_trainer(
+        project_dir=tmp_path, max_epochs=1, log_every=1, callbacks=[LearningRateMonitor()]
+    )
+    trainer.fit(Line(), [torch.ones(3, 1), torch.zeros(3, 1), torch.ones(3, 1)])
+    records = read_metrics(trainer.project_dir / "metrics.jsonl")
+    assert [record["lr-SGD"] for record in records] == [0.1, 0.1, 0.1]
+
+
+def test_a_named_schedule_that_knows_no_optimizer():
+    sgd = torch.optim.SGD(parameters(), lr=0.5)
+    schedule = SimpleNamespace(scheduler=SimpleNamespace(step=print), name="own")
+    assert logged([sgd], schedulers=[schedule]) == {"lr-SGD": 0.5}
+
+
+def test_schedules_of_one_name_are_told_apart():
+    optimizers = [torch.optim.SGD(parameters(), lr=lr) for lr in (0.5, 0.25)]
+    schedules = [torch.optim.lr_scheduler.ConstantLR(each, factor=1.0) for each in optimizers]
+    schedulers = [SimpleNamespace(scheduler=each, name="warm") for each in schedules]
+    assert logged(optimizers, schedulers=schedulers) == {"warm": 0.5, "warm-1": 0.25}

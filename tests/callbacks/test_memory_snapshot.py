@@ -1,5 +1,6 @@
 import logging
 import os
+import signal
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from callbacks import Callback, MemorySnapshot
 from tests.helpers.requires import requires_cuda
 from trainer import Accelerator, Trainer, TrainModule
+from trainer.errors import Preempted
 
 
 class Line(TrainModule):
@@ -50,7 +52,7 @@ class Allocator:
 
     def record(self, enabled="all", max_entries=None):
         self.calls.append((self.step, "on" if enabled else "off"))
-        assert enabled is None or max_entries == 100_000
+        assert enabled is None or (type(max_entries) is int and max_entries == 100_000)
 
     def dump(self, filename):
         assert self.calls[-1][1] == "on"
@@ -99,7 +101,7 @@ def test_the_history_of_a_few_updates_is_written(allocator, skip, steps):
 
 
 def test_a_run_that_ends_before_writes_what_there_is(allocator):
-    fit(OnCuda(allocator), MemorySnapshot(skip_steps=5, steps=30))
+    fit(OnCuda(allocator), MemorySnapshot(skip_steps=5, steps=30, max_entries=1e5))
     assert [what for _, what in allocator.calls] == ["on", "dump", "off"]
     assert files() == ["memory-step-00000008-rank-00000.pickle"]
     allocator.calls.clear()
@@ -153,9 +155,31 @@ def test_a_real_history_is_written():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"skip_steps": -1}, {"steps": 0}, {"steps": 1.5}, {"max_entries": 0}]
+    "arguments",
+    [{"skip_steps": -1}, {"steps": 0}, {"steps": 1.5}, {"steps": float("inf")}, {"max_entries": 0}],
 )
 def test_wrong_arguments(arguments):
     (name,) = arguments
     with pytest.raises(ValueError, match=name):
         MemorySnapshot(**arguments)
+
+
+@pytest.mark.parametrize("at", [5, 6])
+def test_a_run_that_a_signal_ends_writes_what_there_is(allocator, at):
+    """Also where it comes with the only update that was recorded."""
+
+    class Signal(Callback):
+        def on_train_step_end(self, trainer, module):
+            if trainer.global_step == at:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Preempted):
+        fit(OnCuda(allocator), Signal(), MemorySnapshot(skip_steps=5, steps=30))
+    assert [what for _, what in allocator.calls] == ["on", "dump", "off"]
+    assert files() == [f"memory-step-{at + 1:08d}-rank-00000.pickle"]
+
+
+def test_the_home_is_known(allocator, monkeypatch):
+    monkeypatch.setenv("HOME", os.getcwd())
+    fit(OnCuda(allocator), MemorySnapshot("~/x"))
+    assert len(os.listdir("x")) == 1

@@ -36,14 +36,24 @@ def expected_steps(values, *, monitor, mode, every, save_top_k, save_last):
         ranked = sorted(fresh, key=lambda step: (sign * values[step - 1], step))
     if save_top_k == -1:
         return due
-    return sorted({*ranked[:save_top_k], *(due[-save_last:] if save_last else [])})
+    return sorted({*ranked[: int(save_top_k)], *(due[-int(save_last) :] if save_last else [])})
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("monitor", [None, "loss"])
 @pytest.mark.parametrize(
     ("save_top_k", "save_last"),
-    [(-1, True), (0, True), (0, 3), (1, True), (1, False), (2, 2), (3, True), (3, False)],
+    [
+        (-1, True),
+        (0, True),
+        (0, 3),
+        (1, True),
+        (1, False),
+        (2, 2),
+        (3, True),
+        (3, False),
+        (2.0, 2.0),
+    ],
 )
 def test_what_stays_is_the_best_and_the_last(tmp_path, mode, monitor, save_top_k, save_last):
     choices = [None, math.nan, math.inf, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -309,6 +319,8 @@ def test_saves_after_the_other_callbacks():
         ({"mode": "auto"}, "'auto'"),
         ({"save_top_k": -2}, "-2"),
         ({"save_top_k": 0.5}, "0.5"),
+        ({"save_top_k": math.inf}, "save_top_k must be -1"),
+        ({"save_last": math.nan}, "a count, got nan"),
         ({"save_top_k": 0, "save_last": False}, "checkpointing=False"),
         ({"save_last": -1}, "save_last must be True, False or a count, got -1"),
         ({"on_save_error": "ignore"}, "'raise' or 'warn', got 'ignore'"),
@@ -324,3 +336,11 @@ def test_wrong_arguments_are_refused(arguments, message):
 def test_counts_are_numbers(name):
     with pytest.raises(TypeError, match=f"{name} is '3'; it must be an int"):
         ModelCheckpoint(**{name: "3"})
+
+
+def test_a_wrong_name_shows_before_a_save_is_due(tmp_path):
+    trainer, _ = trainer_with(tmp_path, monitor="loss", every=100)
+    trainer.steps_per_epoch = 2
+    trainer.start()
+    with pytest.raises(ValueError, match="'loss' was never logged"):
+        trainer.updates([None] * 3)

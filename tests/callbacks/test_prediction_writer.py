@@ -25,7 +25,7 @@ class Predicting(TrainModule):
             "half": {"low": (x / 2).to(torch.bfloat16), "sign": x > 3},
             "row": x.repeat(1, 3).to(torch.int64)[:, :, None],
             "text": [f"é{value:g}" for value in x.flatten().tolist()],
-            "array": x.numpy().astype(numpy.int16),
+            "array": numpy.broadcast_to(x.numpy().astype(numpy.int16), x.shape),  # read-only
         }
 
 
@@ -270,6 +270,17 @@ def test_a_prediction_that_fails_leaves_no_merged_file_and_no_parts(interval):
     assert len(os.listdir("out")) == (2 if interval == "batch" else 1)
 
 
+def test_a_merge_that_fails_leaves_no_parts():
+    class Blocking(Bare):
+        def predict_step(self, batch, batch_idx):
+            os.makedirs("out/predictions.safetensors", exist_ok=True)
+            return super().predict_step(batch, batch_idx)
+
+    with pytest.raises(OSError, match=r"predictions\.safetensors"):
+        make(PredictionWriter("out")).predict(Blocking(), loader(4, 2))
+    assert os.listdir("out") == ["predictions.safetensors"]
+
+
 def test_parts_of_a_process_that_died_are_swept():
     os.makedirs("out/.parts")
     with open("out/.parts/rank-00007.bin", "w") as file:
@@ -287,10 +298,12 @@ def test_a_trial_writes_nothing(tmp_path):
 
 REFUSED = [
     (lambda x, n: {"a": x.sum()}, ValueError, "'a' of the prediction for batch 0 has no dimension"),
+    (lambda x, n: {"a": numpy.array(3.0)}, ValueError, "'a' .* has no dimension of samples"),
     (lambda x, n: {"a": x, "b": 3}, TypeError, "'b' .* is 3 of type int"),
     (lambda x, n: None, TypeError, "'predictions' .* is None"),
     (lambda x, n: {"a": [object(), object()]}, TypeError, "'a' .* cannot be written as JSON"),
     (lambda x, n: {"a": ["x"], "b": ["x", "y"]}, ValueError, "'a': 1, 'b': 2"),
+    (lambda x, n: {"a.b": x, "a": {"b": x}}, ValueError, "'a.b' .* is there twice"),
     (lambda x, n: x.to(torch.complex64), TypeError, "complex64"),
     (lambda x, n: x.repeat(1, n + 1), ValueError, r"batch 1 .* row of 'predictions' .*\(2,\), not"),
     (lambda x, n: x.to([torch.float32, torch.int8][n]), ValueError, "torch.int8"),
@@ -349,3 +362,9 @@ def test_what_cannot_be_merged_is_an_error_on_all_processes(ranks2, where, text)
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="'batch' or 'epoch', got 'step'"):
         PredictionWriter(write_interval="step")
+
+
+def test_the_home_is_known(monkeypatch):
+    monkeypatch.setenv("HOME", os.getcwd())
+    make(PredictionWriter("~/x")).predict(Bare(), loader(4, 2))
+    assert os.listdir("x") == ["predictions.safetensors"]

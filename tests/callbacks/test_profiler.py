@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import signal
 
 import pytest
 import torch
@@ -145,18 +146,21 @@ def test_an_error_in_the_writing_leaves_no_profiler(tmp_path):
 
 
 class Preempt(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 3:
-            import signal
+    def __init__(self, at):
+        self.at = at
 
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == self.at:
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_signal_within_a_recording_writes_what_there_is():
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_signal_within_a_recording_writes_what_there_is(at):
+    """Also where only the update that it comes behind was recorded."""
     profiler = Profiler(wait=1, warmup=1, active=50)
     with pytest.raises(Preempted):
-        fit(profiler, Preempt())
-    assert steps_in(profiler.traces[0])[:2] == [2, 3]
+        fit(profiler, Preempt(at))
+    assert steps_in(profiler.traces[0]) == list(range(2, at + 2))
     assert not running()
 
 
@@ -215,9 +219,16 @@ def test_a_trial_records_nothing(tmp_path):
         {"repeat": 0},
         {"top_operators": 0},
         {"active": 1.5},
+        {"wait": float("inf")},
     ],
 )
 def test_wrong_arguments(arguments):
     (name,) = arguments
     with pytest.raises(ValueError, match=name):
         Profiler(**arguments)
+
+
+def test_the_home_is_known(monkeypatch):
+    monkeypatch.setenv("HOME", os.getcwd())
+    fit(Profiler("~/x", wait=0, warmup=1, active=1))
+    assert len(os.listdir("x")) == 2

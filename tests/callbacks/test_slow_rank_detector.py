@@ -252,6 +252,7 @@ def test_on_a_device_what_has_not_passed_is_read_later(monkeypatch):
         {"min_share": -0.1},
         {"min_share": 1.0},
         {"patience": 0},
+        {"patience": math.inf},
     ],
 )
 def test_wrong_arguments(arguments):

@@ -49,6 +49,7 @@ def spikes(values, **arguments):
         ([-1.0] * 5 + [-0.95, -0.85], {}, [7]),
         ([1.0] * 4 + [5.0], {}, []),  # the warm-up
         ([1.0] * 3 + [5.0], {"warmup": 3}, [4]),
+        ([*STEADY, 1.5], {"window": 5.0, "warmup": 5.0}, [6]),  # whole numbers, as 1e2 is
         ([1.0] * 5 + [9.0] * 4, {}, [6, 7, 8]),  # a new level becomes the normal one
         ([1.0, None, 1.0, 1.0, None, 1.0, 1.0, 5.0, None], {}, [8]),
         ([math.nan, *STEADY, math.inf], {}, [1, 7]),
@@ -136,6 +137,7 @@ def test_two_that_watch_different_metrics_have_different_keys():
         {"mode": "auto"},
         {"window": 0},
         {"window": 2.5},
+        {"window": math.inf},
         {"warmup": 0},
         {"warmup": 51},
         {"patience": 0},

@@ -415,6 +415,29 @@ def test_what_does_not_go_together_is_refused_before_the_first_update():
     assert average.num_averaged == 2
 
 
+def test_statistics_are_refused_where_training_step_makes_updates():
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            loss = super().training_step(batch, batch_idx)
+            if loss.requires_grad:
+                self.manual_backward(loss)
+
+    class Asks(Callback):
+        def on_boundary(self, trainer: Any, module: TrainModule) -> None:
+            before = copy_of(module)
+            with pytest.raises(ValueError, match="manual optimisation"):
+                trainer.update_batch_norm()
+            assert_same(copy_of(module), before)
+
+    train(Asks(), module=Manual(), max_epochs=1)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -428,6 +451,7 @@ def test_what_does_not_go_together_is_refused_before_the_first_update():
         ("swa_epoch_start", True),
         ("annealing_epochs", -1),
         ("annealing_epochs", 1.5),
+        ("annealing_epochs", float("inf")),
         ("annealing_strategy", "exp"),
     ],
 )

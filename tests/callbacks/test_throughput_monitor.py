@@ -311,6 +311,7 @@ def test_the_peak_is_that_of_the_precision_of_the_run(monkeypatch):
     [
         {"window_size": 0},
         {"window_size": 1.5},
+        {"window_size": math.inf},
         {"flops_per_batch": -1},
         {"flops_per_batch": math.nan},
         {"peak_flops": 0},

@@ -177,6 +177,7 @@ def test_the_clock_of_rank_0_decides_for_all(ranks2):
         (("5 steps",), ValueError, "duration is '5 steps'"),
         (("soon",), ValueError, "duration is 'soon'; give '30 minutes'"),
         ((timedelta(0),), ValueError, "above zero"),
+        (({"hours": float("inf")},), ValueError, "duration is {'hours': inf}; give '30 minutes'"),
         ((12,), TypeError, "duration is 12 of type int"),
         (("1 hour", "epochs"), ValueError, "'step' or 'epoch'"),
     ],

@@ -430,6 +430,7 @@ def test_two_that_want_the_weights_place_are_refused():
         {"decay": float("nan")},
         {"update_every_n_steps": 0},
         {"update_every_n_steps": 1.5},
+        {"update_every_n_steps": float("inf")},
         {"update_starting_at_step": -1},
         {"update_starting_at_epoch": 0.5},
         {"final_weights": "both"},

@@ -95,7 +95,7 @@ def blocked():
     yield background
     tracker.release.set()
     background.finish()
-    background._thread.join()
+    background._worker.thread.join()
 
 
 def warnings_of(caplog):
@@ -232,7 +232,7 @@ def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
         future.result()
     # Where the tracker goes on at last, its run is closed and the thread ends.
     blocking.release.set()
-    background._thread.join()
+    background._worker.thread.join()
     assert blocking.steps == [0]
     assert blocking.calls[-1] == ("finish",)
 
@@ -270,7 +270,7 @@ def test_a_failure_of_one_that_was_left_behind_promises_nothing(caplog):
     background.start()
     background.finish()
     Dying.release.set()
-    background._thread.join()
+    background._worker.thread.join()
     _, failed = warnings_of(caplog)
     assert "failed in `finish` after it was left behind: RuntimeError" in failed.getMessage()
     assert "goes on" not in failed.getMessage()
@@ -290,7 +290,7 @@ def test_the_object_of_a_start_that_hangs_is_a_timeout():
         background.tracker
     Hanging.release.set()
     background.finish()
-    background._thread.join()
+    background._worker.thread.join()
 
 
 def test_calls_behind_finish_are_counted_and_raise_nothing():
@@ -465,7 +465,7 @@ def test_the_time_limit_runs_from_when_the_end_was_asked_for(monkeypatch):
     now[0] = 999.99
     background.finish()  # waits for a hundredth of a second, not for 1000 seconds
     blocking.release.set()
-    background._thread.join()
+    background._worker.thread.join()
 
 
 class Plain(GeneralTracker):
@@ -1020,7 +1020,7 @@ def test_what_a_tracker_that_hangs_over_a_replay_misses_is_counted(local):
     background.finish()
     assert background.dropped == 15
     goes_on.set()
-    background._thread.join()
+    background._worker.thread.join()
 
 
 def test_a_local_record_that_cannot_be_read_is_told_and_ends_nothing(local, caplog):
@@ -1101,3 +1101,14 @@ def test_a_figure_that_cannot_be_drawn_is_left_out_and_told(caplog):
     assert background.failures == 3  # none was tried again
     assert "cannot be copied or drawn" in caplog.messages[0]
     assert "Error" in caplog.text  # with matplotlib's own
+
+
+def test_the_end_is_told_once_and_known_on_both_sides(caplog):
+    failing = Failing(RuntimeError("broken"))
+    background = BackgroundTracker(failing)
+    background.start()
+    background.log({}, 1)
+    background.finish()
+    background.finish()
+    assert sum("lost 1 records" in message for message in caplog.messages) == 1
+    assert background.status == failing.status == "finished"

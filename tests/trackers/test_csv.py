@@ -82,11 +82,15 @@ def test_a_value_step_is_the_step_or_no_value(started):
         ValueError, match=r"'step' is 0\.5, but the column .* step, 5\. Log it under"
     ):
         tracker.log({"step": 0.5, "loss": 3.0}, 5)
+    for value in (0.5, "next", True):
+        with pytest.raises(ValueError, match=f"'step' is {value!r}, but the column .* step, None"):
+            tracker.log({"step": value, "loss": 4.0})
     tracker.log({"val": 4.0}, 5)
     tracker.finish()
     assert table(started(purge_step=5).path) == [
         {"step": "3", "loss": "1.0", "val": ""},
         {"step": "4", "loss": "2.0", "val": ""},
+        *[{"step": "", "loss": "4.0", "val": ""}] * 3,
     ]
 
 

@@ -160,10 +160,8 @@ def scalar(name: str, value: Any) -> Value:
         if not value.is_cpu:
             return value.detach().reshape(())
         value = value.item()  # nothing waits for the host
-    if isinstance(value, (int, float)):
-        return float(value)
-    try:  # numpy's scalars
-        return float(value)
+    try:
+        return float(value)  # numpy's scalars too
     except (TypeError, ValueError):
         raise TypeError(
             f"The metric {name!r} is {value!r} of type {type(value).__name__}; log a number, a "

@@ -224,13 +224,8 @@ def _schedule_of(part: Mapping[str, Any]) -> SchedulerEntry | None:
         if "scheduler" in part:
             raise ValueError("Give a scheduler as 'scheduler' or as 'lr_scheduler', not as both.")
         nested = part["lr_scheduler"]
-        if isinstance(nested, Mapping):
-            return _entry({**options, **nested})
-        options["scheduler"] = nested
-    if options and "scheduler" not in options:
-        raise ValueError(
-            f"configure_optimizers returned {', '.join(map(repr, options))} but no 'scheduler'."
-        )
+        own = nested if isinstance(nested, Mapping) else {"scheduler": nested}
+        return _entry({**options, **own})
     return _entry(options) if options else None
 
 
@@ -245,6 +240,9 @@ def _entry(scheduler: Any) -> SchedulerEntry:
         for key in _PORTED_KEYS:
             options.pop(key, None)
         _check_keys(options, _SCHEDULER_KEYS)
+        if "scheduler" not in options:
+            given = ", ".join(map(repr, options)) or "a dict"
+            raise ValueError(f"configure_optimizers returned {given} but no 'scheduler'.")
         return SchedulerEntry(**options)
     return SchedulerEntry(scheduler=scheduler)
 

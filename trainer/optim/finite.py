@@ -222,7 +222,7 @@ class FiniteGuard:
         else:
             self._count(any(map(bool, skipped)), step)
 
-    def _judge(self, bad: bool, step: int, loss: float | Tensor | None, *, made: bool) -> bool:
+    def _judge(self, bad: bool, step: int, loss: Tensor | None, *, made: bool) -> bool:
         if bad and self.policy == "stop":
             raise FloatingPointError(self._report(step, loss, made=made))
         if not bad:
@@ -241,7 +241,7 @@ class FiniteGuard:
                 "in place of fp16 may help; max_skipped_in_row says how many are allowed."
             )
 
-    def _report(self, step: int, loss: float | Tensor | None, *, made: bool) -> str:
+    def _report(self, step: int, loss: Tensor | None, *, made: bool) -> str:
         parameters = list(self._named_parameters())
         if made:
             what = "its weights, which no checkpoint holds, are lost"

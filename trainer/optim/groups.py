@@ -11,12 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import CheckpointError
 
-_RATES = (
-    "lr",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-)  # of a group; those but the first are a schedule's
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group; those behind lr are a schedule's
 _RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # of a schedule, one each group
 _LISTS_OF_GROUPS = (*_RATES_OF_GROUPS, "lr_lambdas", "base_momentums", "max_momentums")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -112,7 +113,13 @@ class Boundary:
 
     @left.setter
     def left(self, keys: Sequence[str]) -> None:
-        self._due = [number for number, (key, _) in enumerate(self._hooks) if key in keys]
+        missing, due = Counter(keys), []
+        for number in reversed(self._all):  # of several with one key the last are left
+            key = self._hooks[number][0]
+            if missing[key]:
+                missing[key] -= 1
+                due.append(number)
+        self._due = due[::-1]
 
 
 def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:

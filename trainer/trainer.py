@@ -47,7 +47,7 @@ from trainer.loops.arguments import (
 from trainer.loops.asked import AskedSaves
 from trainer.loops.batch_norm import require_readable, update_batch_norm
 from trainer.loops.bottleneck import Begin, profiling
-from trainer.loops.evaluate import TEST, VALIDATION, Phase, evaluate
+from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.loaders import check_hooks, check_module, steps_of, take_datamodule
 from trainer.loops.modes import detecting_anomalies, deterministic
@@ -96,8 +96,8 @@ class Trainer:
         max_time: Stop at the first update after so long: ``"30 minutes"``, ``"00:12:00:00"`` (days,
             hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Alone it is the
             length of the run, over all its starts. Beside `max_epochs` or `max_steps` it is the
-            time that one start has: a run that is not done by then is saved and ended like one
-            that a signal ends (`Preempted`, exit code 124), and the next start goes on.
+            time that one start has, with its set-up: a run that is not done by then is saved and
+            ended like one that a signal ends (`Preempted`, exit code 124); the next start goes on.
         val_every: When to validate: an interval such as ``"1 epoch"``, ``"500 steps"``,
             ``"30 minutes"``, ``"1e9 items"``, or an int meaning steps.
         num_sanity_val_steps: Batches of each validation loader to try before training; 0 for none,
@@ -665,7 +665,8 @@ class Trainer:
         """See that `update_batch_norm` will work.
 
         Raises:
-            ValueError: There is batch normalisation, and the training data is a stream.
+            ValueError: There is batch normalisation, and the training data is a stream, or
+                optimisation is manual.
         """
         require_readable(self._fit_run("check_batch_norm"))
 
@@ -1113,7 +1114,7 @@ class Trainer:
     def _evaluate(
         self,
         stage: str,
-        phase: Phase,
+        phase: str,
         module: TrainModule,
         dataloaders: Any,
         datamodule: Any,

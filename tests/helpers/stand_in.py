@@ -30,7 +30,9 @@ class AcceleratorStandIn:
 class ModuleStandIn:
     logged: dict[str, Any] = field(default_factory=dict)
 
-    def log(self, name: str, value: Any, *, on_step: bool, on_epoch: bool) -> None:
+    def log(
+        self, name: str, value: Any, *, on_step: bool, on_epoch: bool, reduce: str = "mean"
+    ) -> None:
         assert on_step
         assert not on_epoch
         self.logged[name] = value

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -17,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from tests.numerics.running import on_processes, quiet_trainer
 from trackers import read_metrics
 from trainer import TrainModule
+from trainer.metrics import TRAIN_STEP, MetricStore
 
 CLASSES = 3
 WORLDS = (1, 2, 3)
@@ -326,3 +328,50 @@ def test_limits_count_the_same_batches_on_any_number_of_processes(ranks, world, 
         assert_metrics(metrics[0], expected(part, 2))
         if rank == 0:
             assert torch.equal(torch.cat(outputs), part.tensors[0][:, 0])
+
+
+def wide_total() -> float:
+    store = MetricStore(torch.device("cpu"), world_size=dist.get_world_size())
+    store.scope = TRAIN_STEP
+    store.begin_batch(1)
+    store.log("n", 2.0**24 + 1, on_step=False, on_epoch=True, reduce="sum")
+    return float(store.reduce_epoch("train")["n"])
+
+
+def test_totals_have_digits_that_float32_has_not(ranks2):
+    assert ranks2(wide_total) == [2.0**25 + 2] * 2
+
+
+class Statistic(nn.Module):
+    """As of normalisation: each process has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("value", torch.zeros(()))
+
+
+class Buffered(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.statistic = nn.Linear(1, 1), Statistic()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.statistic.value += 1 + dist.get_rank()
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("statistic", self.statistic.value)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def statistic_seen() -> float:
+    data = DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=2)
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Buffered(), data, data)
+    return trainer.callback_metrics["statistic"]
+
+
+def test_a_validation_is_with_the_buffers_of_the_first_process(ranks2):
+    assert ranks2(statistic_seen) == [2.0, 2.0]

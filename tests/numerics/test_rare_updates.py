@@ -491,7 +491,9 @@ class Mean(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(batches: list[list[int]], accumulation: int, boxes: int | None) -> list[Tensor]:
+def fitted(
+    batches: list[list[int]], accumulation: int, boxes: int | None, **options: Any
+) -> list[Tensor]:
     """The weights, the samples seen and the epoch's loss of `Mean`."""
 
     def collate(samples: list[Tensor]) -> list[Tensor]:
@@ -499,7 +501,8 @@ def fitted(batches: list[list[int]], accumulation: int, boxes: int | None) -> li
         return [x] if boxes is None else [torch.zeros(boxes, 4), x]
 
     module = Mean()
-    trainer = quiet_trainer(max_epochs=1, gradient_accumulation_steps=accumulation)
+    options |= {"max_epochs": 1, "gradient_accumulation_steps": accumulation}
+    trainer = quiet_trainer(**options)
     data: Any = torch.arange(6.0, dtype=DOUBLE)[:, None]
     trainer.fit(module, DataLoader(data, batch_sampler=batches, collate_fn=collate))
     seen = torch.tensor(trainer.samples_seen)
@@ -516,3 +519,9 @@ def test_a_batch_without_samples_counts_for_nothing() -> None:
 def test_a_batch_whose_first_tensor_is_no_row_a_sample_counts_for_its_samples() -> None:
     expected = fitted([[0, 1], [2, 3, 4]], 2, None)
     torch.testing.assert_close(fitted([[0, 1], [2, 3, 4]], 2, 0), expected, rtol=0, atol=0)
+
+
+def test_a_first_window_without_samples_can_be_unscaled() -> None:
+    expected = fitted([[0, 1], [2, 3]], 1, None, mixed_precision="fp16")
+    after_nothing = fitted([[], [0, 1], [2, 3]], 1, None, mixed_precision="fp16")
+    torch.testing.assert_close(after_nothing, expected, rtol=0, atol=0)

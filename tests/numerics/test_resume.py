@@ -610,3 +610,32 @@ def test_a_signal_changes_nothing_but_the_time(ranks, tmp_path, world, hook):
     for one, other in zip(whole, results, strict=True):
         assert_resumed(one, other, after=step, boundaries_after=step - 1)
     assert_same_record(tmp_path / "whole", tmp_path / "told")
+
+
+class Drawing(Noisy):
+    """Draws whenever an epoch begins, and again when a run begins inside one."""
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(())
+
+
+@pytest.mark.parametrize("length", [{"max_epochs": 2}, {"max_steps": 10}])
+def test_the_draws_of_an_epochs_beginning_are_made_once(tmp_path, length):
+    def weights(folder: str, *lengths: dict[str, int]) -> dict[str, Tensor]:
+        for begin, each in enumerate(lengths, 1):
+            torch.manual_seed(begin)
+            module = Drawing()
+            trainer = quiet_trainer(project_dir=str(tmp_path / folder), checkpointing=True, **each)
+            trainer.fit(module, DataLoader(Augmented(26), batch_size=4), ckpt_path="auto")
+        return copy_of(module)
+
+    end = {"max_epochs": 3}
+    assert_same(weights("parts", length, end), weights("whole", end))
+
+
+def test_a_script_that_evaluates_otherwise_than_before_is_followed(tmp_path):
+    switching_fit(tmp_path, 6)
+    module = Switching()
+    module.net[3].eval()
+    switching_fit(tmp_path, 8, module)
+    assert [part.training for part in (module.net[1], module.net[3])] == [True, False]

@@ -173,7 +173,12 @@ def test_epochs_without_an_update_are_remembered(tmp_path):
 
 @pytest.mark.parametrize(
     ("world", "options"),
-    [(1, {"sparse": True}), (1, {"mixed_precision": "fp16"}), (2, {"mixed_precision": "fp16"})],
+    [
+        (1, {"sparse": True}),
+        (2, {"sparse": True}),
+        (1, {"mixed_precision": "fp16"}),
+        (2, {"mixed_precision": "fp16"}),
+    ],
 )
 def test_sparse_and_scaled_gradients_wait_too(ranks, tmp_path, world, options):
     if "mixed_precision" in options:  # the scale grows while gradients wait

@@ -94,3 +94,9 @@ def test_a_metric_object_outside_the_module_is_told(caplog):
         part = accumulators_of(store, Module())
     assert "stranger" in caplog.text
     assert part["epochs"]["train"]["objects"] == {}
+
+
+def test_metric_objects_know_of_the_updates_of_all_parts(tmp_path):
+    store, module = MetricStore(CPU), Module()
+    restore_accumulators(store, module, [saved([0.5, 1.0], tmp_path), saved([2.0], tmp_path)])
+    assert (module.total.update_count, module.mean.update_count) == (3, 3)

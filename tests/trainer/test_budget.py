@@ -76,6 +76,16 @@ def test_each_start_has_so_much_time_and_the_run_ends_as_one_that_had_enough(pas
     assert os.listdir("run/checkpoints") == ["step-00000012"]
 
 
+def test_the_time_of_a_start_holds_its_set_up(passed):
+    class Prepares(Callback):
+        def setup(self, trainer, module, stage):
+            passed[0] += 20.0
+
+    with pytest.raises(Preempted):
+        fit(passed, callbacks=[Prepares()], max_time="35 seconds")
+    assert os.listdir("run/checkpoints") == ["step-00000002"]
+
+
 def test_a_validation_is_abandoned_when_the_time_is_over(passed):
     with pytest.raises(Preempted) as ended:
         fit(passed, val=loader(3), max_time="75 seconds")  # six updates and two batches

@@ -1,16 +1,18 @@
 """Callbacks that save, stop, measure and show, with the real Trainer; and going on from a save."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from callbacks import (
     Callback,
     EarlyStopping,
+    LambdaCallback,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
@@ -19,7 +21,7 @@ from callbacks import (
 from trackers import read_metrics
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, Preempted
 
 
 class Net(TrainModule):
@@ -306,6 +308,26 @@ def test_a_damaged_checkpoint_is_passed_over_by_auto_and_refused_by_path(caplog)
     assert "step-00000004 is not used" in caplog.text
 
 
+class Unmeasured(Dataset):
+    """Has no length, as torch allows it: its sampler says what an epoch is."""
+
+    def __getitem__(self, index):
+        return (torch.tensor([index, -index]) / 8,)
+
+
+def test_data_without_a_length_are_saved_and_gone_on_with():
+    def weights(folder, *lengths):
+        for steps in lengths:
+            torch.manual_seed(0)
+            module = Net()
+            data = DataLoader(Unmeasured(), batch_size=2, sampler=[3, 1, 4, 1, 5, 9])
+            trainer = make(max_steps=steps, seed=5, project_dir=folder)
+            trainer.fit(module, data, ckpt_path="auto")
+        return module.state_dict()
+
+    assert_equal(weights("whole", 5), weights("parts", 2, 5))
+
+
 def test_save_checkpoint_at_a_boundary_can_be_gone_on_from_in_another_folder(caplog):
     class Save(Callback):
         def on_boundary(self, trainer, module):
@@ -321,6 +343,24 @@ def test_save_checkpoint_at_a_boundary_can_be_gone_on_from_in_another_folder(cap
     assert_equal(resumed.state_dict(), whole.state_dict())
     assert {line["step"] for line in read_metrics("other/metrics.jsonl")} == {4}
     assert "other/metrics.jsonl begins here" in caplog.text
+
+
+def test_of_callbacks_of_one_kind_those_behind_the_save_are_called_again():
+    def save(trainer, module):
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("second")
+
+    def note(name):
+        return LambdaCallback(
+            on_boundary=lambda trainer, _: calls.append((name, trainer.global_step))
+        )
+
+    calls = []
+    callbacks = [note("a"), LambdaCallback(on_boundary=save), note("b")]
+    fit(Net([0.0] * 2), *callbacks, max_epochs=2)
+    calls.clear()
+    fit(Net([0.0] * 2), *callbacks, max_epochs=2, ckpt_path="second", project_dir="other")
+    assert calls[:3] == [("b", 2), ("a", 3), ("b", 3)]
 
 
 def test_callbacks_and_the_module_get_back_what_they_saved():
@@ -466,3 +506,16 @@ def test_on_a_terminal_the_bars_show_epochs_metrics_and_evaluations(capsys, monk
         assert name in text
     assert "quick=0.25" in text
     assert "2/2 [" in text
+
+
+def test_an_update_that_a_signal_saved_stays_where_all_do():
+    class Signal(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    arguments = {"val": False, "max_epochs": 2, "ckpt_path": "auto"}
+    with pytest.raises(Preempted):
+        fit(Net(), Signal(), ModelCheckpoint(every=2, save_top_k=-1), **arguments)
+    fit(Net(), ModelCheckpoint(every=2, save_top_k=-1), **arguments)
+    assert on_disk() == [2, 4]

@@ -101,7 +101,10 @@ def scalars(folder):
     events = EventAccumulator(str(folder / "logs/run"))
     events.Reload()
     names = events.Tags()["scalars"]
-    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in names}
+    # Sorted: files that begin in the same second are read in the order of their names.
+    return {
+        name: sorted((each.step, each.value) for each in events.Scalars(name)) for name in names
+    }
 
 
 def test_curves_have_no_holes_where_a_killed_run_goes_on(tmp_path, monkeypatch):

@@ -397,6 +397,25 @@ def test_an_error_in_a_step_is_told_to_the_callbacks_and_raised_after_teardown(e
     assert [args[2] for args in told] == [error, error]
 
 
+@pytest.mark.parametrize("first", [OSError("first"), KeyboardInterrupt()])
+def test_the_first_error_of_a_teardown_is_raised_and_the_others_are_logged(caplog, first):
+    class Failing(Callback):
+        def __init__(self, error):
+            self.error = error
+
+        def teardown(self, trainer, module, stage):
+            raise self.error
+
+    second = OSError("second")
+    trainer = trainer_for([Failing(first), Failing(second)])
+    for _ in range(2):  # the first run is over, whatever has ended it
+        caplog.clear()
+        with pytest.raises(type(first)) as raised:
+            trainer.validate(listening()[0], Data([]).val_dataloader())
+        assert raised.value is first
+        assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [second]
+
+
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_an_error_in_setup_tears_down_too(stage):
     module, heard = listening()

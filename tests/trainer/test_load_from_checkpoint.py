@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
-from trainer.checkpoint.weights import bare_names, load_into, load_weights, save_weights
+from trainer.checkpoint.fitting import load_into
+from trainer.checkpoint.weights import bare_names, load_weights, save_weights
 from trainer.errors import CheckpointError
 from trainer.hparams import to_manifest
 

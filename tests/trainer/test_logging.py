@@ -711,3 +711,35 @@ def test_of_an_evaluations_steps_the_value_of_the_whole_is_recorded():
 
     with pytest.raises(ValueError, match=r"log\('lost', .* in a validation, of which only"):
         make().fit(Net(val_log=lost), loader(2), loader(4))
+
+
+def test_a_value_of_the_epochs_end_counts_as_one_item():
+    class Ending(Net):
+        def on_train_epoch_end(self):
+            self.log("x", 1.0)
+
+    def log(module, batch, batch_idx):
+        module.log("x", 0.0, on_step=False, on_epoch=True)
+
+    trainer = make()
+    trainer.fit(Ending(log), loader(4, batch_size=2))
+    assert records(trainer)[-1]["x"] == 1 / 5
+
+
+def test_a_sum_is_recorded_whatever_it_weighs():
+    def log(module, batch, batch_idx):
+        module.log("n", 3.0, on_step=False, on_epoch=True, reduce="sum", batch_size=0)
+
+    assert fit_records(log, loader(2))[-1]["n"] == 6.0
+
+
+def test_what_is_kept_from_trackers_has_its_loader_in_its_name():
+    def log(module, batch, batch_idx, dataloader_idx=0):
+        module.log("x", 1.0, logger=False)
+
+    class Two(Net):
+        validation_step = log
+
+    trainer = make()
+    trainer.fit(Two(), loader(1), [loader(1), loader(1)])
+    assert {"x/dataloader_idx_0", "x/dataloader_idx_1"} <= trainer.callback_metrics.keys()

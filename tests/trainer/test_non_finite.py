@@ -386,3 +386,19 @@ def test_anomalies_are_named_by_the_operation_that_made_them():
     with pytest.raises(RuntimeError, match="returned nan values"):
         fit(Root(), detect_anomaly=True, cpu=True)
     assert not torch.is_anomaly_enabled()
+
+
+def test_a_parameter_without_a_gradient_is_not_named():
+    module = Net(bad=[1])
+    module.rest = torch.nn.Linear(1, 1)
+    with pytest.raises(
+        FloatingPointError, match=r"of: body\.weight, .*, head\.bias\. The last loss"
+    ):
+        fit(module, cpu=True)
+
+
+def test_an_update_that_the_scaler_made_ends_the_row():
+    guard = FiniteGuard("skip", 3, optimizers=[], named_parameters=lambda: [])
+    for step, skipped in enumerate([True, True, False, True, True], 1):
+        guard.count_scaled([skipped], step)
+    assert (guard.skipped, guard.in_row) == (4, 2)

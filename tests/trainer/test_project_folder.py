@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
@@ -22,6 +23,7 @@ from trainer.checkpoint import layout
 from trainer.checkpoint.lock import LOCK, alone_in, holder_of
 from trainer.errors import CheckpointError, LaterReleaseError
 from trainer.rng import isolated_rng
+from trainer.state import PartialState
 
 CHECKPOINTS = Path("run/checkpoints")
 MANIFEST = "manifest.json"
@@ -480,6 +482,51 @@ def test_what_fails_to_load_on_one_rank_keeps_no_other_waiting(ranks2):
     assert second == "here alone"
     assert "Rank 1 failed" in first
     assert "here alone" in first
+
+    def tested():
+        try:
+            make("run").test(FailsOnOne(), loader(), ckpt_path="last")
+        except (ArithmeticError, RuntimeError) as error:
+            return str(error)
+
+    assert ranks2(tested, timeout=30) == [first, second]
+
+
+def test_neither_a_fit_that_fails_to_load_nor_a_save_after_one_leaves_a_process_group(ranks2):
+    fit("run")
+
+    def more_groups():
+        groups = dist.distributed_c10d._world.pg_map
+        before = len(groups)
+        with pytest.raises(CheckpointError, match="of another shape"):
+            fit("run", module=Net(width=6), ckpt_path="auto")
+        failed = len(groups) - before
+        trainer = fit("other")
+        trainer.save_checkpoint("after")
+        return failed, len(groups) - before
+
+    assert ranks2(more_groups) == [(0, 0)] * 2
+    assert disk.verify(Path("after"))["step"] == 6
+
+
+@pytest.mark.parametrize("entry", ["fit", "test"])
+def test_a_checkpoint_that_one_rank_does_not_see_is_refused_on_all(ranks2, entry):
+    fit("run")
+
+    def body():
+        root = "run" if PartialState().is_main_process else "elsewhere"
+        path = Path(root, "checkpoints", "step-00000004")
+        try:
+            if entry == "fit":
+                fit("other", ckpt_path=path)
+            else:
+                make("other").test(Net(), loader(), ckpt_path=path)
+        except CheckpointError as error:
+            return str(error)
+
+    first, second = ranks2(body, timeout=30)
+    assert first == second
+    assert "failed on rank 1: There is no checkpoint at elsewhere/checkpoints" in first
 
 
 class StopsInAStep(Net):

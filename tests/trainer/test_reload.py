@@ -257,6 +257,30 @@ def test_a_hook_that_fails_on_one_rank_ends_the_run_on_all(ranks2):
     assert "no disk" in other
 
 
+class NoDisk(Net):
+    def train_dataloader(self) -> Any:
+        if self.trainer.global_rank == 1:
+            raise ZeroDivisionError("no disk")
+        return super().train_dataloader()
+
+    test_step, test_dataloader = Net.validation_step, train_dataloader
+
+
+@pytest.mark.parametrize("entry", ["fit", "test"])
+def test_a_first_loader_that_one_rank_cannot_make_keeps_no_other_waiting(ranks2, entry):
+    def failing() -> str:
+        try:
+            getattr(quiet_trainer(max_epochs=1), entry)(NoDisk())
+        except (ZeroDivisionError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    other, failed = ranks2(failing, timeout=30)
+    assert failed == "ZeroDivisionError: no disk"
+    assert "Rank 1 failed" in other
+    assert "no disk" in other
+
+
 def test_the_workers_of_the_old_loader_end():
     alive: list[int] = []
 

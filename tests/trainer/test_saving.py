@@ -629,6 +629,17 @@ def test_each_machine_keeps_whole_checkpoints_and_goes_on_from_the_newest_that_a
         assert steps == [2, 4, 6]
         assert {"rank-00000.json", "rank-00001.json", "model.safetensors"} <= set(files)
     weights = ranks2(lambda: run("again"))[0][2]
+    # As much space as a checkpoint takes is enough, with the part of every rank in it.
+    taken = sum(
+        file.stat().st_size for file in Path("machine-0/run/checkpoints/step-00000006").iterdir()
+    )
+
+    def on_a_small_disk():
+        usage = namedtuple("usage", "total used free")
+        with mock.patch.object(shutil, "disk_usage", return_value=usage(10**12, 0, taken)):
+            return run("small")[0]
+
+    assert ranks2(on_a_small_disk) == [[2, 4, 6]] * 2
     shutil.rmtree("machine-0/run/checkpoints/step-00000006")
     shutil.rmtree("machine-1/run/checkpoints/step-00000004")
     for steps, _, again in ranks2(resumed):

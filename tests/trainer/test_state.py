@@ -795,10 +795,13 @@ def test_networks_are_known_by_their_addresses():
     assert network.reachable_from("127.0.0.1") is None
 
 
-def test_a_group_on_the_cpu_asks_for_its_network(monkeypatch):
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_a_group_on_the_cpu_asks_for_its_network_and_ends_in_peace(monkeypatch, backend):
     asked = []
     monkeypatch.setattr(joining, "choose_interface", asked.append)
+    monkeypatch.setattr(joining.atexit, "register", asked.append)
     launch = Launch(launcher="", master_addr="localhost", master_port=1)
-    joining.join_group(launch, torch.device("cpu"), {"store": dist.HashStore()})
+    kwargs = {"store": dist.HashStore(), "backend": backend}
+    joining.join_group(launch, torch.device("cpu"), kwargs)
     dist.destroy_process_group()
-    assert asked == [launch]
+    assert asked == [launch, joining._let_threads_finish]

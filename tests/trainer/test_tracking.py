@@ -164,6 +164,16 @@ def test_a_directory_that_cannot_be_made_is_an_error_and_not_a_run_without_recor
         tracking.init_trackers("project")
 
 
+def test_the_home_is_known(monkeypatch):
+    """As it is to the checkpoints in the same `project_dir`."""
+    monkeypatch.setenv("HOME", os.getcwd())
+    trackers = RunTrackers(["csv", "tensorboard"], "~/logs")
+    trackers.init_trackers("run")
+    trackers.end_training()
+    assert os.listdir() == ["logs"]
+    assert os.listdir("logs") == ["run"]
+
+
 def test_a_constructor_that_fails_is_raised_and_those_made_before_are_ended_as_failed():
     first = Images("one")
     tracking = RunTrackers([first, Failing], None)
@@ -424,7 +434,7 @@ def test_trackers_that_nobody_ended_are_finished_with_their_owner(monkeypatch):
     tracking = RunTrackers([Images], None)
     tracking.init_trackers("project")
     tracking.log({"x": 1})
-    seen, thread = tracking.trackers[0].seen, tracking.trackers[0]._thread
+    seen, thread = tracking.trackers[0].seen, tracking.trackers[0]._worker.thread
     gone = weakref.ref(tracking)
     del tracking
     gc.collect()

@@ -1,6 +1,7 @@
 """Wrong input fails where it enters, with the value, the choices and the fix in the text."""
 
 from collections import UserDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from trainer import (
     TrainModule,
 )
 from trainer.errors import CheckpointError, MetricError
+from trainer.loops import settings
 
 
 class Net(TrainModule):
@@ -165,6 +167,15 @@ def test_an_accelerator_and_the_arguments_to_make_one_exclude_each_other():
 def test_a_ready_accelerator_is_checked_too():
     ready = Accelerator(cpu=True, split_batches=True)
     fails(lambda: make(accelerator=ready), ValueError, "split_batches=True")
+
+
+def test_lengths_are_checked_without_assertions():
+    """As with ``python -O``, which leaves them out."""
+    names = {"__name__": settings.__name__}
+    source = Path(settings.__file__).read_text(encoding="utf-8")
+    exec(compile(source, settings.__file__, "exec", optimize=1), names)
+    with pytest.raises(ValueError, match="max_epochs is -1"):
+        names["Settings"](max_epochs=-1)
 
 
 @pytest.mark.parametrize(
@@ -959,3 +970,11 @@ def test_a_manual_fit_that_never_steps_is_told(caplog, steps_at):
     make(checkpointing=False, max_epochs=2).fit(manual, loader())
     told = [text for text in caplog.messages if "made no update in the first epoch" in text]
     assert len(told) == (1 if steps_at is None else 0)
+
+
+def test_a_run_without_an_update_cannot_log_at_its_end():
+    class Late(Callback):
+        def on_train_end(self, trainer, module):
+            module.log("late", 1.0)
+
+    fit_fails(Net(), MetricError, "log('late')", callbacks=Late(), max_epochs=0)

@@ -276,6 +276,11 @@ def test_limits_keep_the_first_batches(limit):
     assert [batch.flatten().tolist() for batch in predicted] == FOUR[:2]
 
 
+def test_a_fraction_that_is_a_little_less_than_a_whole_number_is_that_number():
+    module, _ = fit(loader(50), max_epochs=1, limit_train_batches=0.58)
+    assert len(module.seen["train"]) == 29
+
+
 @pytest.mark.parametrize("limit", [None, 1.0, 4, 99])
 def test_a_limit_above_the_data_keeps_all_of_it(limit):
     module, trainer = fit(
@@ -364,6 +369,11 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(tmp_path, run, batches
         "predict": batches,
     }
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fast_dev_run_is_as_short_where_a_few_batches_are_overfitted():
+    module, _ = fit(loader(4), loader(4), fast_dev_run=2, overfit_batches=3)
+    assert module.seen["train"] == module.seen["validation"] == FOUR[:2]
 
 
 # -- the sanity check ------------------------------------------------------------------------------

@@ -663,6 +663,8 @@ def test_the_suggestion_is_where_the_loss_falls_most_steeply():
 def test_there_is_no_suggestion_where_nothing_can_be_said(caplog):
     assert made([3.0, 2.0, 1.0]).suggestion() is None
     assert "of 3 updates, skip_begin=10 and skip_end=1 leave 0" in caplog.text
+    assert made([5.0, 4.0, 2.0, 1.0, 0.0]).suggestion(0, 7) is None
+    assert "of 5 updates, skip_begin=0 and skip_end=7 leave 0" in caplog.text
     assert made([1.0, 2.0, 3.0, 4.0]).suggestion(0, 0) is None
     assert "the loss falls nowhere" in caplog.text
     with pytest.raises(ValueError, match="skip_begin is -1"):
@@ -875,8 +877,9 @@ def test_the_data_and_max_val_limit_the_size():
     assert scale(Hungry(500), max_val=1).batch_size == 1
     assert scale(Hungry(500), samples=50, init_val=64).trials == {50: True}
     subset = torch.utils.data.SubsetRandomSampler(range(10))
-    loader = DataLoader(data(50), batch_size=1, sampler=subset)
-    assert scale(Hungry(500), train_dataloaders=loader).batch_size == 10
+    for drop_last in (False, True):  # of which nothing would be left in a batch of 16
+        loader = DataLoader(data(50), batch_size=1, sampler=subset, drop_last=drop_last)
+        assert scale(Hungry(500), train_dataloaders=loader).batch_size == 10
 
 
 def test_a_first_size_that_does_not_fit_is_halved():
@@ -1135,6 +1138,23 @@ def test_an_attribute_that_changes_nothing_ends_the_search():
             return DataLoader(data(50), batch_size=6)
 
     assert scale(Fixed(500), train_dataloaders=None).trials == {2: True, 4: True, 6: True}
+
+
+def test_batches_of_which_nothing_tells_the_size_are_as_large_as_was_asked_for():
+    class Graphs:
+        def __init__(self, samples):
+            self.samples = samples
+
+    class Opaque(Hungry):
+        def training_step(self, batch, batch_idx):
+            samples = torch.utils.data.default_collate(batch.samples)
+            return super().training_step(samples, batch_idx)
+
+    def loader():
+        return DataLoader(data(50), batch_size=1, collate_fn=Graphs)
+
+    assert scale(Opaque(9), train_dataloaders=loader()).batch_size == 8
+    assert scale(Opaque(500), train_dataloaders=loader()).batch_size == 50
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])

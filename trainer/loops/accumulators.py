@@ -93,19 +93,23 @@ def _take(cells: dict[str, Cell], name: str, part: Cell) -> None:
     whole = cells.setdefault(name, part)
     if whole is part:
         return
-    weight = whole.weight + part.weight
     if part.kind == "mean":
         whole.total = whole.total + part.total
+        whole.weight += part.weight
     else:
-        whole.add(part.total, 0.0)
-    whole.weight = weight
+        whole.add(part.total, part.weight)
 
 
 def _merge(metric: Any, count: int, state: dict[str, Any]) -> None:
     if metric.update_count:
         metric.merge_state(state)
         metric._update_count += count
-        return
+    else:
+        put_metric_state(metric, count, state)
+
+
+def put_metric_state(metric: Any, count: int, state: dict[str, Any]) -> None:
+    """Let a metric object of torchmetrics' kind have taken in what this state says."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count = count

@@ -16,19 +16,29 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.collectives import reduce
-from trainer.loops.accumulators import metric_objects
+from trainer.loops.accumulators import metric_objects, put_metric_state
+from trainer.loops.evaluate import kept
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.rng import isolated_rng
 
 
 def require_readable(run: FitRun) -> None:
-    """See that the data can be read once more.
+    """See that the data can be read once more, by steps that change nothing.
 
     Raises:
-        ValueError: There is batch normalisation, and the training data is a stream.
+        ValueError: There is batch normalisation, and the training data is a stream, or optimisation
+            is manual.
     """
-    if _trained_norms(run.module) and run.feed.sampler is None:
+    if not _trained_norms(run.module):
+        return
+    if not run.module.automatic_optimization:
+        raise ValueError(
+            "The statistics of batch normalisation cannot be computed anew in manual optimisation, "
+            "where training_step, which runs for them, makes updates. Call "
+            "torch.optim.swa_utils.update_bn in its place."
+        )
+    if run.feed.sampler is None:
         raise ValueError(
             "The statistics of batch normalisation cannot be computed anew: the training data is a "
             "stream, which has no second pass. Use a dataset with a length, or switch it off with "
@@ -55,7 +65,7 @@ def update_batch_norm(run: FitRun) -> None:
     feed = run.feed.another()
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     with (
-        _kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
+        kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
         _kept_metrics(run.module),
         _cumulative(norms),
         torch.no_grad(),
@@ -109,17 +119,6 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(tensors: list[torch.Tensor]) -> Iterator[None]:
-    before = [tensor.clone() for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(tensors, before, strict=True):
-                tensor.copy_(value)
-
-
-@contextmanager
 def _kept_metrics(module: nn.Module) -> Iterator[None]:
     """Metric objects have states of their own, which no buffer shows."""
     before: list[tuple[Any, int, dict[str, Any]]] = [
@@ -131,6 +130,4 @@ def _kept_metrics(module: nn.Module) -> Iterator[None]:
     finally:
         for metric, count, state in before:
             metric.reset()
-            for name, value in state.items():
-                setattr(metric, name, value)
-            metric._update_count = count
+            put_metric_state(metric, count, state)

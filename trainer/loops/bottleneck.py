@@ -105,7 +105,7 @@ class Report:
         clock: Whose time it is.
         unit: What `steps` counts.
         steps: Updates of a fit's start; batches of an evaluation.
-        seconds: Of each part, in seconds.
+        seconds: Of each part, in the order of the table.
         calls: How often each part was entered.
         hooks: The seconds of each hook, which are those of the callbacks.
         num_workers: Of the loader; None if it is none of torch's.
@@ -172,14 +172,11 @@ class Report:
                     "seconds": self.seconds[part],
                     "share": self.share(part),
                 }
-                for part in self._shown()
+                for part in self.seconds
             },
             "hooks": self.hooks,
             "bottleneck": self.bottleneck(),
         }
-
-    def _shown(self) -> list[str]:
-        return [part for part in PARTS if part in self.seconds]
 
     def text(self) -> str:
         """The table, and the sentence below it."""
@@ -188,7 +185,7 @@ class Report:
             f"{self.steps} {self.units} in {self.total:.3f} s",
             f"{'':<12}{f'ms per {self.unit}':>16}{'seconds':>12}{'share':>9}",
         ]
-        lines += [self._line(part, self.seconds[part]) for part in self._shown()]
+        lines += [self._line(part, self.seconds[part]) for part in self.seconds]
         return "\n".join([*lines, self._line("total", self.total), self.bottleneck()])
 
     def _line(self, name: str, seconds: float) -> str:

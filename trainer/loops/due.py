@@ -44,8 +44,10 @@ def can_be_due(
         return updates is None or updates >= every
     if interval.unit == "seconds":
         return length.max_seconds is None or length.max_seconds >= every
-    if interval.unit == "items" or (length.max_epochs is not None and length.max_epochs < every):
-        return interval.unit == "items"
+    if interval.unit == "items":
+        return True
+    if length.max_epochs is not None and length.max_epochs < every:
+        return False
     if length.max_steps is None or feed is None or feed.sampler is None:  # a stream may be shorter
         return True
     rounds = feed.num_rounds or 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.data.feed import Feed
 from trainer.distributed.collectives import all_gather_object
@@ -15,23 +14,8 @@ from trainer.loops.moving import items_of
 from trainer.loops.run import Run
 from trainer.metrics import Scope
 
-
-@dataclass(frozen=True)
-class Phase:
-    """The names of an evaluation.
-
-    Attributes:
-        name: As in its hooks.
-        step: The module's method.
-    """
-
-    name: str
-    step: str
-
-
-VALIDATION = Phase("validation", "validation_step")
-TEST = Phase("test", "test_step")
-PREDICT = Phase("predict", "predict_step")
+# The phases, by the names that are in those of their hooks and steps.
+VALIDATION, TEST, PREDICT = "validation", "test", "predict"
 
 ENDED_EARLY = (
     "A map-style dataset that raises StopIteration ends the epoch of that process alone. Let "
@@ -57,7 +41,19 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]]:
+@contextmanager
+def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, they may be changed in place: their values are put back."""
+    before = [(tensor, tensor.clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+
+
+def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
     """Evaluate the module on each feed and record what it logged.
 
     The module is called bare, without its engine, so that processes need not have the same number
@@ -71,37 +67,37 @@ def evaluate(run: Run, phase: Phase, feeds: list[Feed]) -> list[dict[str, float]
     scope_before = metrics.scope
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
     with evaluation_mode(run.module):
-        metrics.scope = Scope(phase.name, None)
+        metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()  # what was at hand is a batch of the training
-        getattr(hooks, f"on_{phase.name}_start")()
-        getattr(hooks, f"on_{phase.name}_epoch_start")()
-        metrics.scope = Scope(phase.name, False)
+        getattr(hooks, f"on_{phase}_start")()
+        getattr(hooks, f"on_{phase}_epoch_start")()
+        metrics.scope = Scope(phase, False)
         rounds = [
             evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
             for index, feed in enumerate(feeds)
         ]
-        refuse_missing(run, phase, feeds, rounds)
-        metrics.scope = Scope(phase.name, None)
+        refuse_missing(run, phase, rounds)
+        metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()
-        getattr(hooks, f"on_{phase.name}_epoch_end_module")()
-        values = metrics.reduce_epoch(phase.name)
+        getattr(hooks, f"on_{phase}_epoch_end_module")()
+        values = metrics.reduce_epoch(phase)
         if run.sanity_checking:
             read = {}
         else:
             read = run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
         metrics.scope = None  # reduced: what is logged from here on would fall into the next epoch
-        getattr(hooks, f"on_{phase.name}_epoch_end_callbacks")()
-        getattr(hooks, f"on_{phase.name}_end")()
+        getattr(hooks, f"on_{phase}_epoch_end_callbacks")()
+        getattr(hooks, f"on_{phase}_end")()
     metrics.scope = scope_before
     return by_feed(read, len(feeds), metrics.loader_of)
 
 
-def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bool) -> int:
+def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool) -> int:
     """Every batch of one feed; gives the number of rounds before its data ended here."""
     hooks = run.hooks
-    step = run.bare_step(phase.step)
-    start = getattr(hooks, f"on_{phase.name}_batch_start")
-    end = getattr(hooks, f"on_{phase.name}_batch_end")
+    step = run.bare_step(f"{phase}_step")
+    start = getattr(hooks, f"on_{phase}_batch_start")
+    end = getattr(hooks, f"on_{phase}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
     rounds_here = 0
     with feed.apart(run.counters.epoch), closing(run.mover.rounds(feed, index)) as rounds:
@@ -122,28 +118,26 @@ def evaluate_feed(run: Run, phase: Phase, feed: Feed, index: int, *, several: bo
     return rounds_here
 
 
-def refuse_missing(run: Run, phase: Phase, feeds: list[Feed], rounds: list[int]) -> None:
+def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
     """Refuse data that gave nothing, or ended on some processes before the others; collective.
 
     Args:
         run: The run.
         phase: The evaluation.
-        feeds: Its data.
-        rounds: Of each feed, how many this process has had.
+        rounds: Of each of its feeds, how many this process has had.
 
     Raises:
-        ValueError: On all processes alike. There was no batch, and not because of a limit; or
-            samples are missing.
+        ValueError: On all processes alike. There was no batch, or samples are missing.
     """
     of_all = all_gather_object(rounds) if run.world_size > 1 else [rounds]
-    for index, (feed, each) in enumerate(zip(feeds, zip(*of_all, strict=True), strict=True)):
-        which = f"The {phase.name} loader number {index}"
+    for index, each in enumerate(zip(*of_all, strict=True)):
+        which = f"The {phase} loader number {index}"
         if ended := [str(rank) for rank, number in enumerate(each) if number < max(each)]:
             raise ValueError(
                 f"{which} ended in epoch {run.counters.epoch} on rank {', '.join(ended)} before "
                 f"the others. {ENDED_EARLY}"
             )
-        if each[0] == 0 and feed.limit != 0:
+        if each[0] == 0:
             raise ValueError(
                 f"{which} gave no batch. Check its dataset; an iterator can be read only once, so "
                 "pass an object that can be iterated again."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from itertools import chain, islice
@@ -96,7 +96,7 @@ def train_epoch(run: FitRun) -> None:
     step = train_window if run.module.automatic_optimization else manual_window
     begun_at = counters.rounds
     with closing(run.mover.rounds(feed)) as rounds:  # workers end with the epoch
-        for window in windows(rounds, lambda: run.accumulation):
+        for window in windows(run, rounds):
             if step(run, window):
                 finish_update(run)
                 if finished(run):
@@ -126,11 +126,10 @@ def restore_rng(run: FitRun) -> None:
         run.saved_rng = None
 
 
-def windows(rounds: Iterator[Round], size: Callable[[], int]) -> Iterator[Iterator[Round]]:
-    """The rounds in groups of as many as `size` then says, fewer at the end of the data."""
+def windows(run: FitRun, rounds: Iterator[Round]) -> Iterator[Iterator[Round]]:
+    """The rounds in groups of as many as the run then accumulates, fewer at the data's end."""
     for first in rounds:
-        more = size() - 1
-        yield chain([first], islice(rounds, more)) if more else iter([first])
+        yield chain([first], islice(rounds, run.accumulation - 1))
 
 
 def finish_update(run: FitRun) -> None:
@@ -249,7 +248,7 @@ def validate(run: FitRun) -> None:
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
-        run.metrics.forget(VALIDATION.name)
+        run.metrics.forget(VALIDATION)
         load_generators(run, generators)
         raise
     run.counters.validations += 1

@@ -137,7 +137,7 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
         raise ValueError(
             f"{name} is {limit}, but the loader has no length to take a fraction of; give an int."
         )
-    batches = math.floor(total * limit)
+    batches = math.floor(round(total * limit, 6))  # 100 * 0.29 is a little less than 29
     if batches == 0 and limit > 0:
         raise ValueError(
             f"{name} is {limit}, which of {total} batches leaves none; give at least "

@@ -249,14 +249,13 @@ def validation_loaders(
     """
     if settings.limit_val_batches == 0:
         return []
-    defines = is_overridden(module, "validation_step", TrainModule)
-    if given is not None and not defines:
+    if not is_overridden(module, "validation_step", TrainModule):
+        if given is None:
+            return []
         raise TypeError(
             f"fit was given val_dataloaders, but {type(module).__name__} does not define "
             "validation_step(self, batch, batch_idx)."
         )
-    if not defines:
-        return []
     return find_loaders("val_dataloader", given, module, datamodule, "val_dataloaders")
 
 

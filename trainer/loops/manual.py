@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.data.rounds import Round
 from trainer.distributed.collectives import broadcast_object
-from trainer.loops.evaluate import ENDED_EARLY
+from trainer.loops.evaluate import ENDED_EARLY, kept
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.window import count_round, see_if_log_is_due, take_note
@@ -56,7 +56,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
             run.guard.admits(run.found, counters.global_step + 1, None)
             run.found = None
         see_if_log_is_due(run)
-        run.counters.global_step += 1
+        counters.global_step += 1
     elif micro.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
         logger.warning(
             "training_step of %s made no update in the first epoch: in manual optimisation it "
@@ -103,17 +103,18 @@ def stand_in(run: FitRun, batch_idx: int) -> None:
             f"In epoch {run.counters.epoch} the training data ended before the first batch, on "
             f"rank {run.rank}. {ENDED_EARLY}"
         )
-    buffers = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
     run.weightless = True
     for optimizer in run.optimizers:
         optimizer.weightless = True
     try:
-        with isolated_rng(), run.metrics.muted(), run.precision.autocast():
+        with (
+            kept(run.module.buffers()),
+            isolated_rng(),
+            run.metrics.muted(),
+            run.precision.autocast(),
+        ):
             run.engine.step("training_step", run.last_batch, batch_idx)
     finally:
         run.weightless = False
         for optimizer in run.optimizers:
             optimizer.weightless = False
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
@@ -39,8 +39,5 @@ def deterministic(mode: bool | Literal["warn"]) -> Iterator[None]:
 @contextmanager
 def detecting_anomalies(enabled: bool) -> Iterator[None]:
     """Inside, autograd names the forward operation whose gradient is NaN; False changes nothing."""
-    if not enabled:
-        yield
-        return
-    with torch.autograd.set_detect_anomaly(True):
+    with torch.autograd.set_detect_anomaly(True) if enabled else nullcontext():
         yield

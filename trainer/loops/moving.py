@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator
 from contextlib import closing
 from functools import partial
@@ -212,13 +213,10 @@ def _start_reading(count: float | Tensor) -> Callable[[], float]:
 
 
 def _checked(items: Any) -> float:
-    what = (
+    number = float(items) if hasattr(items, "__float__") else None
+    if number is not None and 0 <= number < math.inf:
+        return number
+    raise (TypeError if number is None else ValueError)(
         f"count_items returned {items!r}; it must be the number of items that the loss is a mean "
         "over: 0 or more, and finite."
     )
-    if not hasattr(items, "__float__"):
-        raise TypeError(what)
-    number = float(items)
-    if not 0 <= number < float("inf"):
-        raise ValueError(what)
-    return number

@@ -33,7 +33,7 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
             predict_feed(run, feed, index, several=len(feeds) > 1, keep=keep)
             for index, feed in enumerate(feeds)
         ]
-        refuse_missing(run, PREDICT, feeds, [rounds for _, rounds in parts])
+        refuse_missing(run, PREDICT, [rounds for _, rounds in parts])
         hooks.on_predict_epoch_end_module()
         hooks.on_predict_epoch_end_callbacks()
         hooks.on_predict_end()

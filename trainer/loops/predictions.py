@@ -8,6 +8,7 @@ both. Nothing but sizes ever travels between processes, and no more than one bat
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -44,6 +45,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 
+Columns = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of each tensor, with one row's shape
 Plain = dict[str, list[Any]]
 Rows = tuple[int, ...]  # of each column of one batch
 
@@ -58,7 +60,7 @@ class Index:
         rows: For each batch the rows of each of the tensors.
     """
 
-    columns: dict[str, tuple[torch.dtype, tuple[int, ...]]] | None = None
+    columns: Columns | None = None
     plain: tuple[str, ...] = ()
     rows: list[Rows] = field(default_factory=list)
 
@@ -130,9 +132,11 @@ class PredictionFiles:
         indices: list[Index] = all_gather_object(self._index)  # also waits for the others' parts
         if self._merge:
             merged = _agreed(indices)
-            on_main(lambda: self._merge_all(merged, [index.rows for index in indices]))
-            # All at once where they share the folder: what one misses another has removed.
-            shutil.rmtree(self._parts, ignore_errors=True)
+            try:
+                on_main(lambda: self._merge_all(merged, [index.rows for index in indices]))
+            finally:
+                # All at once where they share the folder: what one misses another has removed.
+                shutil.rmtree(self._parts, ignore_errors=True)
 
     def discard(self) -> None:
         """Drop what this process streamed: the prediction failed."""
@@ -186,7 +190,7 @@ class PredictionFiles:
                 if merged.columns:
                     staged = self._parts / "merged.safetensors"
                     with staged.open("wb") as file:
-                        _merge_tensors(file, merged, rows, tensors)
+                        _merge_tensors(file, merged.columns, rows, tensors)
                     os.replace(staged, self.folder / f"{NAME}.safetensors")
                 if merged.plain:
                     staged = self._parts / "merged.jsonl"
@@ -207,14 +211,16 @@ def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], P
 
     Raises:
         TypeError: There is nothing, or something else.
-        ValueError: A tensor has no rows, or two lists have other lengths.
+        ValueError: A tensor has no rows, two lists have other lengths, or two columns one name.
     """
     tensors: dict[str, Tensor] = {}
     plain: Plain = {}
     for name, value in _leaves(prediction, ""):
         what = f"{name!r} of the prediction for batch {batch_number}"
+        if name in tensors or name in plain:
+            raise ValueError(f"{what} is there twice; rename one of the two.")
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            value = torch.from_numpy(np.ascontiguousarray(value))
+            value = torch.from_numpy(value.copy())  # which may be written to, as torch wants it
         if isinstance(value, Tensor):
             if value.ndim == 0:
                 raise ValueError(f"{what} has no dimension of samples; return one row a sample.")
@@ -329,18 +335,17 @@ def _in_turn(parts: Sequence[Any], total: int) -> Iterator[Any]:
 
 
 def _merge_tensors(
-    file: BinaryIO, merged: Index, rows: Sequence[list[Rows]], parts: Sequence[BinaryIO]
+    file: BinaryIO, columns: Columns, rows: Sequence[list[Rows]], parts: Sequence[BinaryIO]
 ) -> None:
     """Write one safetensors file (https://github.com/huggingface/safetensors#format)."""
-    assert merged.columns is not None
-    names = list(merged.columns)
+    names = list(columns)
     # Large elements first, as safetensors itself does, so that each tensor is aligned.
-    order = sorted(names, key=lambda name: (-merged.columns[name][0].itemsize, name))  # type: ignore[index]
-    row_bytes = [_row_bytes(*merged.columns[name]) for name in names]
+    order = sorted(names, key=lambda name: (-columns[name][0].itemsize, name))
+    row_bytes = [dtype.itemsize * math.prod(shape) for dtype, shape in columns.values()]
     header: dict[str, Any] = {}
     end = 0
     for name in order:
-        dtype, shape = merged.columns[name]
+        dtype, shape = columns[name]
         place = names.index(name)
         count = sum(batch[place] for part in rows for batch in part)
         begin, end = end, end + count * row_bytes[place]
@@ -353,18 +358,9 @@ def _merge_tensors(
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in order:
-        for chunk in _in_turn(
-            [
-                _chunks(part, batches, row_bytes, names.index(name))
-                for part, batches in zip(parts, rows, strict=True)
-            ],
-            sum(map(len, rows)),
-        ):
-            file.write(chunk)
-
-
-def _row_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        place = names.index(name)
+        chunks = [_chunks(*each, row_bytes, place) for each in zip(parts, rows, strict=True)]
+        file.writelines(_in_turn(chunks, sum(map(len, rows))))
 
 
 def _chunks(

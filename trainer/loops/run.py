@@ -31,7 +31,6 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
 
-_UNTIMED = nullcontext()
 _UNKNOWN = -1
 _ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for
 
@@ -76,7 +75,7 @@ class Untimed:
 
     def part(self, part: str) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
         """Nothing."""
-        return _UNTIMED
+        return nullcontext()
 
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:  # noqa: ARG002
         """Only that: at each update, where a context would take longer."""
@@ -175,10 +174,9 @@ class Run:
         """
         return f"{stage}, batch {self.batch_idx}"
 
-    def told_to_end(self, round_idx: int) -> bool:
+    def told_to_end(self, round_idx: int) -> bool:  # noqa: ARG002 - an interface
         """Whether to abandon the evaluation at hand before this round, alike on all processes."""
-        del round_idx  # outside a fit nothing would be saved: signals do what they do
-        return False
+        return False  # outside a fit nothing would be saved: signals do what they do
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -221,7 +219,7 @@ class FitRun(Run):
         unfinished: The run was ended by a signal before what is due after its last update was done.
         run_id: Which run this is, whatever process goes on with it.
         stop_now: Decided by all alike.
-        weightless: What runs now is such a stand-in: its loss counts for nothing.
+        weightless: A batch stands in for one that this process lacks: its loss counts for nothing.
         saved_rng: The generators' states of the checkpoint that the run resumes from.
         begun: What of the module was frozen and in evaluation mode at first; see
             `trainer.loops.switches`.

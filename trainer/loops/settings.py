@@ -86,7 +86,7 @@ class Settings:
                 object.__setattr__(self, name, Interval.parse(getattr(self, name)))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}: {error}") from None
-        assert self.length is not None  # made here so that it is checked here
+        _ = self.length  # made here so that it is checked here
         seconds_of(self.max_time)
 
     @property
@@ -126,6 +126,7 @@ class Settings:
             limit_val_batches=batches,
             limit_test_batches=batches,
             limit_predict_batches=batches,
+            overfit_batches=None if self.overfit_batches is None else batches,
             max_epochs=1,
             min_epochs=None,
             max_steps=None,

@@ -15,14 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
 from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
 _installed: list[dict[int, Any]] = []  # the handlers before each watch at hand
-_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")  # Windows lacks the last
-
+_WATCHED = [  # Windows lacks the last
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+]
 
 OUT_OF_TIME = 124  # what timeout(1) exits with
 
@@ -36,18 +38,25 @@ class SignalWatch:
     """What came while a run was watched.
 
     Attributes:
+        began: When this start of the run did, by the monotonic clock.
         received: The first signal's number; None without one.
         answered: The run has acted upon it.
         interrupted: A second signal has come to its handler, which ends the process.
     """
 
     def __init__(self) -> None:
+        self.began = time.monotonic()
         self.received: int | None = None
         self.answered = False
         self.interrupted = threading.Event()
 
-    def note(self, number: int, previous: Any, frame: FrameType | None) -> None:
+    def note(self, previous: Any, number: int, frame: FrameType | None) -> None:
         """A signal came; a second SIGINT ends the process at once, a third one by itself.
+
+        Args:
+            previous: What has handled it before.
+            number: The signal.
+            frame: Where the process is.
 
         Raises:
             KeyboardInterrupt: It is that.
@@ -75,9 +84,9 @@ def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | 
 
     Args:
         watch: Of the signals.
-        budget: Seconds from now on; None for no limit.
+        budget: Seconds that the whole start has, with its set-up; None for no limit.
     """
-    deadline = math.inf if budget is None else time.monotonic() + budget
+    deadline = math.inf if budget is None else watch.began + budget
 
     def told() -> int | None:
         if watch.received is not None:
@@ -102,11 +111,10 @@ def watch_signals() -> Iterator[SignalWatch]:
     _installed.append(before)
     try:
         if threading.current_thread() is threading.main_thread():
-            for name in _NAMES:
-                number = getattr(signal, name, None)
-                previous = None if number is None else signal.getsignal(number)
-                if number is not None and previous not in (None, signal.SIG_IGN):
-                    before[number] = signal.signal(number, _handler(watch, previous))
+            for number in _WATCHED:
+                previous = signal.getsignal(number)
+                if previous not in (None, signal.SIG_IGN):
+                    before[number] = signal.signal(number, partial(watch.note, previous))
         guarded = signal.SIGINT in before and not interactive()
         with (
             reaching(list(before), watch.interrupted, end_unreachable) if guarded else nullcontext()
@@ -134,10 +142,3 @@ def _forget() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which cannot fork
     os.register_at_fork(after_in_child=_forget)
-
-
-def _handler(watch: SignalWatch, previous: Any) -> Callable[[int, FrameType | None], None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        watch.note(number, previous, frame)
-
-    return handle

@@ -84,18 +84,20 @@ def stage_of(
             module.__dict__.pop(step, None)
         if owns_data:
             datamodule.trainer = outer[1]
-        if errors and status == "finished":  # else something is on its way up already
-            raise errors.pop(0)
+        # Where the run has failed something is on its way up already.
+        failure = errors.pop(0) if errors and status == "finished" else None
         for other in errors:
             logger.error("Tearing down after %s failed.", name, exc_info=other)
+        if failure is not None:
+            raise failure
 
 
-def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[Exception]:
-    """Make every call, whatever the others raise."""
-    errors = []
+def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
+    """Make every call, whatever the others raise: after a KeyboardInterrupt too the run is over."""
+    errors: list[BaseException] = []
     for call in calls:
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - raised or logged by the caller
+        except BaseException as error:  # noqa: BLE001 - raised or logged by the caller
             errors.append(error)
     return errors

@@ -129,6 +129,8 @@ def test_a_scheduler_in_an_optimizers_place_is_named(steps):
         ({"shceduler": 1}, r"'shceduler'; .*Did you mean 'scheduler'\?"),
         ({"intervall": "step"}, r"'intervall'; .*Did you mean 'interval'\?"),
         ({"interval": "step"}, "'interval' but no 'scheduler'"),
+        ({"lr_scheduler": {"interval": "step"}}, "'interval' but no 'scheduler'"),
+        ({"lr_scheduler": {}}, "a dict but no 'scheduler'"),
     ],
 )
 def test_wrong_keys_are_named_with_the_nearest(sgd, wrong, message):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import NamedTuple
 
 import pytest
@@ -33,6 +33,8 @@ def test_a_function_is_applied_to_tensors_wherever_they_are():
     assert type(seen["b"]) is Pair
     assert listify(seen) == {"a": [[9.0], "x"], "b": ([6.0], ([9.0],))}
     assert listify(data)["a"] == [[1.0], "x"]
+    lists = recursively_apply(torch.neg, defaultdict(list, a=torch.ones(1)))
+    assert (lists["a"].item(), lists["b"]) == (-1.0, [])
 
 
 def test_what_the_function_is_applied_to_can_be_chosen():

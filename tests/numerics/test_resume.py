@@ -612,7 +612,7 @@ def test_a_signal_changes_nothing_but_the_time(ranks, tmp_path, world, hook):
     assert_same_record(tmp_path / "whole", tmp_path / "told")
 
 
-class Drawing(Noisy):
+class DrawingFirst(Noisy):
     """Draws whenever an epoch begins, and again when a run begins inside one."""
 
     def on_train_epoch_start(self) -> None:
@@ -624,7 +624,7 @@ def test_the_draws_of_an_epochs_beginning_are_made_once(tmp_path, length):
     def weights(folder: str, *lengths: dict[str, int]) -> dict[str, Tensor]:
         for begin, each in enumerate(lengths, 1):
             torch.manual_seed(begin)
-            module = Drawing()
+            module = DrawingFirst()
             trainer = quiet_trainer(project_dir=str(tmp_path / folder), checkpointing=True, **each)
             trainer.fit(module, DataLoader(Augmented(26), batch_size=4), ckpt_path="auto")
         return copy_of(module)

@@ -398,7 +398,7 @@ def test_a_parameter_without_a_gradient_is_not_named():
 
 
 def test_an_update_that_the_scaler_made_ends_the_row():
-    guard = FiniteGuard("skip", 3, optimizers=[], named_parameters=lambda: [])
+    guard = FiniteGuard("skip", 3, optimizers=[], named_parameters=list)
     for step, skipped in enumerate([True, True, False, True, True], 1):
         guard.count_scaled([skipped], step)
     assert (guard.skipped, guard.in_row) == (4, 2)

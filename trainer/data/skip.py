@@ -22,7 +22,7 @@ class SkipBatchSampler(BatchSampler):
     """
 
     def __init__(self, batch_sampler: Sampler[Any] | Iterable[Any], skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
+        self.batch_sampler: Any = batch_sampler
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class SkipBatchSampler(BatchSampler):
         return islice(iter(self.batch_sampler), self.skip_batches, None)
 
     def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip_batches)  # type: ignore[arg-type]
+        return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
 class SkipDataLoader(DataLoader[Any]):

@@ -214,3 +214,10 @@ def test_what_a_killed_run_has_left_in_the_file_does_not_follow_the_name():
     (RUN / LOCK).write_text("left by one that was killed" * 20)
     with alone_in(RUN):
         assert json.loads((RUN / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_two_who_look_at_once_do_not_take_each_other_for_a_run():
+    RUN.mkdir(parents=True)
+    with (RUN / LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert holder_of(RUN) is None

@@ -122,6 +122,26 @@ class Boundary:
         self._due = due[::-1]
 
 
+def _all_before_an_error(calls: Sequence[Hook]) -> Hook:
+    """One function that calls all, and then raises the first error: the last of them save."""
+    if len(calls) < 2:
+        return _one_after_another(calls)
+
+    def call_all(*args: Any) -> None:
+        errors: list[Exception] = []
+        for call in calls:
+            try:
+                call(*args)
+            except Exception as error:  # noqa: BLE001 - raised below, or logged
+                errors.append(error)
+        for other in errors[1:]:
+            logger.error("on_preemption of a further callback failed.", exc_info=other)
+        if errors:
+            raise errors[0]
+
+    return call_all
+
+
 def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
     """One function that calls all; an error of theirs must not hide the one they are told."""
 
@@ -217,6 +237,7 @@ class HookTable:
         )
         if table["on_boundary"] is not _nothing:
             table["on_boundary"] = self.boundary
+        table["on_preemption"] = _all_before_an_error(of_callbacks("on_preemption"))
         table["on_exception"] = _each_whatever_others_raise(of_callbacks("on_exception"))
         self._table = table
         self.__dict__.update(table)

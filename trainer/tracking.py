@@ -226,17 +226,18 @@ class RunTrackers:
     def _make(self, project_name: str, init_kwargs: _Options | None) -> list[GeneralTracker]:
         made: list[GeneralTracker] = []
         main = PartialState().is_main_process
+        folder = self.logging_dir and _with_home(self.logging_dir)
         try:
             for one in self.log_with:
                 if one.main_process_only and not main:
                     made.append(NullTracker(one.name))
                     continue
                 if one.requires_logging_directory:
-                    _make_directory(self.logging_dir)
+                    _make_directory(folder)
                 (tracker,) = resolve_trackers(
                     one,
                     project_name=project_name,
-                    logging_dir=self.logging_dir,
+                    logging_dir=folder,
                     init_kwargs=init_kwargs,
                 )
                 made.append(background := BackgroundTracker(tracker))
@@ -281,10 +282,16 @@ def _check_options(what: str, options: Any) -> None:
         )
 
 
+def _with_home(path: str | os.PathLike[str]) -> str | Path:
+    """The path with the home for ``~``; text stays text, as a tracker may want it."""
+    known = os.path.expanduser(path)
+    return known if isinstance(path, str) else Path(known)
+
+
 def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
     """Find out now, not on a thread when the run is under way, that it cannot be made."""
     try:
-        Path(logging_dir or ".").expanduser().mkdir(parents=True, exist_ok=True)
+        Path(logging_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"logging_dir is {str(logging_dir)!r}, which cannot be used as a folder: {error}."

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
 from tests.helpers.ranks import RankError
-from trainer.distributed.control import exchange, on_main, run_where
+from trainer.distributed import meeting
+from trainer.distributed.control import exchange, on_all, on_main, run_where
 from trainer.state import PartialState
 
 
@@ -105,6 +107,42 @@ def test_an_interrupt_of_the_first_process_releases_the_others_too(ranks2):
         ranks2(interrupt)
     assert "\nKeyboardInterrupt" in caught.value.failures[0]
     assert "Rank 0 failed while the others waited for it" in caught.value.failures[1]
+
+
+def fail_on_0(wait: Callable[[], object]) -> Callable[[], None]:
+    """What a hook does that makes something on rank 0, for which the others wait."""
+
+    def work() -> None:
+        if dist.get_rank() == 0:
+            raise LookupError("no such data set")
+        wait()
+
+    return work
+
+
+def test_an_error_is_not_hidden_by_those_who_wait_in_another_operation(ranks3):
+    with pytest.raises(RankError) as caught:
+        ranks3(lambda: on_all(fail_on_0(PartialState().wait_for_everyone), "fit"))
+    failures = caught.value.failures
+    assert failures[0].splitlines()[-1] == "LookupError: no such data set"
+    for rank in (1, 2):
+        assert "DistributedOperationException: The processes wait" in failures[rank]
+    assert ranks3(dist.get_rank) == [0, 1, 2]
+
+
+def test_an_error_does_not_wait_for_those_who_wait_where_nothing_is_compared(ranks2):
+    def body() -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(meeting, "_WARNED_AFTER", 0.1)
+            try:
+                on_all(fail_on_0(dist.barrier), "fit")
+            except LookupError as error:
+                dist.barrier()  # the end of this process would free the other one
+                exchange(None, "fit")
+                return str(error)
+        return "nothing"
+
+    assert ranks2(body, timeout=30) == ["no such data set", "nothing"]
 
 
 def test_an_error_in_another_process_stays_there(ranks2):

@@ -23,6 +23,7 @@ from trainer.strategies.choose import choose_engine
 from trainer.strategies.ddp import DataParallel, Replicas, average_gradients
 from trainer.strategies.single import SingleDevice
 from trainer.strategies.static import StaticDataParallel
+from trainer.strategies.zeros import sparse_weights
 
 CPU = torch.device("cpu")
 
@@ -694,6 +695,39 @@ def test_averaging_knows_gradients_that_only_some_ranks_have(ranks2):
         return [p.grad if p.grad is None else p.grad.tolist() for p in (both, one, none, half)]
 
     assert ranks2(averaged) == [[[1.5, 2.5], [2.0, 3.0], None, [1.5, 4.5]]] * 2
+
+
+TABLE_GRADIENTS: dict[str, Callable[[nn.Embedding], torch.Tensor]] = {
+    "rows": lambda table: table(torch.tensor([1])).sum(),
+    "all rows": lambda table: nn.functional.linear(torch.ones(1, 2), table.weight).sum(),
+    "no rows": lambda table: table(torch.tensor([], dtype=torch.int64)).sum(),
+}
+
+
+@pytest.mark.parametrize(
+    ("used", "is_sparse"),
+    [
+        (["rows", None], True),
+        (["no rows", None], True),
+        (["all rows", None], False),  # as where a weight is tied by its use alone
+        (["all rows", "rows"], False),
+        ([None, None], None),
+    ],
+)
+def test_averaging_a_table_knows_what_gradient_the_other_ranks_have(ranks2, used, is_sparse):
+    def averaged(sparse: bool) -> tuple[Any, Any]:
+        table = nn.Embedding(3, 2, sparse=sparse)
+        if (own := used[dist.get_rank()]) is not None:
+            TABLE_GRADIENTS[own](table).backward()
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        average_gradients(optimizer, sparse_weights(table))
+        gradient = table.weight.grad
+        if gradient is None:
+            return None, None
+        return gradient.is_sparse, gradient.to_dense().tolist()
+
+    expected = ranks2(averaged, False)[0][1]
+    assert ranks2(averaged, True) == [(is_sparse, expected)] * 2
 
 
 # -- which engine ------------------------------------------------------------------------------

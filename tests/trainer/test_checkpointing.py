@@ -519,3 +519,22 @@ def test_an_update_that_a_signal_saved_stays_where_all_do():
         fit(Net(), Signal(), ModelCheckpoint(every=2, save_top_k=-1), **arguments)
     fit(Net(), ModelCheckpoint(every=2, save_top_k=-1), **arguments)
     assert on_disk() == [2, 4]
+
+
+def test_callbacks_that_fail_as_a_signal_ends_the_run_do_not_cost_the_save(caplog):
+    class Failing(Callback):
+        def __init__(self, text):
+            self.text = text
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if self.text == "first" and trainer.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+        def on_preemption(self, trainer, module):
+            raise OSError(self.text)
+
+    callbacks = Failing("first"), Failing("second"), ModelCheckpoint(every=20)
+    with pytest.raises(OSError, match="first"):
+        fit(Net(), *callbacks, val=False, max_epochs=2)
+    assert on_disk() == [2]
+    assert "on_preemption of a further callback failed" in caplog.text

@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,15 @@ def test_the_home_is_known(monkeypatch):
     trackers.end_training()
     assert os.listdir() == ["logs"]
     assert os.listdir("logs") == ["run"]
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tracker_of_ones_own_is_given_the_home(monkeypatch, kind):
+    monkeypatch.setenv("HOME", os.getcwd())
+    trackers = RunTrackers([Files], kind("~/logs"))
+    trackers.init_trackers("run")
+    assert trackers.trackers[0].wrapped.place == kind(os.path.abspath("logs"))
+    trackers.end_training()
 
 
 def test_a_constructor_that_fails_is_raised_and_those_made_before_are_ended_as_failed():

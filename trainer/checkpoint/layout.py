@@ -405,8 +405,8 @@ def _replace(staging: Path, target: Path, aside: Path) -> None:
 
 
 def _aside(path: Path) -> Path:
-    whole = Path(os.path.abspath(path))  # that of `.` has no name
-    return whole.with_name(_REPLACED + whole.name)
+    named = path if path.name else Path(os.path.abspath(path))  # that of `.` has no name
+    return named.with_name(_REPLACED + named.name)
 
 
 def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:

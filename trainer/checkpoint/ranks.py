@@ -25,7 +25,8 @@ class Loading:
 
     Attributes:
         path: The checkpoint.
-        own: What the rank of its number saved; if there was none, what some other one did.
+        own: What the rank of its number saved; if there was none, what some other one did. Earlier
+            releases saved neither gradients nor states of communication hooks.
         rank: Its number.
         saved_by: How many processes saved.
         here: How many load.
@@ -40,7 +41,7 @@ class Loading:
 
 def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
     """This rank's gradients, or what stands for those of another number of processes."""
-    if it.own["gradients"] is None:
+    if it.own.get("gradients") is None:
         return None
     if it.saved_by == it.here:
         return gradients.given([it.own["gradients"]], 0, 1)
@@ -50,7 +51,7 @@ def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
 
 def communication_of(it: Loading) -> list[dict[str, Any]]:
     """This rank's states of the communication hooks, or what stands for those of others."""
-    own: list[dict[str, Any]] = it.own["communication"]
+    own: list[dict[str, Any]] = it.own.get("communication", [])
     if it.saved_by == it.here or not own:
         return own
     ranks = _every_rank(it, "with a communication hook", "its state on each")

@@ -84,7 +84,10 @@ def command_parser(
 
 def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
     """Each path once, with as many of its last parts as tell it from the others."""
-    whole = list(dict.fromkeys(Path(os.path.abspath(path.expanduser())) for path in paths))
+    given = [path.expanduser() for path in paths]
+    # What is behind a link and `..` only the disk knows.
+    known = [path.resolve() if ".." in path.parts else path.absolute() for path in given]
+    whole = list(dict.fromkeys(known))
     for length in range(1, max(len(path.parts) for path in whole) + 1):
         names = ["/".join(path.parts[-length:]).replace("//", "/") for path in whole]
         if len(set(names)) == len(names):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ParamSpec, TypeVar, cast
 
 import torch.distributed as dist
 
-from trainer.distributed.meeting import parted, share
+from trainer.distributed.meeting import awaited, gone, parted, share
+from trainer.distributed.watchdog import is_of_a_loss
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,16 +31,17 @@ def exchange(error: BaseException | None, operation: str) -> None:
     Raises:
         BaseException: `error` itself, where there is one.
         RuntimeError: On the other processes; it names the rank and its error.
-        DistributedOperationException: On all processes, when one calls another operation.
+        DistributedOperationException: On the other processes, when one calls another operation.
     """
-    if error is not None and parted(error, operation):
-        raise error
-    reports: list[bytes] = []
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        report = "" if error is None else f"{type(error).__name__}: {error}"
-        reports = share(operation, report.encode())
     if error is not None:
+        if not _alone() and not parted(error, operation):
+            report = f"{type(error).__name__}: {error}"
+            # Whatever keeps the others from hearing of it, this is what went wrong first.
+            with suppress(RuntimeError):
+                share(operation, report.encode())
+            gone()
         raise error
+    reports = [] if _alone() else share(operation, b"")
     for rank, told in enumerate(reports):
         if told:
             raise RuntimeError(
@@ -51,7 +53,8 @@ def on_all(work: Callable[[], R], operation: str) -> R:
     """Do something on every process, and go on only if each of them fared well; collective.
 
     Args:
-        work: What is done; it is not collective itself.
+        work: What is done. A hook of the user's may be collective: where one process fails in it,
+            the others may wait there, and not here. So this one waits half a minute for them.
         operation: What users called.
 
     Returns:
@@ -60,15 +63,23 @@ def on_all(work: Callable[[], R], operation: str) -> R:
     Raises:
         Exception: What `work` raised here.
         RuntimeError: On the other processes; it names the rank and its error.
+        DistributedOperationException: On the other processes, where they wait in another operation.
     """
     result: R | None = None
     error: Exception | None = None
     try:
         result = work()
-    except Exception as caught:  # noqa: BLE001 - raised below, once the others know
-        error = caught
+    except Exception as caught:
+        lost = parted(caught, operation) or is_of_a_loss(caught)
+        if _alone() or lost or not awaited(operation):
+            raise
+        error = caught  # raised below, once the others know
     exchange(error, operation)
     return cast(R, result)
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -207,6 +208,30 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
         work.wait()
     with suppress(RuntimeError):
         store.set(_key(own), "")
+
+
+def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether all others wait for this process within half a minute; not collective.
+
+    For one that has failed, which an exchange that they do not come to would keep from saying so.
+    """
+    store, size, own = _store_of(group), dist.get_world_size(group), dist.get_rank(group)
+    until = time.monotonic() + _WARNED_AFTER
+    try:
+        store.set(_key(own), operation)  # one of them may have failed too
+        while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
+            time.sleep(0.01)
+    except RuntimeError:  # the store has ended with its process
+        return False
+    if not come:
+        gone(group)
+    return come
+
+
+def gone(group: dist.ProcessGroup | None = None) -> None:
+    """This process waits no more, as it has said that it did; not collective."""
+    with suppress(RuntimeError):
+        _store_of(group).set(_key(dist.get_rank(group)), "")
 
 
 def _key(rank: int) -> str:

@@ -173,7 +173,7 @@ def _is_of_backend(error: BaseException) -> bool:
     )
 
 
-def _is_of_a_loss(error: BaseException | None) -> bool:
+def is_of_a_loss(error: BaseException | None) -> bool:
     """The backend's error is behind this one."""
     while error is not None and not _is_of_backend(error):
         error = error.__cause__ or error.__context__
@@ -233,7 +233,7 @@ class _Watchdog:
         """By this one; kept as text, since it holds all that the run held."""
         if isinstance(error, Preempted):
             return
-        self._replaced, self._lost = _is_of_backend(error), _is_of_a_loss(error)
+        self._replaced, self._lost = _is_of_backend(error), is_of_a_loss(error)
         self._error = _shown(error)
 
     def look(self) -> None:

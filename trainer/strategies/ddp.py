@@ -350,32 +350,52 @@ def average_gradients_of(
 
     Args:
         parameters: In the same order on all processes.
-        sparse: The ids of those that have sparse gradients, see `sparse_weights`: a process where
-            one has none cannot know it otherwise.
+        sparse: The ids of those that may have sparse gradients, see `sparse_weights`: of what
+            gradient the others have, each process has to be told.
     """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    tables = [parameter for parameter in trained if id(parameter) in sparse]
+    layouts = dict(zip(map(id, tables), _layouts(tables), strict=True))
     by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.grad
-        if id(parameter) in sparse if gradient is None else gradient.is_sparse:
+    for parameter in trained:
+        layout = layouts.get(id(parameter), _layout(parameter) or _DENSE)
+        if layout == _ROWS:
             _average_rows(parameter)
-        else:
+        elif layout == _DENSE:
             by_type.setdefault(parameter.dtype, []).append(parameter)
     for alike in by_type.values():
         _average_alike(alike)
 
 
+_NO_GRADIENT, _ROWS, _DENSE = range(3)  # what a gradient of some processes is, the most counts
+
+
+def _layout(parameter: nn.Parameter) -> int:
+    gradient = parameter.grad
+    return _NO_GRADIENT if gradient is None else _ROWS if gradient.is_sparse else _DENSE
+
+
+def _layouts(tables: list[nn.Parameter]) -> list[int]:
+    """What the gradient of each is, for all processes: dense where it is that on one of them."""
+    if not tables:
+        return []
+    layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
+    dist.all_reduce(layouts, dist.ReduceOp.MAX)
+    return layouts.tolist()
+
+
 def _average_rows(parameter: nn.Parameter) -> None:
-    """Average a sparse gradient; where no process has used a row, none stays none."""
+    """Average a gradient that is sparse wherever there is one."""
     total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
     dist.all_reduce(total)
-    if parameter.grad is not None or total._nnz():
-        parameter.grad = total / dist.get_world_size()
+    parameter.grad = total / dist.get_world_size()
 
 
 def _average_alike(parameters: list[nn.Parameter]) -> None:
-    """Average dense gradients of one type, all at once."""
+    """Average gradients of one type, all at once; they are dense behind it."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:  # on another process it is not
+            parameter.grad = parameter.grad.to_dense()
     present = [parameter.grad is not None for parameter in parameters]
     parts = [
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

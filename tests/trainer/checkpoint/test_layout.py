@@ -250,6 +250,15 @@ def test_the_folder_at_hand_is_located(tmp_path, monkeypatch):
     assert layout.locate(Path()) == Path()
 
 
+def test_what_was_set_aside_is_found_by_a_path_of_the_same_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = Path("relative")
+    aside = root / ".cadence-replaced-step-00000100"
+    make(root).rename(aside)
+    assert layout.locate(root / "step-00000100") == aside
+    assert layout.committed(root) == [aside]
+
+
 def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
     path = make(tmp_path)
     flip_a_bit(path)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainer import checkpoint as disk
+from trainer.checkpoint import state
 from trainer.checkpoint.restore import Prepared
 from trainer.checkpoint.state import load_state, save_state
 from trainer.errors import CheckpointError
@@ -196,6 +197,20 @@ def test_a_folder_that_exists_keeps_its_other_files():
     prepared = make(3)
     assert load_state(OUT, prepared, ALONE) == 2
     assert os.listdir() == ["out"]
+
+
+def test_a_state_of_an_earlier_release_is_loaded(monkeypatch, caplog):
+    since = "gradients", "communication"
+    own_state = state._own_state
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            state,
+            "_own_state",
+            lambda it: {k: v for k, v in own_state(it).items() if k not in since},
+        )
+        save_state(OUT, make(1), ALONE)
+    assert load_state(OUT, make(2, communication=[Custom()]), ALONE) == 1
+    assert "the state of 0 communication hooks, but 1 are registered" in caplog.text
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -339,6 +339,14 @@ def test_runs_are_named_by_as_much_as_tells_them_apart(capsys):
     assert "● x/run" in out
 
 
+def test_the_folder_above_is_that_of_where_a_link_leads(capsys):
+    write(line(1, loss=1), path=Path("far/run/metrics.jsonl"))
+    os.mkdir("far/other")
+    os.symlink("far/other", "link")
+    assert call("link/../run", "far/run", "--once") == 0
+    assert capsys.readouterr().out.count("● run") == 1
+
+
 def test_a_record_alone_has_no_state(capsys):
     write(line(1, loss=1), path=Path("own.jsonl"))
     assert call("own.jsonl", "--once") == 0

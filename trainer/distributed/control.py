@@ -6,6 +6,7 @@ These are functions of the process group alone: `trainer.state` builds its metho
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import ParamSpec, TypeVar, cast
@@ -13,7 +14,6 @@ from typing import ParamSpec, TypeVar, cast
 import torch.distributed as dist
 
 from trainer.distributed.meeting import awaited, gone, parted, share
-from trainer.distributed.watchdog import is_of_a_loss
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,6 +80,25 @@ def on_all(work: Callable[[], R], operation: str) -> R:
 
 def _alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def shown(error: BaseException) -> str:
+    """Its type and what it says, whatever its ``__str__`` does."""
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
+
+
+def is_of_backend(error: BaseException) -> bool:
+    """What it raises where another process has gone or does not answer, among other things."""
+    return isinstance(error, dist.DistBackendError) or (
+        isinstance(error, RuntimeError) and "gloo/transport/" in shown(error)  # it has no type
+    )
+
+
+def is_of_a_loss(error: BaseException | None) -> bool:
+    """The backend's error is behind this one."""
+    while error is not None and not is_of_backend(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from trainer import environment
+from trainer.distributed.control import is_of_a_loss, is_of_backend, shown
 from trainer.errors import Preempted
 
 logger = logging.getLogger(__name__)
@@ -161,25 +162,6 @@ def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
     return f"rank {rank} has been in {note.place} for {note.seconds:.0f} seconds:\n{note.stack}"
 
 
-def _shown(error: BaseException) -> str:
-    """Its type and what it says, whatever its ``__str__`` does."""
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
-
-
-def _is_of_backend(error: BaseException) -> bool:
-    """What it raises where another process has gone or does not answer, among other things."""
-    return isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and "gloo/transport/" in _shown(error)  # it has no type
-    )
-
-
-def is_of_a_loss(error: BaseException | None) -> bool:
-    """The backend's error is behind this one."""
-    while error is not None and not _is_of_backend(error):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
     """What is known where the backend has failed and no process has said that it did.
 
@@ -233,8 +215,8 @@ class _Watchdog:
         """By this one; kept as text, since it holds all that the run held."""
         if isinstance(error, Preempted):
             return
-        self._replaced, self._lost = _is_of_backend(error), is_of_a_loss(error)
-        self._error = _shown(error)
+        self._replaced, self._lost = is_of_backend(error), is_of_a_loss(error)
+        self._error = shown(error)
 
     def look(self) -> None:
         """Until the run has ended."""

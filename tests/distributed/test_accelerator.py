@@ -227,7 +227,7 @@ def test_values_are_gathered_and_reduced(ranks2):
 
 
 def test_a_value_that_cannot_be_gathered_is_named(ranks2):
-    with pytest.raises(RankError, match=r"TypeError: gather takes tensors.* it met str"):
+    with pytest.raises(RankError, match=r"TypeError: gather takes tensors.* it got str"):
         ranks2(lambda: Accelerator().gather(["text"]))
 
 

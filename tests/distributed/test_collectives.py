@@ -63,7 +63,7 @@ def test_gather_of_nothing_is_nothing(ranks2):
 
 @pytest.mark.parametrize("operation", ["gather", "reduce"])
 def test_a_leaf_that_is_no_tensor_is_named(ranks2, operation):
-    with pytest.raises(RankError, match=rf"TypeError: {operation} takes tensors.* it met int"):
+    with pytest.raises(RankError, match=rf"TypeError: {operation} takes tensors.* it got int"):
         ranks2(lambda: getattr(collectives, operation)({"a": [torch.ones(1), 3]}))
     assert ranks2(dist.get_rank) == [0, 1]
 
@@ -466,7 +466,7 @@ def test_without_the_check_everything_works_that_fits(ranks2):
     [
         (lambda: torch.ones(2, device="meta"), "ValueError: gather got a tensor on meta.* on cpu"),
         (lambda: torch.ones(2).to_sparse(), r"TypeError: gather takes dense tensors.*to_dense"),
-        (lambda: pack_sequence([torch.ones(2)]), "TypeError: gather takes .* met PackedSequence"),
+        (lambda: pack_sequence([torch.ones(2)]), "TypeError: gather takes .* got PackedSequence"),
         (
             lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged),
             "TypeError: gather takes dense tensors.*nested",

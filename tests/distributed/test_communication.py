@@ -221,7 +221,7 @@ def test_powersgd_is_refused_where_it_would_hang(ranks2):
         return [refused(Wide()), refused(mixed), refused(Net(), find_unused_parameters=True)]
 
     for wide, mixed, searching in ranks2(run):
-        assert "one bucket is 1048576 bytes of one type. Use NCCL" in wide
+        assert "one bucket holds 1048576 bytes of one type. Use NCCL" in wide
         assert "of 2 types" in mixed
         assert "fails inside torch with find_unused_parameters=True" in searching
 
@@ -345,7 +345,7 @@ def test_state_for_other_options_is_left_out_and_told_of(ranks2):
         return lines
 
     for (line,) in ranks2(run):
-        assert line.startswith("PowerSGD begins anew")
+        assert line.startswith("PowerSGD starts afresh")
 
 
 # -- the Trainer -------------------------------------------------------------------------------

@@ -428,7 +428,9 @@ def test_a_graph_that_is_not_that_of_the_resumed_run_is_an_error(ranks2):
         own.begin_epoch()
         window(own, [data(3)])
 
-    with pytest.raises(RankError, match=r"It has added 2 times to first\.weight, and did 1 times"):
+    with pytest.raises(
+        RankError, match=r"It accumulated 2 times into first\.weight; then it was 1 times"
+    ):
         ranks2(train)
 
 
@@ -441,7 +443,7 @@ class Changing(Model):
 
 @pytest.mark.parametrize(
     ("signs", "message"),
-    [((1, -1), "this one depends on fewer"), ((-1, 1), "training graph has changed")],
+    [((1, -1), "This one depends on fewer"), ((-1, 1), "training graph has changed")],
 )
 def test_a_graph_that_is_not_static_is_an_error(ranks2, signs, message):
     def train() -> None:

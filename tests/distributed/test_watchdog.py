@@ -134,7 +134,7 @@ def test_a_process_that_stands_still_is_named_with_its_place_and_stack(ranks2, p
 
 def test_a_process_that_gives_no_sign_is_named(ranks2):
     first, _ = ranks2(stalled, ("train", 1), "stop")
-    assert "\nrank 1 gives no sign; it was last in fit, " in first[0]
+    assert "\nrank 1 does not respond; it was last in fit, " in first[0]
 
 
 def wait_for(file):
@@ -173,7 +173,7 @@ def without_a_store():
 def test_a_store_that_does_not_answer_is_told(ranks2):
     texts = [text for each in ranks2(without_a_store) for text in each]
     assert "in fit, epoch 0, step 1, batch 1 for 0" in texts[0]
-    assert "that of rank 0, has gone or cannot be reached." in texts[0]
+    assert "that of rank 0, is gone or cannot be reached." in texts[0]
 
 
 def test_of_several_who_wait_one_speaks(ranks3):
@@ -196,7 +196,7 @@ def test_a_process_that_has_not_come_is_named(ranks2):
         return texts
 
     first, second = ranks2(alone)
-    assert "rank 1 is not in this run: it has ended it, or not begun." in first[0]
+    assert "rank 1 is not in this run: it has ended it, or not begun it." in first[0]
     assert second == []
 
 
@@ -239,14 +239,14 @@ def test_who_waits_and_who_is_silent_is_told_apart():
     )
     text = complaint(2, [BUSY, HERE, HERE], {1}, 30.0)
     assert text is not None
-    assert "rank 1 gives no sign; it was last in step 3." in text
+    assert "rank 1 does not respond; it was last in step 3." in text
 
 
 def test_processes_that_all_wait_are_told_of_later():
     assert complaint(0, [HERE, HERE], set(), 30.0) is None
     late = HERE._replace(seconds=120.0)
     assert complaint(0, [late, late._replace(place="step 4")], set(), 30.0) == (
-        "No process has gone on for 120 seconds:\n"
+        "No process has made progress for 120 seconds:\n"
         "rank 0 is in step 3:\n  in backward\n\nrank 1 is in step 4:\n  in backward\n"
     )
 
@@ -264,9 +264,9 @@ def test_who_has_failed_is_named_to_those_who_still_wait_for_it():
 def test_where_nobody_has_said_anything_those_who_have_not_taken_leave_are_told():
     text = unexplained("step 4", {0: HERE, 2: Note("step 5")}, "RuntimeError: closed")
     assert text == (
-        "The exchange with the other processes has failed, as where one has gone or does not "
-        "answer, and none has said why. This one was in step 4; last seen: rank 0 in step 3. The "
-        "backend says: RuntimeError: closed"
+        "The exchange with the other processes has failed, as it does when one is gone or does not "
+        "answer, and none has reported why. This one was in step 4; last seen: rank 0 in step 3. "
+        "The backend says: RuntimeError: closed"
     )
     many = unexplained("step 4", dict.fromkeys(range(1, 12), BUSY), "")
     assert "last seen: rank 1 in step 3; rank 2 " in many
@@ -366,7 +366,7 @@ def lost_with_the_store():
 def test_the_loss_of_the_store_is_told_where_the_backend_fails(ranks2):
     kind, text = ranks2(lost_with_the_store)[0]
     assert kind == "RuntimeError"
-    assert "that of rank 0, has gone or cannot be reached. This one was in here. " in text
+    assert "that of rank 0, is gone or cannot be reached. This one was in here. " in text
     assert text.endswith("The backend says: RuntimeError: " + str(closed()))
 
 

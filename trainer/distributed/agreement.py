@@ -1,20 +1,20 @@
-"""Joint decisions that cost no round trip of their own.
+"""Joint decisions without a round trip of their own.
 
-What every process must know alike at each update (how many items the window had, whether anybody
-wants to stop or to save or could not, rank 0's clock, whose data have ended) is a vector of a few
-numbers. Its sum over the processes rides with the gradient reduction and is read once it has
-reached the host: at once on the CPU, one update later on an accelerator, where reading earlier
-would make the host wait.
+What all processes must agree on at each update (the items of the window, whether any process wants
+to stop or save or failed to, rank 0's clock, whose data have ended) is a vector of a few numbers.
+Its sum over the processes travels with the gradient reduction and is read once it has reached the
+host: immediately on the CPU, one update later on an accelerator, where reading it earlier would
+make the host wait.
 
-DDP reduces tensors of one type together, so a vector in float32 costs no reduction of its own
-beside float32 gradients. Its sums are exact all the same: items travel as the digits of a whole
-number in base 256, and what is read is rounded. DDP multiplies what a process gives by 1/W, for W
-processes, so that it is multiplied by W first. With u = 2**-24, the unit roundoff of float32, a
-digit x < 2**8 becomes x(1 + d), where |d| <= 2u from rounding 1/W and the product; W such
-summands, added in any order, are off by (W - 1)u times their sum at most (Higham, "Accuracy and
-Stability of Numerical Algorithms", 4.2). Together that is below W(W + 1) * 2**-16, and 1/2 is what
-rounding undoes: W <= 180. Where W is a power of two nothing is rounded at all, as long as sums are
-below 2**24. For others the numbers are float64, as they are where items need not be whole.
+DDP reduces tensors of one dtype together, so a float32 vector needs no all-reduce of its own beside
+float32 gradients. Its sums are exact nevertheless: item counts travel as base-256 digits, and the
+result is rounded. DDP multiplies each contribution by 1/W, for W processes, so contributions are
+multiplied by W beforehand. With u = 2**-24, the unit roundoff of float32, a digit x < 2**8 becomes
+x(1 + d), where |d| <= 2u from rounding 1/W and the product; the sum of W such terms, in any order,
+is off by at most (W - 1)u times itself (Higham, "Accuracy and Stability of Numerical Algorithms",
+4.2). The total error is below W(W + 1) * 2**-16, and rounding corrects errors below 1/2: W <= 180.
+If W is a power of two nothing is rounded, as long as sums stay below 2**24. Otherwise, and where
+items need not be whole numbers, the vector is float64.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_DIGITS = 6  # of 8 bits: more items than any window has
+_DIGITS = 6  # of 8 bits each: enough for the items of any window
 
 
 class Tally(NamedTuple):
@@ -33,15 +33,15 @@ class Tally(NamedTuple):
 
     Attributes:
         items: Items of the window.
-        stop_votes: How many processes want to stop.
-        signals: How many were told to end, by a signal or the clock.
-        seconds: Rank 0's clock; to 0.06 s after 12 days where it came in float32.
-        ended: How many have no further batch in this epoch; see `trainer.loops.run.FitRun`.
-        ended_ranks: The sum of their ranks: where it is one alone, which.
-        failed_saves: How many know of a save in the background that failed.
-        asked_saves: Saves that were asked for in the window.
-        bad_losses: How many had a loss in it that is NaN or infinite; of one process, a tensor of
-            shape () where it is on an accelerator.
+        stop_votes: Processes that want to stop.
+        signals: Processes that a signal or the time budget told to end.
+        seconds: Rank 0's clock; in float32 accurate to 0.06 s after 12 days.
+        ended: Processes without a further batch in this epoch; see `trainer.loops.run.FitRun`.
+        ended_ranks: The sum of their ranks, which identifies a single one.
+        failed_saves: Processes that know of a failed background save.
+        asked_saves: Saves requested in the window.
+        bad_losses: Processes with a NaN or infinite loss in the window; in one process's own tally
+            a tensor of shape () if the loss is on an accelerator.
     """
 
     items: float
@@ -59,29 +59,29 @@ NOTHING = Tally(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def exact_in_float32(world_size: int) -> bool:
-    """Whether digits come through DDP's averaging in float32 for so many processes; see above."""
+    """Return whether float32 digits survive DDP's averaging over so many processes; see above."""
     if world_size.bit_count() == 1:
         return world_size <= 2**16
     return world_size * (world_size + 1) < 2**15
 
 
 class Agreement:
-    """The ballots of one process and the tallies of all.
+    """Makes the ballots of this process and keeps the tallies over all.
 
     Args:
-        device: Where the sums are formed.
-        whole_items: Items are whole numbers, not what the user counts.
+        device: The device that sums them.
+        whole_items: Items are whole numbers, not a user's own count.
 
     Attributes:
         items_seen: Items of the run, over all processes.
-        latest: The sums that are known.
-        bad_losses: That sum of the very latest window; on an accelerator it is not read.
+        latest: The latest sums that have reached the host.
+        bad_losses: This sum for the current window; on an accelerator an unread tensor.
     """
 
     def __init__(self, device: torch.device, *, whole_items: bool = False) -> None:
         self._device = device
         self._whole_items = whole_items
-        self._places: Tensor | None = None  # what the digits are worth, on an accelerator
+        self._places: Tensor | None = None  # the weights of the digits, on an accelerator
         self._host: Tensor | None = None
         self._pending: tuple[Tensor, Any] | None = None
         self.items_seen = 0.0
@@ -89,25 +89,25 @@ class Agreement:
         self.latest = NOTHING
 
     def count_alone(self, tally: Tally) -> None:
-        """The tally of a process that has no peers: its own ballot."""
+        """Take the only process's own counts as the tally."""
         self.bad_losses = tally.bad_losses
         self.latest = tally
         self.items_seen += tally.items
 
     def dtype_beside(self, parameters: Iterable[nn.Parameter], world_size: int) -> torch.dtype:
-        """The type in which a ballot is exact and, if it can, shares a bucket with gradients."""
+        """Return a dtype in which a ballot is exact and, if possible, shares a bucket."""
         types = {parameter.dtype for parameter in parameters}
         shares = torch.float32 in types and torch.float64 not in types
         exact = self._whole_items and exact_in_float32(world_size)
         return torch.float32 if shares and exact else torch.float64
 
     def ballot(self, own: Tally, dtype: torch.dtype = torch.float64, *, times: int = 1) -> Tensor:
-        """This process's numbers, on the device.
+        """Return this process's counts as a vector on the device.
 
         Args:
-            own: The numbers.
-            dtype: float32 has the items as digits, the lowest first.
-            times: What each is multiplied by.
+            own: The counts.
+            dtype: In float32 the items are base-256 digits, the lowest first.
+            times: A factor for each number.
         """
         items, *others, bad = own
         first = int(items).to_bytes(_DIGITS, "little") if dtype == torch.float32 else [items]
@@ -123,7 +123,7 @@ class Agreement:
         """Take the sums over all processes; `latest` has them now, or after the next update.
 
         Returns:
-            The items; on an accelerator a tensor of shape () there, float64.
+            The number of items; on an accelerator a float64 tensor of shape ().
         """
         if self._device.type == "cpu":
             self._take(total)
@@ -147,7 +147,7 @@ class Agreement:
         self._pending = (self._host, event)
 
     def settle(self) -> None:
-        """Wait for sums that are still on their way; before saving, for example."""
+        """Wait for sums still being copied to the host, before saving for example."""
         if self._pending is not None:
             host, event = self._pending
             self._pending = None

@@ -1,8 +1,8 @@
-"""Collectives over trees of tensors and over plain objects; one process answers at once.
+"""Collectives over trees of tensors and over plain objects; trivial with one process.
 
-Each function is called by every process alike. Tensors must lie on the process's device; what was
-exchanged has no graph. A call that does not fit those of the others is an error on all of them
-where it is checked (see `trainer.distributed.debug`): always on the CPU, elsewhere in debug mode.
+Every process must call each function. Tensors must be on the process's device; results carry no
+autograd graph. Calls that do not match are an error on all processes where they are checked (see
+`trainer.distributed.debug`): always on the CPU, elsewhere in debug mode.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trainer.tree import leaves, map_tree
 
 _ARRAYS = (Tensor, numpy.ndarray)
 _SEQUENCES = (list, tuple, range, deque, Set)
-# What is added up in its own type. Others are added up in a wider one: the backends do not know
-# some, and sums of small integers would wrap.
+# The dtypes that are summed as they are. Others are summed in a wider one: the backends lack some,
+# and sums of small integers would overflow.
 _SUMMED = {
     torch.float16,
     torch.bfloat16,
@@ -42,7 +42,7 @@ _SUMMED = {
 
 
 class Reduction(Choice):
-    """How values of several processes become one."""
+    """How the values of several processes are combined."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -50,7 +50,7 @@ class Reduction(Choice):
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor has no size to pad."""
+    """Warns that a nested tensor was not padded."""
 
 
 # -- tensors -------------------------------------------------------------------------------------
@@ -60,17 +60,17 @@ def gather(tensor: Any) -> Any:
     """Concatenate each tensor of every process along its first dimension.
 
     Args:
-        tensor: Tensors in nested containers; each of the same shape on every process. A tensor
+        tensor: Tensors in nested containers, each of the same shape on every process. A tensor
             without dimensions becomes one of length ``num_processes``.
 
     Returns:
-        The same containers with first dimensions ``num_processes`` times as long; the input
-        itself with one process, whatever it is.
+        The same containers with first dimensions ``num_processes`` times as long; with one process
+        the input itself, whatever it is.
 
     Raises:
-        TypeError: Several processes, and a leaf is not a dense tensor.
-        ValueError: A tensor lies where the processes cannot send from.
-        DistributedOperationException: The processes' calls do not fit together.
+        TypeError: There are several processes, and a leaf is not a dense tensor.
+        ValueError: A tensor is on a device that the process group cannot send from.
+        DistributedOperationException: The processes' calls do not match.
     """
     if PartialState().num_processes == 1:
         return tensor
@@ -84,7 +84,7 @@ def _gather_one(tensor: Tensor) -> Tensor:
 
 
 def gather_uneven(tensor: Any) -> Any:
-    """As `gather`, with first dimensions that may differ between the processes.
+    """Gather tensors whose first dimension may differ between processes; see `gather`.
 
     It costs one more exchange, of the sizes, for which the host waits.
     """
@@ -112,15 +112,15 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     Args:
         tensor: Tensors in nested containers, each of the same shape on every process; they are not
             changed.
-        reduction: ``"sum"`` (of booleans: how many are true; of integers of 8 or 16 bits and of
-            booleans it is an int64), ``"mean"``, or ``"none"`` for copies
-            of the values as they are, without any exchange.
-        scale: Multiplied into the result.
+        reduction: ``"sum"`` (int64 for booleans, which are counted, and for integers of 8 or 16
+            bits), ``"mean"``, or ``"none"`` for copies of the local values without any exchange.
+        scale: A factor for the result.
 
     Raises:
-        ValueError: The reduction is unknown, or a tensor lies where the processes cannot send from.
-        TypeError: A leaf is not a dense tensor, or a mean of integers is asked for.
-        DistributedOperationException: The processes' calls do not fit together.
+        ValueError: The reduction is unknown, or a tensor is on a device that the process group
+            cannot send from.
+        TypeError: A leaf is not a dense tensor, or the mean of integers is requested.
+        DistributedOperationException: The processes' calls do not match.
     """
     reduction = Reduction.parse(reduction, "reduction")
     if reduction != Reduction.NONE:
@@ -146,7 +146,7 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """The sum over the processes, in a type that holds it; new memory."""
+    """Return the sum over the processes, in new memory and a dtype that holds it."""
     total = torch.empty_like(
         tensor, dtype=_wide(tensor.dtype), memory_format=torch.contiguous_format
     )
@@ -165,16 +165,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give every process the tensors of one; they are changed in place and returned.
+    """Broadcast the tensors of one process; they are changed in place and returned.
 
     Args:
-        tensor: Tensors in nested containers, each of the same shape on every process. Leaves that
-            are no tensors stay as they are.
-        from_process: The rank whose values all get.
+        tensor: Tensors in nested containers, each of the same shape on every process. Other leaves
+            stay as they are.
+        from_process: The rank that sends.
 
     Raises:
-        ValueError: There is no such rank, or a tensor lies where the processes cannot send from.
-        DistributedOperationException: The processes' calls do not fit together.
+        ValueError: There is no such rank, or a tensor is on a device that the process group cannot
+            send from.
+        DistributedOperationException: The processes' calls do not match.
     """
     _check_rank(from_process)
     if PartialState().num_processes == 1:
@@ -183,7 +184,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     def broadcast_one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            # The backends read and write one stretch of memory, whatever view of it they get.
+            # The backends read and write contiguous memory, whatever the strides of the view.
             values = meeting.packed(leaf)
             transport.send(values, from_process)
             if values.data_ptr() != leaf.data_ptr():
@@ -201,20 +202,20 @@ def pad_across_processes(
     """Pad each tensor to its largest size over the processes, so that `gather` takes it.
 
     Args:
-        tensor: Tensors in nested containers. The processes' may differ in any size: what differs
-            beside `dim` can be padded by further calls.
-        dim: The dimension to pad; from the end if negative. A tensor that has no such dimension
-            stays as it is; so does a nested tensor, with a `CannotPadNestedTensorWarning`.
+        tensor: Tensors in nested containers. Their sizes may differ between processes in any
+            dimension; those beside `dim` can be padded by further calls.
+        dim: The dimension to pad; from the end if negative. A tensor without this dimension stays
+            as it is; so does a nested tensor, with a `CannotPadNestedTensorWarning`.
         pad_index: The value to pad with.
         pad_first: Pad at the beginning instead of the end.
 
     Returns:
-        The same containers; a tensor that has its full size is returned itself.
+        The same containers; a tensor that needs no padding is returned itself.
 
     Raises:
         TypeError: A leaf is not a tensor, also with one process.
-        ValueError: A tensor lies where the processes cannot send from.
-        DistributedOperationException: The processes' calls do not fit together.
+        ValueError: A tensor is on a device that the process group cannot send from.
+        DistributedOperationException: The processes' calls do not match.
     """
     _agree(f"pad_across_processes along dimension {dim}", tensor, sized=False, nested=True)
 
@@ -260,7 +261,7 @@ def _agree(
     others: bool = False,
     nested: bool = False,
 ) -> None:
-    """Nothing is sent before every process knows that the tensors of all fit together."""
+    """Check, before anything is sent, that the tensors of all processes match."""
     problem = _problem(operation, tree, means=means, others=others, nested=nested)
     if PartialState().num_processes > 1 and is_checked():
         where = "" if free is None else f" along dimension {free}"
@@ -272,7 +273,7 @@ def _agree(
 def _problem(
     operation: str, tree: Any, *, means: bool = False, others: bool = False, nested: bool = False
 ) -> Exception | None:
-    """Why this tree cannot be sent, if so."""
+    """Return why this tree cannot be sent, or None."""
     state = PartialState()
     reachable = meeting.device_types() if state.num_processes > 1 else None
     operation = operation.partition(" ")[0]
@@ -282,19 +283,19 @@ def _problem(
                 continue
             return TypeError(
                 f"{operation} takes tensors, or lists, tuples, dicts and dataclasses of them; it "
-                f"met {type(leaf).__name__}. Use gather_object for other objects."
+                f"got {type(leaf).__name__}. Use gather_object for other objects."
             )
         if leaf.is_nested and nested:
             continue
         if leaf.is_nested or leaf.layout != torch.strided:
             return TypeError(
-                f"{operation} takes dense tensors; it met one with layout {leaf.layout}"
+                f"{operation} takes dense tensors; it got one with layout {leaf.layout}"
                 f"{', nested' if leaf.is_nested else ''}. Convert it first, with .to_dense() or "
                 "torch.nested.to_padded_tensor()."
             )
         if means and not (leaf.is_floating_point() or leaf.is_complex()):
             return TypeError(
-                f"The mean of {leaf.dtype} is not of that type; convert with .float() first."
+                f"The mean of {leaf.dtype} values has another dtype; convert with .float() first."
             )
         if reachable is not None and (
             leaf.device.type not in reachable
@@ -320,22 +321,22 @@ def _check_rank(rank: int) -> None:
 
 
 def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API's name
-    """The objects of all processes in one list, in the order of their ranks.
+    """Return the objects of all processes in one list, in the order of their ranks.
 
     A list, tuple, range, deque or set, and an array or tensor with a first dimension, contributes
-    its elements; anything else (a string, a number, a dict, a named tuple) itself. So the result is
-    a list with any number of processes. The objects travel pickled between the processes of one
-    run, never through a file; tensors on an accelerator arrive on the receiver's device.
+    its elements; anything else (a string, a number, a dict, a named tuple) itself. The result is a
+    list with any number of processes. Objects are pickled between the processes of one run, never
+    through a file; tensors on an accelerator arrive on the receiver's device.
 
     Args:
-        object: The processes' may differ in length and kind.
+        object: Its length and type may differ between processes.
 
     Raises:
-        Exception: What pickling raised, on the process whose object cannot be pickled.
-        RuntimeError: On the other processes then.
-        DistributedOperationException: The processes' calls do not fit together.
+        Exception: The pickling error, on the process whose object cannot be pickled.
+        RuntimeError: On the other processes in that case.
+        DistributedOperationException: The processes' calls do not match.
     """
-    # A set's order is this process's own, so it is laid down here; an array travels in one piece.
+    # A set's order differs between processes, so it is fixed here; an array is sent in one piece.
     own = object if isinstance(object, _ARRAYS) else _elements(object)
     return list(chain.from_iterable(map(_elements, _exchange("gather_object", own))))
 
@@ -345,7 +346,7 @@ def _elements(thing: Any) -> list[Any]:
 
 
 def is_sequence(thing: Any) -> bool:
-    """`gather_object` takes its elements, not itself."""
+    """Return whether `gather_object` gathers its elements rather than the object itself."""
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return False
     if isinstance(thing, _ARRAYS):
@@ -354,7 +355,7 @@ def is_sequence(thing: Any) -> bool:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """One value a process, in the order of their ranks.
+    """Return one value per process, in the order of their ranks.
 
     Raises:
         Exception: See `gather_object`.
@@ -363,11 +364,11 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the elements of every process's list by those of one.
+    """Replace the elements of every process's list with those of one process.
 
     Args:
         object_list: Changed in place, and returned.
-        from_process: The rank whose elements all get.
+        from_process: The rank that sends.
 
     Raises:
         TypeError: It is not a list.
@@ -384,10 +385,11 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def broadcast_object(value: Any, from_process: int = 0) -> Any:
-    """The value of one process, on every process.
+    """Return the value of one process, on every process.
 
     Raises:
-        Exception: See `gather_object`; there may be no such rank besides (``ValueError``).
+        Exception: See `gather_object`.
+        ValueError: There is no such rank.
     """
     _check_rank(from_process)
     state = PartialState()

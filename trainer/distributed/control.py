@@ -1,6 +1,6 @@
-"""Who runs what, and in which order; nobody waits in vain for a process that failed.
+"""Which processes run what, and in which order; a failure reaches those that wait for it.
 
-These are functions of the process group alone: `trainer.state` builds its methods on them.
+These functions depend on the process group alone: `trainer.state` builds its methods on them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ R = TypeVar("R")
 
 
 def exchange(error: BaseException | None, operation: str) -> None:
-    """Wait for all processes; go on only if each of them fared well.
+    """Wait for all processes; return only if none of them failed.
 
-    Every process calls it alike, with the error that it met or None.
+    Every process calls it, with its error or None.
 
     Args:
-        error: This process's.
-        operation: What users called.
+        error: This process's error.
+        operation: The function that users called.
 
     Raises:
-        BaseException: `error` itself, where there is one.
+        BaseException: `error` itself, if there is one.
         RuntimeError: On the other processes; it names the rank and its error.
         DistributedOperationException: On the other processes, when one calls another operation.
     """
     if error is not None:
         if not _alone() and not parted(error, operation):
             report = f"{type(error).__name__}: {error}"
-            # Whatever keeps the others from hearing of it, this is what went wrong first.
+            # Even if it cannot be reported to the others, `error` is what went wrong first.
             with suppress(RuntimeError):
                 share(operation, report.encode())
             gone()
@@ -50,12 +50,12 @@ def exchange(error: BaseException | None, operation: str) -> None:
 
 
 def on_all(work: Callable[[], R], operation: str) -> R:
-    """Do something on every process, and go on only if each of them fared well; collective.
+    """Run `work` on every process; return only if none of them failed; collective.
 
     Args:
-        work: What is done. A hook of the user's may be collective: where one process fails in it,
-            the others may wait there, and not here. So this one waits half a minute for them.
-        operation: What users called.
+        work: It may contain collectives, as users' hooks do: if one process fails in it, the others
+            may be waiting there rather than here, so the failed one waits 30 seconds for them.
+        operation: The function that users called.
 
     Returns:
         This process's result.
@@ -83,19 +83,20 @@ def _alone() -> bool:
 
 
 def shown(error: BaseException) -> str:
-    """Its type and what it says, whatever its ``__str__`` does."""
+    """Return an error's type and message, even if its ``__str__`` fails."""
     return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
 def is_of_backend(error: BaseException) -> bool:
-    """What it raises where another process has gone or does not answer, among other things."""
+    """Return whether the backend raised it, as it does when a peer is gone, for example."""
     return isinstance(error, dist.DistBackendError) or (
-        isinstance(error, RuntimeError) and "gloo/transport/" in shown(error)  # it has no type
+        isinstance(error, RuntimeError)
+        and "gloo/transport/" in shown(error)  # gloo has no error type of its own
     )
 
 
 def is_of_a_loss(error: BaseException | None) -> bool:
-    """The backend's error is behind this one."""
+    """Return whether an error of the backend is this one or a cause of it."""
     while error is not None and not is_of_backend(error):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -103,18 +104,18 @@ def is_of_a_loss(error: BaseException | None) -> bool:
 
 @contextmanager
 def going_first(first: bool, operation: str) -> Iterator[None]:
-    """The block runs on the processes that go first, then on the others.
+    """Run the block on the processes that go first, then on the others.
 
-    An error in one that goes first is raised on every process: the others do not run the block. An
-    error in one of the others stays there, since nobody waits for them.
+    An error on a process that goes first is raised on every process, and the others do not run the
+    block. An error on one of the others stays there, since no process waits for it.
 
     Args:
-        first: This process goes first.
-        operation: What users called.
+        first: Whether this process goes first.
+        operation: The function that users called.
 
     Raises:
         RuntimeError: On the processes without an error, when one that went first failed.
-        DistributedOperationException: On all processes, when the others do not come here.
+        DistributedOperationException: On all processes, when the others call something else.
     """
     if not first:
         exchange(None, operation)
@@ -144,17 +145,17 @@ def on_main(function: Callable[[], object]) -> None:
 
 
 def run_where(due: Callable[[], bool], function: Callable[P, R]) -> Callable[P, R | None]:
-    """A function that does what `function` does where `due()` holds, and returns None elsewhere.
+    """Wrap a function so that it runs only where `due()` holds, and returns None elsewhere.
 
     Args:
-        due: Asked at each call, not when the function is decorated.
-        function: Keeps its name, its docstring and its signature.
+        due: Evaluated at each call, not when the function is decorated.
+        function: Its name, docstring and signature are kept.
 
     Raises:
-        TypeError: `function` cannot be called.
+        TypeError: `function` is not callable.
     """
     if not callable(function):
-        raise TypeError(f"A function is to be decorated, but {function!r} cannot be called.")
+        raise TypeError(f"Only a function can be decorated; {function!r} is not callable.")
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:

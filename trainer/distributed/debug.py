@@ -1,8 +1,8 @@
-"""When tensors meet before they travel, and what they tell of themselves there.
+"""When collectives of tensors are checked first, and by which description of the tensors.
 
-Objects always meet, since their sizes must be known anyway. Tensors meet where the group reaches
-the host's memory, so that no device has to wait, and everywhere in debug mode
-(``ACCELERATE_DEBUG_MODE=true``). See `trainer.distributed.meeting`.
+Collectives of objects are always checked, since their sizes must be exchanged anyway. Those of
+tensors are checked where the group can use the host's memory, so that no device waits, and
+everywhere in debug mode (``ACCELERATE_DEBUG_MODE=true``). See `trainer.distributed.meeting`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from trainer.tree import children
 
 
 def is_checked() -> bool:
-    """Collectives of tensors begin with a meeting."""
+    """Return whether collectives of tensors begin with a meeting."""
     return PartialState().debug or meeting.side_device().type == "cpu"
 
 
 def describe(tree: Any, *, free: int | None = None, sized: bool = True) -> str:
-    """Structure, types and shapes of a tree, as text.
+    """Return the structure, dtypes and shapes of a tree as text.
 
     Args:
-        tree: Tensors in nested containers; of other leaves the type is told.
-        free: A dimension in which sizes may differ; it is written as ``*``.
-        sized: False writes all of them so.
+        tree: Tensors in nested containers; other leaves appear as their type.
+        free: A dimension whose size may differ; it is written as ``*``.
+        sized: False writes all sizes as ``*``.
     """
     parts = children(tree)
     if parts is not None:
@@ -37,7 +37,7 @@ def describe(tree: Any, *, free: int | None = None, sized: bool = True) -> str:
         return f"{type(tree).__name__}{{{inside}}}"
     if not isinstance(tree, Tensor):
         return type(tree).__name__
-    if tree.is_nested:  # its shape differs from process to process, and may not be asked for
+    if tree.is_nested:  # its shape may differ between processes, and cannot be queried
         return f"nested {tree.dtype}"
     sizes = list(map(str, tree.shape)) if sized else ["*"] * tree.ndim
     if free is not None and -tree.ndim <= free < tree.ndim:

@@ -22,29 +22,28 @@ logger = logging.getLogger(__name__)
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
     """Gather predictions and targets of all processes, without the loader's repeated samples.
 
-    Call it inside the loop over the prepared loader that the data come from: while its last batch
-    is at hand, what the processes hold together is cut to the samples that are real; one process
-    does the same. Of nested loops the innermost loader counts. Behind ``next(iter(loader))``, and a
-    loop left by ``break``, the batch that was read last is still at hand until another loader is
-    read. Every process must call it equally often: where
-    ``even_batches=False`` leaves a process without a last batch, leave the loop on all alike.
+    Call it inside the loop over the prepared loader that yielded the data: at the loader's last
+    batch the gathered samples are cut to the real ones, also with one process. In nested loops the
+    innermost loader counts. After ``next(iter(loader))`` or a ``break``, the batch read last counts
+    as the current one until another loader is read. Every process must call it equally often: where
+    ``even_batches=False`` leaves a process without a last batch, leave the loop on all of them.
 
     Args:
         input_data: One of
 
             - Tensors in nested containers. They are concatenated along their first dimension, the
-              samples of this batch, in which the processes may differ. Tensors without dimensions
-              are gathered, one value a process, and never cut.
-            - A mapping, named tuple or dataclass of anything else; or a list or tuple with tensors
-              beside other objects. Each entry is gathered for itself.
-            - Any other sequence with one object a sample: see `gather_object`. What is no sequence
-              gives one entry a process, which is never cut.
-        use_gather_object: Gather tensors as objects too: those of other than the first dimension
-            may then differ, and a sequence of tensors holds one a sample.
+              samples of this batch, whose size may differ between processes. Tensors without
+              dimensions are gathered as one value per process, and never cut.
+            - A mapping, named tuple or dataclass of anything else, or a list or tuple with both
+              tensors and other objects. Each entry is gathered separately.
+            - Any other sequence, with one object per sample: see `gather_object`. Anything that is
+              not a sequence gives one entry per process and is never cut.
+        use_gather_object: Gather tensors as objects too: their other dimensions may then differ,
+            and a sequence of tensors holds one per sample.
 
     Returns:
-        The samples of all processes in the order of the loader. With one process tensors come back
-        as they are but for the cut, objects as `gather_object` gives them.
+        The samples of all processes in the order of the loader. With one process tensors are
+        returned as they are, apart from the cut, and objects as `gather_object` returns them.
 
     Raises:
         Exception: See `gather` and `gather_object`.
@@ -54,7 +53,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
         return _gather_tensors(input_data)
     if _is_record(input_data, use_gather_object):
         entries = children(input_data) or []
-        if PartialState().num_processes > 1 and is_checked():  # else entries would be mixed up
+        if PartialState().num_processes > 1 and is_checked():  # otherwise entries could be mixed up
             names = ", ".join(repr(name) for name, _ in entries)
             meet(f"gather_for_metrics ({type(input_data).__name__} of {names})")
         return rebuild(input_data, [gather_for_metrics(v, use_gather_object) for _, v in entries])
@@ -74,7 +73,7 @@ def _gather_tensors(tree: Any) -> Any:
 
 
 def _is_record(thing: Any, use_gather_object: bool) -> bool:
-    """Its entries are data of different kinds, not samples."""
+    """Return whether the entries are data of different kinds rather than samples."""
     if isinstance(thing, (list, tuple)) and not hasattr(thing, "_fields"):
         return not use_gather_object and any(isinstance(each, Tensor) for each in thing)
     record = isinstance(thing, (Mapping, tuple)) or is_dataclass(thing)
@@ -82,7 +81,7 @@ def _is_record(thing: Any, use_gather_object: bool) -> bool:
 
 
 def _cut(samples: Any) -> Any:
-    """Without the samples, of all processes, that the loader has repeated."""
+    """Cut the samples that the loader repeated to fill the last batches."""
     real = GradientState()._real_samples(len(samples))
     if real is None or real >= len(samples):
         return samples

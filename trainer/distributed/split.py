@@ -1,4 +1,4 @@
-"""The part of some inputs that one of several processes takes."""
+"""Splitting inputs between processes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def split(
     padding: bool = False,
     device: torch.device | None = None,
 ) -> Any:
-    """The inputs of one process: ``len // world_size`` items, one more on the first ranks.
+    """Return the inputs of one process: ``len // world_size`` items, one more on the first ranks.
 
     Args:
-        inputs: A list, a tuple, a tensor (along its first dimension), a data set with ``select``,
-            or a mapping of those, nested as you like; it is never changed. Anything else in a
-            mapping, or alone, goes to every process whole.
-        rank: The process that asks.
-        world_size: How many there are; one gets the inputs themselves.
-        padding: Repeat the last item so that every process has the same number. Of inputs without
-            an item nothing can be repeated: every process has none.
-        device: Where tensors go when they are padded, so that they can be gathered.
+        inputs: A list, a tuple, a tensor (along its first dimension), a dataset with ``select``, or
+            a nested mapping of those; it is never changed. Anything else, alone or in a mapping,
+            goes to every process whole.
+        rank: This process.
+        world_size: The number of processes; a single one gets the inputs themselves.
+        padding: Repeat the last item so that every process has the same number. Empty inputs stay
+            empty on every process.
+        device: The device for tensors with `padding`, so that they can be gathered.
 
     Returns:
-        Something of the type of the inputs (a named tuple gives a tuple); without items for a
-        process where there are fewer items than processes and no padding.
+        The same type as the inputs (a tuple for a named tuple); empty on some processes if there
+        are fewer items than processes and no padding.
 
     Raises:
         ValueError: The values of a mapping have different numbers of items, or a tensor has no
@@ -62,7 +62,7 @@ def _splits(value: Any) -> bool:
 
 
 def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
-    """The number of items of everything that is split, with its place."""
+    """Yield the place and the number of items of everything that is split."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _lengths(each, f"{name}[{key!r}]")
@@ -76,7 +76,7 @@ def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
 
 
 def _take(value: Any, items: range, repeats: int, device: torch.device | None) -> Any:
-    """These items of a value, then the last of all of them `repeats` times."""
+    """Return these items of a value, then its last item `repeats` times."""
     if isinstance(value, Mapping):
         taken = {key: _take(each, items, repeats, device) for key, each in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):

@@ -1,4 +1,4 @@
-"""What the collectives are made of: tensors and objects as bytes, moved as they are."""
+"""Building blocks of the collectives: tensors and objects as bytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainer.state import PartialState
 
 
 def send(tensor: Tensor, from_process: int) -> None:
-    """Give a packed tensor of every process the values of one, in place."""
+    """Broadcast a packed tensor from one process, in place."""
     if tensor.numel():
         dist.broadcast(as_bytes(tensor), src=from_process)
 
 
 @dataclass(frozen=True)
 class Unsendable:
-    """Travels in place of an object that could not be pickled.
+    """Sent in place of an object that could not be pickled.
 
     Attributes:
         reason: The error, as text.
@@ -33,10 +33,10 @@ class Unsendable:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends of a tensor what belongs to it.
+    """Pickles tensors by value.
 
-    Not the number of its accelerator, which means another one to another process; nor the rest of
-    the memory that it is a view of.
+    The device index is left out, since it means another device on another process; so is the rest
+    of the storage that a tensor is a view of.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -53,15 +53,15 @@ def _arrive(tensor: Tensor) -> Tensor:
 
 
 def dump(value: Any) -> tuple[bytes, Exception | None]:
-    """An object as bytes; or those of an `Unsendable` and the error."""
+    """Return an object as bytes and None, or an `Unsendable` as bytes and the error."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
-    except Exception as error:  # noqa: BLE001 - whatever a class's own pickling raises; told to all
+    except Exception as error:  # noqa: BLE001 - a class's own pickling may raise anything
         return pickle.dumps(Unsendable(f"{type(error).__name__}: {error}")), error
     return buffer.getvalue(), None
 
 
 def load(payload: bytes) -> Any:
-    """The object that a process of this run gave to `dump`; its tensors on this one's device."""
+    """Return an object that a process of this run dumped, its tensors on this one's device."""
     return pickle.loads(payload)  # noqa: S301 - from a process of this run, not from a file

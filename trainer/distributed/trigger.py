@@ -1,4 +1,4 @@
-"""A flag that any process sets and all see."""
+"""A flag that any process can set and all processes see."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from trainer.state import PartialState
 
 
 class Trigger:
-    """Lets one process tell all others to do something, to leave the loop for example.
+    """Lets one process tell all others to do something, such as leaving the loop.
 
-    It is seen when all processes look, not before.
+    The others see it when all processes call `check`.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Trigger:
         self._is_set = True
 
     def check(self) -> bool:
-        """Whether any process has set it since the last look; resets it. Collective."""
+        """Return whether any process has set it since the last check, and reset it; collective."""
         votes = torch.tensor(int(self._is_set), device=PartialState().device)
         self._is_set = False
         return bool(reduce(votes).item())

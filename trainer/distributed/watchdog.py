@@ -1,10 +1,10 @@
-"""A process that the others wait for is named, with where it is, before the backend gives up.
+"""Names the process that the others wait for, and where it is, before the backend times out.
 
-Each process of a run has a thread that notes every few seconds where the training thread is, in the
-store by which the processes found each other: no collective, and nothing for the training thread to
-do. A process that has stood in one place for long, waiting, reads what the others have noted, and
-the log says who does not wait: its phase and step, and its Python stack. A process that fails notes
-by what, and where: the others, who lose their connection to it, say so before the backend's words.
+In each process a thread writes every few seconds where the training thread is into the store of the
+process group's rendezvous: that takes no collective and no work of the training thread. A process
+that has waited in one place for long reads the others' notes, and logs which do not wait, with
+their phase, step and Python stack. A process that fails notes its error and place, so that the
+others, which lose their connection to it, can report the cause ahead of the backend's own message.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ from trainer.errors import Preempted
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 30.0  # seconds in one place until the log says so, …
-_OF_LIMIT = 0.25  # … or this part of the time after which the backend gives up, if that is less
-_LOOKS = 6  # in that time
-_SILENT = 2  # looks without another note: whoever has left it stands still as a whole
-_FRAMES = 15  # of a stack, the innermost ones
-_ASKED = 100  # processes, at the end: that each asks thousands would take the store too long
-_SHOWN = 8  # of those of which one may have gone
+_PATIENCE = 30.0  # seconds in one place until it is logged, …
+_OF_LIMIT = 0.25  # … or this fraction of the backend's timeout, if that is less
+_LOOKS = 6  # notes written in that time
+_SILENT = 2  # looks without a new note, after which the whole process counts as stopped
+_FRAMES = 15  # innermost frames of a stack
+_ASKED = 100  # processes read at the end: if each read thousands, the store would take too long
+_SHOWN = 8  # processes named when it is unknown which one is gone
 _NO_STORE = (
-    "the store by which the processes found each other does not answer: its machine, that of rank "
-    "0, has gone or cannot be reached"
+    "the store of the process group does not answer: its machine, that of rank 0, is gone or "
+    "cannot be reached"
 )
-_ALL_STAND = 4  # times the patience, until processes that all wait are told of
-_WAITING = (  # where a process is that waits for others: in a collective, or in a backward pass, …
+_ALL_STAND = 4  # times the patience, until it is logged that all processes wait
+_WAITING = (  # files in which a process waits for others: in a collective or a backward pass, …
     "/torch/distributed/",
     "/torch/autograd/graph.py",
     "/torch/cuda/",
     "/trainer/distributed/",
-    # … or with NCCL, whose calls return at once, where something is read from the device
+    # … or, with NCCL, whose calls return at once, where values are read from the device
     "/trainer/loops/moving.py",
     "/trainer/loops/record.py",
     "/trainer/metrics/cells.py",
     "/trainer/metrics/reduction.py",
     "/trainer/optim/finite.py",
 )
-_watching = threading.Lock()  # of runs inside each other the outer one is watched
-_runs = itertools.count()  # every process watches the same ones: what one leaves is no other's
+_watching = threading.Lock()  # of nested runs only the outer one is watched
+_runs = itertools.count()  # the same on every process: keeps the notes of runs apart
 
 
 class Note(NamedTuple):
-    """What a process leaves for the others to read.
+    """What a process writes for the others to read.
 
     Attributes:
-        place: The phase and the step, for people; another one says that the run goes on.
-        inside: It is in the run.
-        seconds: For how long it has been there.
-        waits: The training thread waits for other processes.
-        stack: Where that thread is, as Python formats it, once it has been there for long.
-        looks: How often the process has looked.
-        failure: The error that has ended the run there.
+        place: The phase and the step, for people; it changes while the run progresses.
+        inside: Whether the process is in the run.
+        seconds: How long it has been in this place.
+        waits: Whether the training thread waits for other processes.
+        stack: The thread's formatted stack, once it has been in one place for long.
+        looks: How often the process has written a note.
+        failure: The error that ended the run on this process.
     """
 
     place: str = ""
@@ -81,16 +81,16 @@ class Note(NamedTuple):
 
 @contextmanager
 def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
-    """Inside, this process leaves notes, and says in the log for whom it has long waited.
+    """Write notes inside the block, and log which processes this one has long waited for.
 
     Args:
-        place: Where the run is; called by another thread.
+        place: Returns where the run is; called by another thread.
 
     Yields:
         A function that notes the place of a failure, to be called before the run is torn down.
 
     Raises:
-        RuntimeError: In place of the backend's own, where another process has failed; it says how.
+        RuntimeError: Replaces the backend's error where another process failed, with the cause.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     if alone or not _watching.acquire(blocking=False):
@@ -103,7 +103,7 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
     def end() -> None:
         watchdog.ended.set()
         _watching.release()
-        thread.join(_PATIENCE)  # no longer: a store on a machine that is gone may not answer
+        thread.join(_PATIENCE)  # limited: a store on a machine that is gone may never answer
         watchdog.explain()
 
     try:
@@ -121,12 +121,12 @@ def watched(place: Callable[[], str]) -> Iterator[Callable[[], None]]:
 
 
 def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float) -> str | None:
-    """What the log should say; None for nothing.
+    """Return what should be logged, or None.
 
     Args:
-        own: This process's rank, the lowest of those who wait.
-        notes: The latest ones of all ranks.
-        silent: Those who have left no other for a while.
+        own: This process's rank, the lowest of those that wait.
+        notes: The latest note of each rank.
+        silent: Ranks without a new note for a while.
         patience: In seconds.
     """
     waiting = [rank for rank, note in enumerate(notes) if note.waits and rank not in silent]
@@ -143,83 +143,83 @@ def complaint(own: int, notes: Sequence[Note], silent: set[int], patience: float
     if len(waiting) < len(notes) or seconds < _ALL_STAND * patience:
         return None
     places = [f"rank {rank} is in {note.place}:\n{note.stack}" for rank, note in enumerate(notes)]
-    return f"No process has gone on for {seconds:.0f} seconds:\n" + "\n".join(places)
+    return f"No process has made progress for {seconds:.0f} seconds:\n" + "\n".join(places)
 
 
 def _about(rank: int, note: Note, silent: bool, patience: float) -> str | None:
-    """What is wrong with a process that does not wait."""
+    """Return what is wrong with a process that does not wait, or None."""
     if note.failure:
         return f"rank {rank} has failed in {note.place}: {note.failure}"
     if not note.inside:
-        return f"rank {rank} is not in this run: it has ended it, or not begun."
+        return f"rank {rank} is not in this run: it has ended it, or not begun it."
     if silent:
         return (
-            f"rank {rank} gives no sign; it was last in {note.place}. Its process has been stopped "
-            f"or has gone, or something keeps Python's lock there.\n{note.stack}"
+            f"rank {rank} does not respond; it was last in {note.place}. Its process is stopped "
+            f"or gone, or something there holds Python's global lock.\n{note.stack}"
         )
-    if note.seconds < patience / 2:  # slow, but it goes on
+    if note.seconds < patience / 2:  # slow, but making progress
         return None
     return f"rank {rank} has been in {note.place} for {note.seconds:.0f} seconds:\n{note.stack}"
 
 
 def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
-    """What is known where the backend has failed and no process has said that it did.
+    """Describe a failure of the backend that no process has explained.
 
     Args:
         place: Where this process was.
-        notes: The latest ones of others.
-        error: The backend's.
+        notes: The latest notes of the others.
+        error: The backend's error.
     """
     inside = [rank for rank, note in notes.items() if note.inside]
     last = [f"rank {rank} in {notes[rank].place}" for rank in inside[:_SHOWN]]
     last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
     return (
-        "The exchange with the other processes has failed, as where one has gone or does not "
-        f"answer, and none has said why. This one was in {place}; last seen: "
+        "The exchange with the other processes has failed, as it does when one is gone or does not "
+        f"answer, and none has reported why. This one was in {place}; last seen: "
         f"{'; '.join(last) or 'none'}. The backend says: {error}"
     )
 
 
 class _Watchdog:
-    """Looks at the thread that made it.
+    """Watches the thread that created it.
 
     Attributes:
         ended: To be set when the run has ended.
-        cause: Why it has, where another process's end is behind the error of this one.
+        cause: Why it ended, if another process caused the error of this one.
     """
 
     def __init__(self, place: Callable[[], str]) -> None:
         group = dist.group.WORLD
         assert group is not None
         store: Any = group.get_group_store()
-        self._store = store.clone()  # the training thread may be waiting in the other
+        self._store = store.clone()  # the training thread may be blocked in the original
         self._rank = dist.get_rank()
         run = f"cadence/run/{next(_runs)}"
         self._keys = [f"{run}/{rank}" for rank in range(dist.get_world_size())]
-        self._first = f"{run}/first"  # the rank that has failed before the others
+        self._first = f"{run}/first"  # the rank that failed first
         self._patience = min(_PATIENCE, store.timeout.total_seconds() * _OF_LIMIT)
         self._place, self._thread = place, threading.get_ident()
         self._looks = 0
         self._since = time.monotonic(), ""
-        self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # how often each had looked
+        self._read: deque[dict[int, int]] = deque(maxlen=_SILENT)  # the `looks` of each rank
         self._ended_in = self._error = ""
         self._lost = self._replaced = False
         self.cause = ""
         self.ended = threading.Event()
 
     def note_place(self) -> None:
-        """The run ends where it is now."""
+        """Note that the run ends in its current place."""
         self._ended_in = self._place()
 
     def note_error(self, error: BaseException) -> None:
-        """By this one; kept as text, since it holds all that the run held."""
+        """Note the error as text: the object would keep everything in the run alive."""
         if isinstance(error, Preempted):
             return
         self._replaced, self._lost = is_of_backend(error), is_of_a_loss(error)
         self._error = shown(error)
 
     def look(self) -> None:
-        """Until the run has ended."""
+        """Write and read notes until the run has ended."""
         speaks_at = self._patience
         try:
             self._leave(self._note())
@@ -235,18 +235,18 @@ class _Watchdog:
                     continue
                 if text := complaint(self._rank, *read, self._patience):
                     logger.warning(text.rstrip())
-                    speaks_at *= 2  # if the others are only slow, it is not said at every step
+                    speaks_at *= 2  # if the others are only slow, it is not logged at every step
             self._take_leave()
         except (RuntimeError, OSError) as error:
-            # The store has ended with its process, or the backend has given up.
-            logger.debug("No process can be asked any longer where it is: %s", error)
+            # The store has ended with its process, or the backend has timed out.
+            logger.debug("The other processes can no longer be asked where they are: %s", error)
 
     @contextmanager
     def _told_if_silent(self) -> Iterator[None]:
-        """Inside, the log says so where the store does not answer: no other process can be asked.
+        """Log it if the store does not answer inside the block: no other process can be asked then.
 
-        By a thread of its own. That of the watchdog may wait until the system gives the connection
-        to a machine up, which is gone or out of reach.
+        It takes a thread of its own. The watchdog's may block until the system gives up the
+        connection to a machine that is gone or unreachable.
         """
         timer = threading.Timer(self._patience / 2, self._tell_of_silence)
         timer.daemon = True
@@ -259,13 +259,15 @@ class _Watchdog:
 
     def _tell_of_silence(self) -> None:
         since, place = self._since
-        if self._place() == place and not environment.read_int("LOCAL_RANK"):  # one of a machine
+        if self._place() == place and not environment.read_int(
+            "LOCAL_RANK"
+        ):  # one process per machine
             seconds = time.monotonic() - since
             told = "rank %d has been in %s for %.0f seconds, and %s."
             logger.warning(told, self._rank, place, seconds, _NO_STORE)
 
     def explain(self) -> None:
-        """Give the cause where the backend has failed and the store could not be asked for it."""
+        """Set the cause where the backend has failed and the store could not be asked."""
         if self._replaced and not self.cause:
             self.cause = (
                 f"The exchange with the other processes has failed, and {_NO_STORE}. This one was "
@@ -273,7 +275,7 @@ class _Watchdog:
             )
 
     def _take_leave(self) -> None:
-        """Note how the run has ended here; learn whose failure was the cause."""
+        """Note how the run ended here, and find out whose failure was the cause."""
         place = self._ended_in or self._place()
         self._leave(Note(place, looks=self._looks + 1, failure=self._error))
         if self._error and not self._lost and self._failure() is None:
@@ -285,9 +287,9 @@ class _Watchdog:
             )
 
     def _failure(self) -> str | None:
-        """That of the process that failed first, as the others are told it; None if there is none.
+        """Describe the failure of the process that failed first, for the others; None without one.
 
-        Processes that were started again may find a rank there, but no failure in its new note.
+        Restarted processes may find a rank there, but no failure in its new note.
         """
         if not self._store.check([self._first]):
             return None
@@ -319,9 +321,9 @@ class _Watchdog:
         return Note(*json.loads(self._store.get(key))) if self._store.check([key]) else Note()
 
     def _read_all(self) -> tuple[list[Note], set[int]] | None:
-        """The notes of all ranks and those who are silent; None if a lower rank waits as well.
+        """Return the notes of all ranks and the silent ones; None if a lower rank waits as well.
 
-        It speaks then. Else of a thousand processes each would read a thousand notes.
+        That rank reports then: otherwise each of a thousand processes would read all notes.
         """
         before = self._read[0] if len(self._read) == _SILENT else {}
         looks: dict[int, int] = {}

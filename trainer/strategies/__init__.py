@@ -1,4 +1,4 @@
-"""Engines: how the module runs, and how its gradients become those of all processes.
+"""Engines: how the module runs, and how its gradients are averaged over the processes.
 
-Each has the methods of `single.SingleDevice`, which is the one that does least.
+Each has the methods of `single.SingleDevice`, the simplest of them.
 """

@@ -1,4 +1,4 @@
-"""In which order DDP sends gradients: the layout of its buckets."""
+"""The order in which DDP reduces gradients: the layout of its buckets."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ def fix_layout(
     order: Sequence[nn.Parameter] | None = None,
     times: Sequence[int] | None = None,
 ) -> None:
-    """Let DDP rebuild its buckets now, over gradients of zero; collective.
+    """Make DDP rebuild its buckets now, with zero gradients; collective.
 
-    It does so once, in the order in which gradients first arrive. With three processes or more a
-    new layout is a new order of summation: done during training, a resumed run would add up
-    differently from the run that it resumes. A bucket is sent when its last gradient is there: the
-    order must be that of backward, or nothing is sent before backward ends.
+    DDP does so once, in the order in which gradients first arrive. With three or more processes a
+    new layout means a new order of summation: rebuilt during training, a resumed run would sum in
+    another order than the run it resumes. A bucket is reduced once its last gradient is ready, so
+    the order must be that of backward; otherwise nothing overlaps with it.
 
-    A graph that DDP has to see first, to find unused parameters or because it is static and not
-    known, is left to its first update, and so are parameters that are updated in backward.
-    Gradients that are there stay, and hooks of the parameters are not called: they may update, as
-    those of LOMO do.
+    Where DDP must see the graph first, to find unused parameters or because a static graph is not
+    known yet, the rebuild is left to its first update; so it is where parameters are updated in
+    backward. Existing gradients are kept, and parameter hooks are not called: they may update the
+    parameter, as LOMO's do.
 
     Args:
         wrapped: Without a communication hook, which would count an iteration.
-        order: All parameters that it reduces; by default the reverse of that in the module.
-        times: How often backward adds to each of them, where a static graph is known. DDP takes it
-            from this.
+        order: All parameters that it reduces; by default the module's, reversed.
+        times: How often backward accumulates into each of them, where a static graph is known; DDP
+            learns the graph from this.
     """
     if wrapped.find_unused_parameters or (wrapped.static_graph and times is None):
         return
@@ -47,7 +47,7 @@ def fix_layout(
             parameter._backward_hooks = parameter._post_accumulate_grad_hooks = {}
         if times is not None:
             _backward_of_zeros(wrapped, trained, times)
-            # DDP's own forward pass would put this behind the first backward pass.
+            # DDP's own forward pass would do this after the first backward pass.
             wrapped.reducer._delay_all_reduce()  # type: ignore[attr-defined]  # in no stub
             wrapped._static_graph_delay_allreduce_enqueued = True
         _backward_of_zeros(wrapped, trained, times or [1] * len(trained))

@@ -1,4 +1,4 @@
-"""Which engine a run needs."""
+"""Choose the engine of a run."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def choose_engine(
     automatic: bool,
     ddp_kwargs: DistributedDataParallelKwargs | None = None,
 ) -> SingleDevice | DataParallel:
-    """The engine for a module that is on its device.
+    """Return the engine for a module that is on its device.
 
     Args:
         module: The user's.
-        agreement: Told the numbers of each window.
-        world_size: Processes.
+        agreement: Receives the counts of each window.
+        world_size: The number of processes.
         automatic: The loop does backward and steps; otherwise `training_step` does.
         ddp_kwargs: Arguments of DDP.
 
     Raises:
-        ValueError: The arguments do not go with the engine.
+        ValueError: The engine does not support the arguments.
     """
     if world_size == 1:
         return SingleDevice(module, agreement)
@@ -40,7 +40,7 @@ def choose_engine(
     if ddp_kwargs is not None and ddp_kwargs.comm_hook != "no":
         raise ValueError(
             f"DistributedDataParallelKwargs(comm_hook={ddp_kwargs.comm_hook.value!r}) cannot be "
-            "used in manual optimisation: there each optimizer averages its own gradients, as they "
-            "are, when it steps. Leave it out."
+            "used in manual optimisation, where each optimizer averages its own gradients, "
+            "uncompressed, when it steps. Leave it out."
         )
     return Replicas(module, agreement)

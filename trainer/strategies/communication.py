@@ -1,7 +1,7 @@
-"""What DDP sends instead of the gradients as they are: torch's communication hooks.
+"""Compressed gradients: torch's communication hooks for DDP.
 
-Halving: gradients in 16 bits. PowerSGD: products of thin matrices, with what they leave out added
-to the next gradients (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019).
+The 16-bit hooks halve what is sent. PowerSGD sends low-rank factors and adds the residual to the
+next gradients (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _WRAPPERS: dict[str, Any] = {
     Kind.BF16: default_hooks.bf16_compress_wrapper,
 }
 POWER_SGD = (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD)
-_FIRST_BUCKET = 2**20  # bytes, DDP's own limit for the gradients that it sends first
+_FIRST_BUCKET = 2**20  # bytes, DDP's own limit for its first bucket
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
 
 
 class Hook:
-    """A hook that is registered, and what it carries from one update to the next.
+    """A registered hook, and the state it carries from one update to the next.
 
     Args:
-        made_by: What its state depends on.
-        state: Of PowerSGD; the others have none.
+        made_by: The settings that its state depends on.
+        state: PowerSGD's; the other hooks have none.
         device: Where the gradients are.
     """
 
@@ -57,7 +57,7 @@ class Hook:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process goes on from: tensors by bucket, the iteration, the generator."""
+        """Return what this process resumes from: tensors by bucket, iteration, RNG state."""
         if self._state is None:
             return {}
         kept: dict[str, Any] = {name: dict(getattr(self._state, name)) for name in _BY_BUCKET}
@@ -65,12 +65,12 @@ class Hook:
         return kept | {"made_by": self._made_by}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Put it back; that of other options, or of other buckets, is left out and told of."""
+        """Restore it; the state of other options or other buckets is ignored with a warning."""
         if self._state is None or not saved:
             return
         if saved["made_by"] != self._made_by:
             logger.warning(
-                "PowerSGD begins anew: the checkpoint has its state for %s, this run is with %s.",
+                "PowerSGD starts afresh: the checkpoint has its state for %s, this run uses %s.",
                 saved["made_by"],
                 self._made_by,
             )
@@ -85,10 +85,10 @@ class Hook:
 def check(
     model: nn.Module, kwargs: DistributedDataParallelKwargs, *, searches: bool = False
 ) -> None:
-    """See that torch can run the hook that the arguments name, as far as it is known before.
+    """Check that torch can run the requested hook, as far as can be known in advance.
 
     Args:
-        model: Whose gradients are sent.
+        model: The model whose gradients are reduced.
         kwargs: Arguments of DDP.
         searches: DDP searches for unused parameters.
 
@@ -108,7 +108,7 @@ def check(
 def register(
     model: DistributedDataParallel, kwargs: DistributedDataParallelKwargs | None
 ) -> Hook | None:
-    """Register the hook that the arguments name; None if they name none.
+    """Register the requested hook and return it; None if none is requested.
 
     Raises:
         ValueError: torch cannot run it here.
@@ -141,10 +141,10 @@ def register(
 
 
 def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None:
-    """Refuse a hook for gradients that it cannot send.
+    """Refuse a hook where gradients are sparse.
 
-    Those of 16 bits fail on a sparse gradient in backward; PowerSGD leaves it as it is on each
-    process, so that their weights part.
+    The 16-bit hooks fail in backward on a sparse gradient; PowerSGD does not reduce it, so that the
+    weights of the processes diverge.
 
     Raises:
         ValueError: A sparse embedding is trained.
@@ -157,11 +157,11 @@ def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None
 
 
 def _check_over_gloo(trained: Sequence[Tensor], *, searches: bool) -> None:
-    """Refuse PowerSGD over gloo where it would hang, or end the process.
+    """Refuse PowerSGD over gloo where it would hang or crash the process.
 
-    While its hook waits for what it has sent it keeps one of gloo's two threads, so that two
-    buckets wait for each other. DDP puts a megabyte of one type into its first. What it sends from
-    that thread also meets, on another process, DDP's own exchange of which parameters were unused.
+    While the hook waits for its own all-reduce it occupies one of gloo's two threads, so that two
+    buckets deadlock. DDP's first bucket holds a megabyte of one dtype. The hook's all-reduce can
+    also be matched, on another process, with DDP's own exchange of unused parameters.
 
     Raises:
         ValueError: The gradients may need several buckets, or DDP searches for unused parameters.
@@ -170,23 +170,23 @@ def _check_over_gloo(trained: Sequence[Tensor], *, searches: bool) -> None:
         return
     if searches:
         raise ValueError(
-            "PowerSGD over gloo fails inside torch with find_unused_parameters=True: what both "
-            "send is taken for one another. Use NCCL, comm_hook='fp16', or a loss that depends on "
-            "every parameter."
+            "PowerSGD over gloo fails inside torch with find_unused_parameters=True: the "
+            "collectives of the two are mixed up. Use NCCL, comm_hook='fp16', or a loss that "
+            "depends on every parameter."
         )
     size, types = sum(p.nbytes for p in trained), {p.dtype for p in trained}
     if size > _FIRST_BUCKET or len(types) > 1:
         raise ValueError(
-            f"PowerSGD over gloo hangs inside torch as soon as gradients fill several buckets, and "
-            f"these are {size} bytes of {len(types)} types; one bucket is "
+            f"PowerSGD over gloo hangs inside torch as soon as gradients fill several buckets. "
+            f"These are {size} bytes of {len(types)} types; one bucket holds "
             f"{_FIRST_BUCKET} bytes of one type. Use NCCL, or comm_hook='fp16'."
         )
 
 
 def _check_batched() -> None:
-    """Refuse torch's batched PowerSGD where it fails at the first update that it compresses.
+    """Refuse torch's batched PowerSGD where its first compressed update would fail.
 
-    Its releases up to 2.13 give a matrix to a function that takes a stack of them.
+    torch up to 2.13 passes a single matrix to a function that takes a batch of them.
 
     Raises:
         ValueError: It does.
@@ -203,10 +203,10 @@ def _check_batched() -> None:
 
 
 def for_processes(ranks: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """What one of so many processes goes on from, given the states of those that saved.
+    """Return the state that a process resumes from, given the states of those that saved.
 
-    Only what was left out of the gradients is each process's own. It comes back through the mean
-    over the processes: given to others in equal parts, its sum there is right.
+    Only the residuals differ between processes. They enter the gradients through the mean over the
+    processes, so giving every new process the mean of the saved ones preserves their effect.
     """
     if len(ranks) == world_size or not all(ranks):
         return ranks[rank] if rank < len(ranks) else {}

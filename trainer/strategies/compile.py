@@ -16,14 +16,14 @@ from trainer.plugins import TorchDynamoPlugin
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
-    """Compile what calling the model runs, in place and once.
+    """Compile the model's call in place, once.
 
-    The model keeps its class and the names of its parameters: what ``torch.compile(model)`` returns
+    The model keeps its class and parameter names; the wrapper that ``torch.compile(model)`` returns
     has others, which would end up in checkpoints. Copies and pickles are not compiled.
 
     Args:
-        model: One that is compiled already, either way, is left as it is.
-        plugin: None, or one without a backend, compiles nothing.
+        model: Left alone if already compiled, either way.
+        plugin: Without one, or without a backend in it, nothing is compiled.
 
     Raises:
         ValueError: This torch does not have the backend.
@@ -36,19 +36,19 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin | None) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    # As `model.compile()` does, which skips torch's own code, though, and would compile nothing of
-    # an nn.Sequential: what a function of ours calls is not skipped.
+    # Like `model.compile()`, except that dynamo skips torch's own code there and would compile
+    # nothing of an nn.Sequential; it does not skip what a function of ours calls.
     model._compiled_call_impl = torch.compile(run, **arguments)
 
 
 def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
-    """What ``torch.compile`` is called with.
+    """Return the arguments for ``torch.compile``.
 
     Raises:
         ValueError: This torch does not have the backend.
     """
     arguments = plugin.to_kwargs()
-    dynamo = importlib.import_module("torch._dynamo")  # seconds, for those who compile
+    dynamo = importlib.import_module("torch._dynamo")  # takes seconds: only if needed
     known = dynamo.list_backends(exclude_tags=())
     if arguments["backend"] not in known:
         raise ValueError(choose("The dynamo backend", arguments["backend"], known))
@@ -56,13 +56,13 @@ def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Calling the model runs compiled code: through ``model.compile()`` or ``torch.compile``."""
+    """Return whether calling the model runs code compiled by either API of torch."""
     return model._compiled_call_impl is not None or uncompiled(model) is not model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside what ``torch.compile(model)`` returned; another one itself."""
-    loaded = sys.modules.get("torch._dynamo.eval_frame")  # who has compiled has imported it
+    """Return the module inside a ``torch.compile(model)`` wrapper, or else the model itself."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")  # anything compiled has imported it
     if loaded is not None and isinstance(model, loaded.OptimizedModule):
         inner: nn.Module = model._orig_mod
         return inner

@@ -1,8 +1,8 @@
 """``torch.compile`` for the steps of a module that the Trainer runs.
 
-The bound step is compiled and not the module, whose ``forward`` nobody calls: so no name of a
-weight changes. What is compiled depends on the batch at hand and not on those before it, as far as
-sizes of batches go, and a resumed run has the same code as the run that it resumes.
+The bound step is compiled, not the module, whose ``forward`` the Trainer does not call: parameter
+names stay as they are. Batch sizes are dynamic from the start, so that the code does not depend on
+the batches seen before, and a resumed run has the same code as the run it resumes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trainer.tree import leaves
 
 logger = logging.getLogger(__name__)
 
-# What a step calls of the run around it. Torch would trace into the Trainer.
+# Methods through which a step reaches the run around it: torch would trace into the Trainer.
 _OUTSIDE = ("all_gather", "log", "log_dict", "lr_schedulers", "optimizers", "print")
 _GRAPH_MODES = ("max-autotune", "reduce-overhead")
 
-# The steps of each class that have run compiled: another run may find their code in torch's cache.
+# The steps of each class that have run compiled; a later run may find their code in torch's cache.
 _proven: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()
 
 
@@ -46,22 +46,22 @@ def compiled_steps(
     plugin: TorchDynamoPlugin,
     device: torch.device,
 ) -> Iterator[None]:
-    """Inside, these steps of the module run compiled code; every process enters it.
+    """Run these steps of the module compiled inside the block; collective.
 
-    Steps that the user has compiled stay as they are. The number of times that torch had to compile
-    a step anew is logged with every call of ``training_step``, as ``recompilations``.
+    Steps that the user has compiled are left alone. Every call of ``training_step`` logs how often
+    torch has recompiled a step, as ``recompilations``.
 
     Args:
         module: The user's.
-        names: Of the steps, such as ``"training_step"``.
-        plugin: Arguments of ``torch.compile``; one without a backend compiles nothing.
+        names: The names of the steps, such as ``"training_step"``.
+        plugin: Arguments of ``torch.compile``; without a backend nothing is compiled.
         device: Where the steps compute.
 
     Raises:
-        ValueError: The module steps its optimizers itself in a step that would be compiled, this
-            torch does not have the backend, or the mode cannot be used here.
-        RuntimeError: The backend lacks a compiler, on any process; or, from the first
-            ``training_step``, nothing of it can be compiled.
+        ValueError: The module uses manual optimisation in a step to be compiled, this torch does
+            not have the backend, or the mode cannot be used here.
+        RuntimeError: A process lacks the compiler that the backend needs; or, raised by the first
+            ``training_step``, no part of the step could be compiled.
     """
     if plugin.backend == DynamoBackend.NO or plugin.disable:
         yield
@@ -97,13 +97,13 @@ def compiled_steps(
 def _refuse(
     module: nn.Module, names: Iterable[str], plugin: TorchDynamoPlugin, device: torch.device
 ) -> None:
-    """Refuse what would fail later, or fail in silence."""
+    """Refuse what would fail later, or silently."""
     backend = str(plugin.backend).lower()
     if "training_step" in names and not module.automatic_optimization:
         raise ValueError(
-            f"dynamo_backend is {backend!r}, but in manual optimisation training_step does "
-            "backward and steps optimizers itself, around which nothing of it can be compiled as "
-            "one. Leave dynamo_backend out and compile parts of the module in configure_model: "
+            f"dynamo_backend is {backend!r}, but in manual optimisation training_step runs "
+            "backward and steps the optimizers itself, so it cannot be compiled as a whole. "
+            "Leave dynamo_backend out and compile parts of the module in configure_model: "
             "self.net.compile()."
         )
     options = plugin.options or {}
@@ -111,8 +111,8 @@ def _refuse(
     if device.type == "cuda" and (graphs or plugin.backend == DynamoBackend.CUDAGRAPHS):
         raise ValueError(
             f"TorchDynamoPlugin(backend={backend!r}, mode={plugin.mode!r}, options="
-            f"{plugin.options!r}) replays CUDA graphs, whose outputs the next step overwrites; "
-            "what is logged and the loss live longer than that. Use mode='default' or "
+            f"{plugin.options!r}) replays CUDA graphs, whose outputs the next step overwrites, "
+            "but the loss and logged values must outlive the step. Use mode='default' or "
             "'max-autotune-no-cudagraphs'."
         )
     if plugin.backend == DynamoBackend.INDUCTOR and device.type == "cpu":
@@ -125,22 +125,22 @@ def _require_compiler() -> None:
         builder.get_cpp_compiler()
     except RuntimeError as error:
         raise RuntimeError(
-            f"dynamo_backend='inductor' writes C++ for the CPU and finds no compiler: {error}. "
+            f"dynamo_backend='inductor' generates C++ for the CPU and found no compiler: {error}. "
             "Install one, such as g++, or name it in the environment variable CXX; "
-            "dynamo_backend='aot_eager' needs none, and is no faster than leaving it out."
+            "dynamo_backend='aot_eager' needs none, but is no faster than not compiling."
         ) from error
 
 
 def _has_own(step: Callable[..., Any]) -> bool:
-    """The user has put ``torch.compile`` around this step."""
+    """Return whether the user has compiled this step with ``torch.compile``."""
     return hasattr(step, "_torchdynamo_orig_callable") and not hasattr(step, "_torchdynamo_disable")
 
 
 def _settings(steps: Iterable[Callable[..., Any]]) -> list[Any]:
-    """Settings of torch under which numbers that change all the time are variables.
+    """Return torch settings that make frequently changing integers dynamic.
 
-    Those are the number of a batch, the counters of the run, and numbers that a module keeps: torch
-    takes each for a constant and would compile for every value of it.
+    These are the batch index, the run's counters, and integers stored on modules. By default torch
+    treats each as a constant and recompiles for every new value.
     """
     config = importlib.import_module("torch.compiler.config")
     dynamo = importlib.import_module("torch._dynamo.config")
@@ -156,24 +156,24 @@ def _settings(steps: Iterable[Callable[..., Any]]) -> list[Any]:
 
 @dataclass
 class _Tally:
-    """What all steps of a run have in common.
+    """What the steps of a run share.
 
     Attributes:
-        recompilations: Since the first call of each.
+        recompilations: Their number since each step's first call.
     """
 
     recompilations: int = 0
 
 
 class _CompiledStep:
-    """A step that runs compiled, and tells when and why torch compiles it anew.
+    """A compiled step, which reports when and why torch recompiles it.
 
     Args:
-        module: Whose step it is; it has `log`.
-        name: The step's.
-        step: As the user wrote it, bound.
-        arguments: Of ``torch.compile``.
-        tally: Counts for all steps.
+        module: The step's module, which has `log`.
+        name: The step's name.
+        step: The user's bound method.
+        arguments: Arguments of ``torch.compile``.
+        tally: Shared by all steps of the run.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class _CompiledStep:
         self._records = importlib.import_module("torch._dynamo.utils")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the module has its own step; the compiled one is bound to this module.
+        # A copy of the module needs a step of its own; the compiled one is bound to this module.
         return copy.deepcopy(self.__wrapped__, memo)  # type: ignore[attr-defined]
 
     def __call__(self, batch: Any, *where: int) -> Any:
@@ -216,10 +216,10 @@ class _CompiledStep:
         return output
 
     def _mark(self, batch: Any) -> None:
-        """Let the size of the batch be a variable from the start.
+        """Mark the batch size as dynamic from the start.
 
-        Torch would find it out with the last batch of an epoch and compile a second time, and the
-        code of a full batch would be another before than after that.
+        Otherwise torch recompiles at the shorter last batch of an epoch, and full batches run
+        different code before and after it.
         """
         for leaf in leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dim():
@@ -229,10 +229,10 @@ class _CompiledStep:
         return Counter(self._records.counters["graph_break"])
 
     def _judge(self, made: list[Any], breaks_before: Counter[str]) -> None:
-        """Look whether the first call has compiled anything, or an earlier run had.
+        """Check that the first call, or an earlier run, has compiled anything.
 
         Raises:
-            RuntimeError: It has not, and this is the step that trains.
+            RuntimeError: Nothing was compiled, and this is ``training_step``.
         """
         proven = _proven.setdefault(type(self._module), set())
         if any(each.graph_op_count for each in made):
@@ -242,9 +242,9 @@ class _CompiledStep:
         failures = {each.fail_reason for each in made if each.fail_reason}
         reasons = failures | set(self._breaks() - breaks_before)
         text = (
-            f"dynamo_backend is set, but nothing of {type(self._module).__name__}.{self._name} was "
+            f"dynamo_backend is set, but no part of {type(self._module).__name__}.{self._name} was "
             f"compiled. Torch says: {' / '.join(map(_first_lines, sorted(reasons))) or 'nothing'}. "
-            "Change the step so that torch can follow it (TORCH_LOGS=graph_breaks shows where it "
+            "Change the step so that torch can trace it (TORCH_LOGS=graph_breaks shows where it "
             "cannot), compile parts of the module in configure_model with self.net.compile(), or "
             "leave dynamo_backend out."
         )
@@ -253,15 +253,15 @@ class _CompiledStep:
         logger.warning(text)
 
     def _tell(self, record: Any) -> None:
-        """Count and tell what torch compiled after the first call."""
+        """Count and log what torch compiled after the first call."""
         if record.recompile_reason is None:
-            return  # a branch that was not taken before
+            return  # a branch taken for the first time
         cause = " ".join(record.recompile_reason.partition("\n")[0].split())
         cause = cause.partition(" (user code shown")[0]
         if record.has_guarded_code:
             self._tally.recompilations += 1
             logger.warning(
-                "Torch compiled %s anew in %s (recompilation %d), since this no longer held: %s",
+                "Torch recompiled %s in %s (recompilation %d), because this guard failed: %s",
                 record.co_name,
                 self._name,
                 self._tally.recompilations,
@@ -269,9 +269,9 @@ class _CompiledStep:
             )
             return
         logger.error(
-            "Torch has given up compiling a part of %s anew: for inputs that fit nothing it has "
-            "compiled, that part runs uncompiled from here on, slower. Last cause: %s. Keep shapes "
-            "and numbers to a few values (pad batches; tensors in place of numbers that change), "
+            "Torch has reached its recompilation limit in %s: for inputs that match no compiled "
+            "code, that part now runs uncompiled, and slower. Last cause: %s. Keep shapes "
+            "and numbers to a few values (pad batches; use tensors for numbers that change), "
             "pass dynamo_plugin=TorchDynamoPlugin(dynamic=True), or raise "
             "torch._dynamo.config.recompile_limit, which is %d.",
             self._name,

@@ -1,4 +1,4 @@
-"""Several processes with a copy of the module each.
+"""Data parallelism: a replica of the module in every process.
 
 `DataParallel` lets torch's ``DistributedDataParallel`` (Li et al., "PyTorch Distributed", VLDB
 2020) average the gradients during backward. `Replicas` is for manual optimisation, where each
@@ -35,7 +35,7 @@ from trainer.strategies.zeros import (
     zeros_for,
 )
 
-# What DDP can send with every backend.
+# The dtypes that DDP can send with every backend.
 _SENDABLE = {
     torch.float64,
     torch.float32,
@@ -51,7 +51,7 @@ _SENDABLE = {
 }
 
 _AT_AN_EPOCH = (
-    "where the processes cannot be told to average other gradients than before. Add, freeze and "
+    "where the set of gradients that the processes average cannot change. Add, freeze and "
     "unfreeze parameters in on_train_epoch_start, or before the training."
 )
 
@@ -62,22 +62,22 @@ def wrap(
     *,
     moves_inputs: bool = True,
 ) -> DistributedDataParallel:
-    """Wrap a module, already on its device, for this process group.
+    """Wrap a module, already on its device, in DDP.
 
-    Buffers of types that the backend cannot send, such as int16, become rank 0's once, here. A
-    communication hook is the caller's to register, see `trainer.strategies.communication`.
+    Tensors of dtypes that the backend cannot send, such as int16, are broadcast once, here. A
+    communication hook is for the caller to register, see `trainer.strategies.communication`.
 
     Args:
         module: On its device.
         kwargs: Arguments of DDP.
-        moves_inputs: DDP is to move what the module is called with to an accelerator.
+        moves_inputs: DDP moves the inputs of the forward pass to the accelerator.
 
     Raises:
         ValueError: The module is not on the kind of device that this process uses.
     """
     arguments = (kwargs or DistributedDataParallelKwargs()).to_kwargs()
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
-        # The newer name, of torch 2.13; under it buffers start alike whatever is said.
+        # The name since torch 2.13, which broadcasts buffers once at the start in any case.
         arguments["forward_sync_buffers"] = arguments.pop("broadcast_buffers", True)
     _take_unsendable(module)
     device_ids = _device_ids(module)  # which also checks where the module is
@@ -87,7 +87,7 @@ def wrap(
 
 
 def _device_ids(module: nn.Module) -> list[int] | None:
-    """The device to which DDP moves inputs; none on the CPU, or for a module on several devices."""
+    """Return the device DDP moves inputs to; None on the CPU, or with several devices."""
     expected = PartialState().device
     devices = {parameter.device for parameter in module.parameters()}
     if strangers := {device for device in devices if device.type != expected.type}:
@@ -101,7 +101,7 @@ def _device_ids(module: nn.Module) -> list[int] | None:
 
 
 def _take_unsendable(module: nn.Module) -> None:
-    """Broadcast what DDP could not, and tell it to leave that alone."""
+    """Broadcast the tensors that DDP cannot send, and make it ignore them."""
     named = chain(module.named_parameters(), module.named_buffers())
     found = {name: tensor for name, tensor in named if tensor.dtype not in _SENDABLE}
     if not found:
@@ -116,11 +116,11 @@ def _take_unsendable(module: nn.Module) -> None:
 class _Stage(nn.Module):
     """What DDP wraps: calls any method of the user's module, and carries the ballot.
 
-    The ballot is a parameter that no optimizer knows. Its "gradient" is this process's numbers,
-    so that their sum comes with the gradients' own reduction.
+    The ballot is a parameter that no optimizer has. Its "gradient" holds this process's counts, so
+    that they are summed by the same all-reduce as the gradients.
 
     Attributes:
-        tables: Weights of sparse embeddings that the graph is to reach in any case.
+        tables: Weights of sparse embeddings that the graph must reach in any case.
     """
 
     def __init__(self, module: nn.Module, ballot: Tensor) -> None:
@@ -131,23 +131,23 @@ class _Stage(nn.Module):
 
     def forward(self, name: str | None, *args: Any) -> tuple[Any, list[Tensor]]:
         output = None if name is None else getattr(self.module, name)(*args)
-        # A copy, since DDP looks for the parameters that a graph of outputs reaches.
+        # Cloned, since DDP searches the graph of the outputs for the parameters it reaches.
         return output, [self.ballot.clone(), *map(look_up_nothing, self.tables)]
 
 
 class DataParallel:
-    """The module in every process, its gradients averaged during the last backward of a window.
+    """DDP whose gradients are averaged during the last backward of a window.
 
-    The numbers of an `Agreement` ride along, in a bucket of gradients where these are float32. With
-    a communication hook, which would compress them, they have a reduction of their own.
+    The counts of an `Agreement` travel with them, inside a gradient bucket if that is float32. With
+    a communication hook, which would compress them, they have an all-reduce of their own.
 
     Args:
         module: The user's module, on its device.
-        agreement: Told the sums over the processes.
+        agreement: Receives the sums over the processes.
         kwargs: Arguments of DDP.
 
     Raises:
-        ValueError: There is a communication hook that torch cannot run here.
+        ValueError: torch cannot run the communication hook here.
     """
 
     def __init__(
@@ -167,22 +167,22 @@ class DataParallel:
         trained = self._trained()
         hooked = self._kwargs is not None and self._kwargs.comm_hook != "no"
         dtype = self._agreement.dtype_beside(trained, self._world_size)
-        if hooked and trained:  # what rides is empty, and needs no bucket of its own
+        if hooked and trained:  # the ride-along ballot is unused: no bucket of its own
             dtype = trained[0].dtype
         stage = _Stage(self.module, self._agreement.ballot(NOTHING, dtype))
         self._wrapped = {id(parameter) for parameter in trained}
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._ballot: Tensor = stage.ballot
-        self._ddp = wrap(stage, self._kwargs, moves_inputs=False)  # the user's hooks have done it
+        self._ddp = wrap(stage, self._kwargs, moves_inputs=False)  # the transfer hooks do
         self._searches = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
-        if self._searches:  # DDP fills in for what the graph does not reach, but only dense zeros
+        if self._searches:  # DDP fills in dense zeros alone for what the graph misses
             sparse = sparse_weights(self.module)
             self._tables = [parameter for parameter in trained if id(parameter) in sparse]
             stage.tables = [*self._tables]
         else:
             self._fix_layout([stage.ballot, *reversed(trained)])
-        # Not before: PowerSGD counts the iterations.
+        # Only now: PowerSGD counts iterations, and fixing the layout takes one.
         self._hook = communication.register(self._ddp, self._kwargs)
         self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
 
@@ -190,30 +190,30 @@ class DataParallel:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
-        """Lay the buckets out, in the order in which backward reaches the parameters."""
+        """Lay out the buckets in the order in which backward reaches the parameters."""
         fix_layout(self._ddp, order)
 
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
-        """Backward through the ballot, and zero for every parameter, so that all buckets fill."""
+        """Run backward through the ballot and zeros for every parameter, to fill all buckets."""
         parameters = self._trained()
         zeros = zeros_for(self.module, parameters)
         torch.autograd.backward([*parameters, ride], [*zeros, ballot])
 
     def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by its name, through DDP's forward."""
+        """Call a method of the user's module by name, through DDP's forward."""
         output, self._rides = self._ddp(name, *args)
         return output
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Say whether the coming backward ends its window, before the forward pass."""
+        """Announce, before the forward pass, whether the next backward ends its window."""
         self._ddp.require_backward_grad_sync = sync
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add the gradients of a micro-batch that does not end its window."""
+        """Accumulate the gradients of a micro-batch that does not end its window."""
         loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """See `SingleDevice.finish_window`; without a loss the others still get their sums."""
+        """See `SingleDevice.finish_window`; a process without a loss still takes part."""
         if self._apart is None:
             # DDP divides by the number of processes.
             ballot = self._agreement.ballot(own, self._ballot.dtype, times=self._world_size)
@@ -241,16 +241,16 @@ class DataParallel:
         items = self._agreement.count(total)
         for table in self._tables:
             if table.grad is not None and table.grad.is_sparse and not table.grad._nnz():
-                table.grad = None  # as on one process: nobody has used it
-        if not own.items and not items:  # to unused ones DDP has given none
+                table.grad = None  # unused everywhere: no gradient, as on one process
+        if not own.items and not items:  # DDP gives unused parameters none
             give_nothing(self.module)
         return items
 
     def _check_reduced(self) -> None:
-        """See that DDP has not kept waiting for gradients that this loss does not have.
+        """Check that DDP is not still waiting for gradients that this loss does not produce.
 
         Raises:
-            RuntimeError: It has: nothing was averaged.
+            RuntimeError: It is, so nothing was averaged.
         """
         try:
             self._ddp.reducer._check_reducer_finalized()
@@ -263,17 +263,17 @@ class DataParallel:
                 ) from error
             unused = [n for n, p in named if p.requires_grad and p.grad is None]
             raise RuntimeError(
-                f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so that "
+                f"The loss does not depend on {', '.join(unused) or 'some parameters'}, so "
                 "the gradients could not be averaged over the processes. Freeze what is not "
                 "trained with requires_grad_(False), or pass Trainer(kwargs_handlers=["
                 "DistributedDataParallelKwargs(find_unused_parameters=True)])."
             ) from error
 
     def refuse_unknown(self) -> None:
-        """See that there are no gradients that DDP has not averaged.
+        """Check that no gradients were left out of the averaging.
 
         Raises:
-            RuntimeError: There are: each process would train a parameter by itself.
+            RuntimeError: Some were: each process would train those parameters alone.
         """
         names = [
             name
@@ -282,11 +282,11 @@ class DataParallel:
         ]
         if names:
             raise RuntimeError(
-                f"{', '.join(names)} came, or were unfrozen, inside an epoch, {_AT_AN_EPOCH}"
+                f"{', '.join(names)} were added or unfrozen inside an epoch, {_AT_AN_EPOCH}"
             )
 
     def begin_epoch(self) -> None:
-        """Wrap the module anew if other parameters are trained than before."""
+        """Wrap the module again if the set of trained parameters has changed."""
         if {id(parameter) for parameter in self._trained()} != self._wrapped:
             self._wrap()
         if self._saved:
@@ -295,14 +295,14 @@ class DataParallel:
             self._saved = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What this process's communication hook goes on from; empty for one that keeps nothing.
+        """Return the state of this process's communication hook; empty if it has none.
 
-        Also what it was given and has not put back yet.
+        A state that was loaded but not restored yet is returned as it is.
         """
         return self._saved or ({} if self._hook is None else self._hook.state_dict())
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Put it back as the next epoch begins, when it is known which parameters are trained."""
+        """Restore it when the next epoch begins, once the trained parameters are known."""
         self._saved = saved
 
     def broadcast_buffers(self) -> None:
@@ -311,11 +311,11 @@ class DataParallel:
 
 
 class Replicas(SingleDevice):
-    """The module in every process, nothing averaged by itself: for manual optimisation.
+    """Replicas whose gradients are not averaged automatically: for manual optimisation.
 
     Args:
-        module: The user's module, on its device; its weights become rank 0's.
-        agreement: Told the sums over the processes.
+        module: The user's module, on its device; it takes rank 0's weights.
+        agreement: Receives the sums over the processes.
     """
 
     def __init__(self, module: nn.Module, agreement: Agreement) -> None:
@@ -323,7 +323,7 @@ class Replicas(SingleDevice):
         broadcast([*module.parameters(), *module.buffers()])
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """Sum the numbers of the window over the processes; gradients are left alone."""
+        """Sum the counts of the window over the processes; gradients are left alone."""
         assert loss is None
         total = self._agreement.ballot(own)
         dist.all_reduce(total)
@@ -344,14 +344,14 @@ def average_gradients_of(
 ) -> None:
     """Average the gradients of parameters over the processes.
 
-    A parameter without a gradient on some processes counts as zero there; one without a gradient
-    anywhere keeps having none. How many have one travels behind the gradients themselves, and is
-    read back only where one is missing.
+    A missing gradient counts as zero; a parameter without a gradient on any process keeps none. The
+    number of processes that have one is reduced together with the gradients, and read back only
+    where one is missing.
 
     Args:
         parameters: In the same order on all processes.
-        sparse: The ids of those that may have sparse gradients, see `sparse_weights`: of what
-            gradient the others have, each process has to be told.
+        sparse: The ids of those that may have sparse gradients, see `sparse_weights`; their layout
+            on the other processes must be asked for.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     tables = [parameter for parameter in trained if id(parameter) in sparse]
@@ -367,7 +367,7 @@ def average_gradients_of(
         _average_alike(alike)
 
 
-_NO_GRADIENT, _ROWS, _DENSE = range(3)  # what a gradient of some processes is, the most counts
+_NO_GRADIENT, _ROWS, _DENSE = range(3)  # layouts of a gradient; over processes the maximum counts
 
 
 def _layout(parameter: nn.Parameter) -> int:
@@ -376,7 +376,7 @@ def _layout(parameter: nn.Parameter) -> int:
 
 
 def _layouts(tables: list[nn.Parameter]) -> list[int]:
-    """What the gradient of each is, for all processes: dense where it is that on one of them."""
+    """Return each gradient's layout over all processes: dense where it is dense on any."""
     if not tables:
         return []
     layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
@@ -385,23 +385,23 @@ def _layouts(tables: list[nn.Parameter]) -> list[int]:
 
 
 def _average_rows(parameter: nn.Parameter) -> None:
-    """Average a gradient that is sparse wherever there is one."""
+    """Average a gradient that is sparse or missing on every process."""
     total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
     dist.all_reduce(total)
     parameter.grad = total / dist.get_world_size()
 
 
 def _average_alike(parameters: list[nn.Parameter]) -> None:
-    """Average gradients of one type, all at once; they are dense behind it."""
+    """Average gradients of one dtype in a single all-reduce; they are dense afterwards."""
     for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:  # on another process it is not
+        if parameter.grad is not None and parameter.grad.is_sparse:  # dense on another process
             parameter.grad = parameter.grad.to_dense()
     present = [parameter.grad is not None for parameter in parameters]
     parts = [
         torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for parameter in parameters
     ]
-    # Not made on an accelerator at once: that would wait for it.
+    # Creating it on the accelerator directly would synchronise.
     counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
     flat = _flatten_dense_tensors([*parts, counts])
     dist.all_reduce(flat)

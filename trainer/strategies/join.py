@@ -18,18 +18,18 @@ from trainer.strategies.compile import uncompiled
 def join_uneven_inputs(
     joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None = None
 ) -> Iterator[None]:
-    """Inside, a process that runs out of batches takes part in the others' reductions.
+    """Let a process that runs out of batches take part in the others' reductions.
 
-    See torch's ``Join``: a process without a batch adds a gradient of zero, the sum is divided by
-    the number of all processes, and in the end all have the weights of the last one at work.
-    Nothing happens with one process.
+    See torch's ``Join``: a process without a batch contributes zero gradients, the sum is divided
+    by the number of all processes, and at the end all take the weights of the last active one. With
+    one process it does nothing.
 
     Args:
         joinables: Models in DDP and optimizers that are ``Joinable``, such as
             ``ZeroRedundancyOptimizer``, as `prepare` returned them.
         loaders: The prepared loaders.
-        even_batches: What they say of it, for the block; None leaves each as it is. With True every
-            process has as many batches, and nobody needs to wait for anybody.
+        even_batches: Overrides the loaders' setting inside the block; None keeps it. With True
+            every process has the same number of batches, and joining is not needed.
 
     Raises:
         TypeError: One of `joinables` cannot take part.
@@ -47,13 +47,13 @@ def join_uneven_inputs(
         stack.callback(_disable, taking_part)
         join = Join(taking_part)
         yield
-        # Not with an error: then there is nobody to wait for. It changes the filters of warnings.
+        # Not after an error, when the others may not answer. It changes the warning filters.
         with warnings.catch_warnings():
             join.__exit__(None, None, None)
 
 
 def _joinable(candidate: Any) -> Joinable | None:
-    """What reduces something in it; None for a model that does not."""
+    """Return what takes part in collectives; None for a model that does not."""
     inner = getattr(candidate, "optimizer", candidate)
     if isinstance(inner, nn.Module):
         inner = uncompiled(inner)
@@ -82,6 +82,6 @@ def _override(loaders: Sequence[Any], even_batches: bool, stack: ExitStack) -> N
 
 
 def _disable(joinables: list[Joinable]) -> None:
-    """Undo what torch leaves on: each later forward would wait for all processes."""
+    """Undo what torch leaves enabled: every later forward would wait for all processes."""
     for joinable in joinables:
         joinable._join_config = _JoinConfig.construct_disabled_join_config()

@@ -1,4 +1,4 @@
-"""Preparing a model for a loop of the user's own, and getting it out again."""
+"""Preparing a model for the user's own loop, and unwrapping it."""
 
 from __future__ import annotations
 
@@ -32,26 +32,25 @@ def prepare_model(
     dynamo_plugin: TorchDynamoPlugin | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """Put a model under autocast, on a device, in DDP among several processes, and compile it.
+    """Apply autocast to a model, move it, wrap it in DDP on several processes, and compile it.
 
-    A model that trains nothing needs no DDP. One that a device map has spread over devices, or that
-    was loaded quantised, stays where it is.
+    A model without trainable parameters needs no DDP. A model that a device map spreads over
+    devices, or that was loaded quantised, is not moved.
 
     Args:
         model: The user's; changed in place.
-        precision: What its forward pass computes in.
+        precision: The precision of its forward pass.
         device: None leaves it where it is.
         ddp_kwargs: Arguments of DDP.
         dynamo_plugin: Arguments of ``torch.compile``.
-        evaluation_mode: It is only evaluated: no DDP.
+        evaluation_mode: The model is only evaluated and needs no DDP.
 
     Returns:
         The model, or the DDP around it.
 
     Raises:
-        ValueError: A device map has spread it and there are several processes, it is not on the
-            kind of device that they reduce gradients on, or torch cannot run the communication hook
-            there.
+        ValueError: A device map spreads it and there are several processes, it is not on the kind
+            of device that they use, or torch cannot run the communication hook there.
     """
     state = PartialState()
     spread = verify_device_map(model)
@@ -61,7 +60,7 @@ def prepare_model(
             f"{type(model).__name__} was loaded with a device map that spreads it over several "
             f"devices (such as device_map='auto'), which cannot be trained by "
             f"{state.num_processes} processes. Start one process, or load it without a device map; "
-            "ACCELERATE_BYPASS_DEVICE_MAP=true tries it all the same."
+            "ACCELERATE_BYPASS_DEVICE_MAP=true tries it anyway."
         )
     precision.wrap_forward(uncompiled(model))
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
@@ -78,33 +77,33 @@ def prepare_model(
 def _register(
     wrapped: DistributedDataParallel, ddp_kwargs: DistributedDataParallelKwargs | None
 ) -> communication.Hook | None:
-    """Register the communication hook; return it if what it keeps can be resumed.
+    """Register the communication hook; return it if its state can be resumed.
 
-    PowerSGD keeps what it leaves out by bucket: the order of gradients there is fixed before, so
-    that a resumed run has that of the one that it resumes. Of a static graph none is known before
-    its first update. Other models are left to DDP, which finds the order of their backward passes.
+    PowerSGD keeps residuals by bucket, so the bucket layout is fixed beforehand and is that of a
+    resumed run too. With a static graph the layout is unknown before the first update. Other models
+    keep the layout that DDP finds from their backward passes.
     """
     kind = "no" if ddp_kwargs is None else ddp_kwargs.comm_hook
     keeps = kind in communication.POWER_SGD and not wrapped.static_graph
     if keeps:
-        fix_layout(wrapped)  # before the hook is there, which counts the updates
+        fix_layout(wrapped)  # before the hook exists, which counts iterations
     hook = communication.register(wrapped, ddp_kwargs)
     return hook if keeps else None
 
 
 def communication_of(model: nn.Module) -> communication.Hook | None:
-    """The hook whose state a prepared model's averages go on from; None for most."""
+    """Return the communication hook of a prepared model if its state must be saved, or None."""
     hook: communication.Hook | None = vars(find_ddp(model) or model).get(_HOOK)
     return hook
 
 
 def verify_device_map(model: nn.Module) -> bool:
-    """Whether a device map has spread the model, or a part of it, over several devices."""
+    """Return whether a device map spreads the model, or a part of it, over several devices."""
     return any(len(getattr(part, "hf_device_map", None) or ()) > 1 for part in model.modules())
 
 
 def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP that the model is, compiled or not; None for others."""
+    """Return the model as DDP, without a compile wrapper; None if it is not DDP."""
     model = uncompiled(model)
     return model if isinstance(model, DistributedDataParallel) else None
 
@@ -112,12 +111,12 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
 def unwrap_model(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> nn.Module:
-    """The user's module, whatever wraps it: its class, and its parameters under their own names.
+    """Return the user's module, with its own class and parameter names, from inside all wrappers.
 
     Args:
         model: Prepared, compiled or neither.
-        keep_fp32_wrapper: False gives it back its own ``forward``, without autocast, for good.
-        keep_torch_compile: False stops it from running compiled code, for good, if it does.
+        keep_fp32_wrapper: False permanently restores its own ``forward``, without autocast.
+        keep_torch_compile: False permanently removes compiled code from it.
     """
     while True:
         model = uncompiled(model)
@@ -132,10 +131,10 @@ def unwrap_model(
 
 
 def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """The weights; under the user's own names with `unwrap`, else under those of the wrappers.
+    """Return the weights, under the user's own names with `unwrap`, else under the wrappers'.
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"get_state_dict takes a model; it got {model!r}.")
@@ -143,25 +142,26 @@ def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, backward does not average the model's gradients over the processes.
+    """Keep backward from averaging the model's gradients over the processes.
 
-    The forward pass must be inside too. Nothing happens for a model that does not average them.
+    The forward pass must be inside the block too. It does nothing for a model without DDP or the
+    like.
     """
-    # Not DDP alone: whatever reduces gradients by itself has a method of this name.
+    # Other wrappers that reduce gradients have a method of this name too.
     own = getattr(find_ddp(model) or model, "no_sync", None)
     return nullcontext() if own is None else own()
 
 
 @contextmanager
 def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
-    """Inside, backward averages gradients though the forward passes were under `no_sync`.
+    """Make backward average gradients although the forward passes were under `no_sync`.
 
-    All that has been accumulated is averaged. With ``find_unused_parameters`` or ``static_graph``,
-    for which DDP must have seen the forward pass, that happens when the block ends. Nothing happens
-    for a model that does not average gradients.
+    Everything accumulated is averaged: when the block ends with ``find_unused_parameters`` or
+    ``static_graph``, for which DDP must have seen the forward pass, else in backward. It does
+    nothing for a model without DDP.
 
     Args:
-        model: As it was prepared. One backward may be in the block.
+        model: As prepared. The block may hold one backward.
     """
     wrapped = find_ddp(model)
     if wrapped is None:
@@ -172,7 +172,7 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
     else:
         before = wrapped.require_backward_grad_sync
         wrapped.require_backward_grad_sync = True
-        # After this update, as after any, the next forward pass gets rank 0's buffers.
+        # As after any update, the next forward pass must broadcast rank 0's buffers.
         wrapped.require_forward_param_sync = True
         wrapped.reducer.prepare_for_backward([])
         try:

@@ -1,4 +1,4 @@
-"""Several processes with a copy each of a module whose graph is the same in every update."""
+"""Data parallelism for a module whose autograd graph is the same in every update."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from trainer.strategies.zeros import add_zeros, give_nothing, sparse_weights
 class StaticDataParallel(DataParallel):
     """`DataParallel` with ``static_graph=True``.
 
-    DDP takes a gradient for complete when it has been added to as often as in the first update: not
-    at all where the loss leaves the parameter out, several times where parts that are checkpointed
-    with ``use_reentrant=True`` share it. But it would count the micro-batches of the first window
-    as one, and a process without a batch has no graph to show.
+    DDP considers a gradient complete once it has been accumulated as often as in the first update:
+    never if the loss does not use the parameter, several times if parts checkpointed with
+    ``use_reentrant=True`` share it. But DDP would count all micro-batches of the first window as
+    one graph, and a process without a batch has no graph to show.
 
-    So the first update for which every process has a batch is averaged behind backward and counted
-    here. Then DDP is given a backward pass that is alike, of zeros, as are the processes that have
-    no batch later. Its forward pass is that of the ballot alone, at the end of a window.
+    So the first update in which every process has a batch is counted here, and its gradients are
+    averaged after backward. DDP then learns the graph from an equivalent backward pass of zeros,
+    which also stands in on processes that have no batch later. DDP's own forward pass covers the
+    ballot only, at the end of a window.
 
     Args:
         module: The user's module, on its device.
-        agreement: Told the sums over the processes.
+        agreement: Receives the sums over the processes.
         kwargs: Arguments of DDP.
 
     Attributes:
-        graph: How often backward adds to each trained parameter, by name; empty until it is known.
-            A resumed run is given that of the run before.
+        graph: How often backward accumulates into each trained parameter, by name; empty until
+            known. A resumed run takes it from the checkpoint.
 
     Raises:
-        ValueError: There is a communication hook that torch cannot run here, or an embedding with
-            sparse gradients.
+        ValueError: torch cannot run the communication hook here, or an embedding has sparse
+            gradients.
     """
 
     def __init__(
@@ -55,12 +56,12 @@ class StaticDataParallel(DataParallel):
                 "fails where the loss leaves one out. Make it without sparse=True, or leave out "
                 "static_graph."
             )
-        # A static graph shows by itself which parameters are not used.
+        # A static graph implies which parameters are unused.
         kwargs = replace(kwargs, find_unused_parameters=False)
-        communication.check(module, kwargs)  # it is registered later
+        communication.check(module, kwargs)  # the hook is registered later
         self.graph: dict[str, int] = {}
         self._sends_buffers = kwargs.broadcast_buffers
-        self._is_first = False  # micro-batch of its window; in the first window they are sent
+        self._is_first = False  # the next micro-batch begins a window: buffers are broadcast
         super().__init__(module, agreement, kwargs)
 
     def _names(self) -> list[str]:
@@ -68,11 +69,11 @@ class StaticDataParallel(DataParallel):
 
     def _wrap(self) -> None:
         self._told = set(self.graph) == set(self._names())
-        self._seen: list[int] = []  # as `graph`, by this process alone
-        self._held_to = False  # an update has been as the graph says
+        self._seen: list[int] = []  # like `graph`, as counted by this process
+        self._held_to = False  # whether an update has been checked against the graph
         if self._told:
             super()._wrap()
-            self._ddp.broadcast_buffers = False  # behind the user's forward pass it would be late
+            self._ddp.broadcast_buffers = False  # after the user's forward pass it is too late
             return
         self.graph = {}
         self._hook = None
@@ -80,17 +81,17 @@ class StaticDataParallel(DataParallel):
         collectives.broadcast([*self.module.parameters(), *self.module.buffers()])
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
-        """Lay the buckets out, and tell DDP the graph."""
+        """Lay out the buckets and make the graph known to DDP."""
         ballot_and_parameters = [1, *(self.graph[name] for name in reversed(self._names()))]
         fix_layout(self._ddp, order, ballot_and_parameters)
 
     def _backward_nothing(self, ride: Tensor, ballot: Tensor) -> None:
-        """Backward through the ballot, and zero as often as a loss would add to each parameter."""
+        """Run backward through the ballot, and add zeros as often as a loss would add gradients."""
         add_zeros(self.module, self._trained(), [self.graph[name] for name in self._names()])
         torch.autograd.backward(ride, ballot)
 
     def begin_epoch(self) -> None:
-        """Take up the graph of a run that is resumed; see `DataParallel.begin_epoch`."""
+        """Adopt the graph of a resumed run; see `DataParallel.begin_epoch`."""
         trained = {id(parameter) for parameter in self._trained()}
         if trained != self._wrapped or (self.graph and not self._told):
             self._wrap()
@@ -98,7 +99,7 @@ class StaticDataParallel(DataParallel):
             super().begin_epoch()
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Say whether the coming backward ends its window, before the forward pass."""
+        """Announce, before the forward pass, whether the next backward ends its window."""
         if self._is_first and self._sends_buffers:
             self.broadcast_buffers()
         self._is_first = sync
@@ -106,11 +107,11 @@ class StaticDataParallel(DataParallel):
             super().begin_micro_batch(sync=sync)
 
     def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by its name."""
+        """Call a method of the user's module by name."""
         return getattr(self.module, name)(*args)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Add the gradients of a micro-batch that does not end its window."""
+        """Accumulate the gradients of a micro-batch that does not end its window."""
         if self._told:
             super().backward(loss, *args, **kwargs)
         else:
@@ -121,7 +122,7 @@ class StaticDataParallel(DataParallel):
         """See `DataParallel.finish_window`.
 
         Raises:
-            RuntimeError: The loss does not add to the parameters as the graph says.
+            RuntimeError: The loss does not use the parameters as the graph says.
         """
         if not self._told:
             return self._learn(loss, own)
@@ -136,7 +137,7 @@ class StaticDataParallel(DataParallel):
         return items
 
     def _learn(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """An update without DDP, which is told the graph as soon as each process has seen it."""
+        """Average without DDP, and fix the graph as soon as every process has seen one."""
         if loss is not None:
             self.backward(loss)
         average_gradients_of(self._trained())
@@ -149,43 +150,43 @@ class StaticDataParallel(DataParallel):
             self.graph = dict(zip(self._names(), self._seen, strict=True))
             kept = [] if self._sends_buffers else [(b, b.clone()) for b in self.module.buffers()]
             self.begin_epoch()
-            for buffer, value in kept:  # DDP begins with rank 0's in any case
+            for buffer, value in kept:  # DDP broadcasts rank 0's as it is constructed
                 buffer.data.copy_(value)
         return items
 
     def _check(self, times: list[int]) -> None:
-        """Hold the first update to the graph: DDP does not notice what is added too often."""
+        """Check the first update against the graph: DDP does not notice extra accumulations."""
         for name, found in zip(self._names(), times, strict=True):
             known = self.graph[name]
             if found != known:
                 raise RuntimeError(
-                    f"With static_graph=True backward must add to each parameter as often as in "
-                    f"the run that is resumed, or in the first update. It has added {found} times "
-                    f"to {name}, and did {known} times then. Let it be as it was, or leave out "
-                    "static_graph."
+                    f"With static_graph=True backward must accumulate into each parameter as often "
+                    f"as in the first update, or in the run that is resumed. It accumulated "
+                    f"{found} times into {name}; then it was {known} times. Restore that, or leave "
+                    "out static_graph."
                 )
         self._held_to = True
 
     def _check_reduced(self) -> None:
-        """See that DDP has not kept waiting for gradients that this loss does not have.
+        """Check that DDP is not still waiting for gradients that this loss does not produce.
 
         Raises:
-            RuntimeError: It has: nothing was averaged.
+            RuntimeError: It is, so nothing was averaged.
         """
         try:
             super()._check_reduced()
         except RuntimeError as error:
             raise RuntimeError(
-                "With static_graph=True each loss must depend on the parameters that the first "
-                "update's did, as often, and this one depends on fewer, or on some less often, so "
-                "that the gradients could not be averaged. Pass Trainer(kwargs_handlers=["
+                "With static_graph=True each loss must depend on the same parameters as the first "
+                "update's, equally often. This one depends on fewer, or on some less often, so "
+                "the gradients could not be averaged. Pass Trainer(kwargs_handlers=["
                 "DistributedDataParallelKwargs(find_unused_parameters=True)]) instead."
             ) from error.__cause__
 
 
 @contextmanager
 def _counted(parameters: Sequence[Tensor]) -> Iterator[list[int]]:
-    """How often backward adds to each parameter inside; the numbers grow as it does."""
+    """Count how often backward accumulates into each parameter inside the block."""
     times = [0] * len(parameters)
 
     def count(index: int) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of zero, which are sparse where a sparse embedding's are."""
+"""Zero gradients, in the layout (dense or sparse) that each parameter's gradient has."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def sparse_weights(module: nn.Module) -> set[int]:
-    """The ids of the weights that sparse embeddings alone have.
+    """Return the ids of the weights that only sparse embeddings use.
 
-    One that is tied to a layer of another kind has dense gradients: the sum of both.
+    A weight tied to a layer of another kind gets dense gradients: the sum of both.
     """
     sparse: set[int] = set()
     dense: set[int] = set()
@@ -22,15 +22,15 @@ def sparse_weights(module: nn.Module) -> set[int]:
 
 
 def zeros_for(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """A gradient of zero for each of the module's parameters, in the layout of its own."""
+    """Yield a zero gradient for each parameter, sparse where its own gradient is."""
     sparse = sparse_weights(module)
     return (no_rows(p) if id(p) in sparse else torch.zeros_like(p) for p in parameters)
 
 
 def add_zeros(module: nn.Module, parameters: Sequence[Tensor], times: Sequence[int]) -> None:
-    """Backward of zero to each of the module's parameters, so often, with whatever hooks it.
+    """Accumulate zeros into each parameter as often as given, through autograd and its hooks.
 
-    One by one: among leaves autograd keeps no order.
+    One call each, since autograd does not order the leaves of a single call.
     """
     for parameter, zero, often in zip(
         parameters, zeros_for(module, parameters), times, strict=True
@@ -40,20 +40,20 @@ def add_zeros(module: nn.Module, parameters: Sequence[Tensor], times: Sequence[i
 
 
 def give_nothing(module: nn.Module) -> None:
-    """Give trained parameters that have no gradient one of zero: the window had no items."""
+    """Give trained parameters without a gradient a zero one: the window had no items."""
     missing = [p for p in module.parameters() if p.requires_grad and p.grad is None]
     for parameter, zero in zip(missing, zeros_for(module, missing), strict=True):
         parameter.grad = zero
 
 
 def look_up_nothing(table: Tensor) -> Tensor:
-    """No row of it, (0, width), through which a sparse gradient without rows comes back."""
+    """Look up no rows, (0, width), so that backward yields a sparse gradient without rows."""
     none = torch.empty(0, dtype=torch.int64, device=table.device)
     return nn.functional.embedding(none, table, sparse=True)
 
 
 def no_rows(weight: Tensor) -> Tensor:
-    """The gradient of a sparse embedding, (rows, width), of which no row was used."""
+    """Return the sparse gradient of an embedding, (rows, width), none of whose rows was used."""
     rows = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
     values = weight.new_empty(0, weight.shape[1])
     return torch.sparse_coo_tensor(rows, values, weight.shape, check_invariants=False)

@@ -26,10 +26,10 @@ STEPS, REPEATS = 1, 5
 WIDTH = 1024
 COLUMNS = (
     Column("stall", "training waits, ms"),
-    Column("total", "until on the disk, ms"),
+    Column("total", "until on disk, ms"),
     Column("rate", "MB/s", 0),
-    Column("disk", "of the disk's", 2),
-    Column("memory", "memory above, MB", 0),
+    Column("disk", "of the disk's rate", 2),
+    Column("memory", "extra memory, MB", 0),
 )
 
 
@@ -210,8 +210,8 @@ def run(options: Namespace) -> Result:
         rows=_rows(times, memory, size),
         settings={"parameters": options.parameters, "repeats": options.repeats},
         notes=[
-            "torch.save alone returns before anything is on the disk; Cadence syncs and hashes.",
-            "The memory of the first ways may be reused by those after them.",
+            "Plain torch.save returns before anything is on disk; Cadence syncs and hashes.",
+            "Later rows may reuse memory that earlier ones allocated.",
         ],
     )
 

@@ -95,12 +95,12 @@ def run(options: Namespace) -> Result:
             found += take_turns(contenders, options.repeats, group=group)
     return Result(
         benchmark="data",
-        title="Time of a batch: 32 samples of 64 numbers, nothing else done",
+        title="Time per batch: 32 samples of 64 numbers, reading only",
         columns=MICROSECONDS,
         rows=found,
         settings={"steps": options.steps, "repeats": options.repeats},
         notes=[
-            "The time of workers is not in the CPU column: with workers look at the wall's.",
-            "All read the same batches, or have no figures.",
+            "CPU time does not include the workers; with workers, look at the wall time.",
+            "All rows with figures read the same batches.",
         ],
     )

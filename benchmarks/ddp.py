@@ -84,7 +84,7 @@ def measure(options: Namespace) -> Result:
     }
     return Result(
         benchmark="ddp",
-        title=f"Time of a step on {dist.get_world_size()} processes with gloo, by the first one",
+        title=f"Time per step on {dist.get_world_size()} processes with gloo, on the first one",
         columns=MICROSECONDS,
         rows=[
             row
@@ -96,7 +96,7 @@ def measure(options: Namespace) -> Result:
             "repeats": options.repeats,
             "processes": dist.get_world_size(),
         },
-        notes=["All came to the same weights, to the last bit, or have no figures."],
+        notes=["All rows with figures reached the same weights, bit for bit."],
     )
 
 

@@ -59,7 +59,7 @@ def run(options: Namespace) -> Result:
     columns = [Column(c.key, c.title.replace("µs", "ms"), c.digits) for c in MICROSECONDS]
     return Result(
         benchmark="import",
-        title="Time of an import, that of torch with it where it is loaded",
+        title="Import time, including that of torch if it is loaded",
         columns=[*columns, Column("modules", "modules", 0)],
         rows=found,
         settings={"repeats": options.repeats},

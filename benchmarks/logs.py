@@ -66,7 +66,7 @@ def callback_rows(steps: int) -> list[Contender]:
     kinds: dict[str, Callable[[], list[Callback]]] = {
         "no callback": list,
         "100 callbacks that override no hook": lambda: [Callback() for _ in range(100)],
-        "100 callbacks with 4 empty hooks a step": lambda: [Silent() for _ in range(100)],
+        "100 callbacks with 4 empty hooks per step": lambda: [Silent() for _ in range(100)],
         "100 callbacks that count the steps": lambda: [Counting() for _ in range(100)],
     }
     return [
@@ -78,7 +78,7 @@ def callback_rows(steps: int) -> list[Contender]:
 def metric_rows(steps: int) -> list[Contender]:
     """More and more metrics, logged in each step and written every 50."""
     return [
-        Contender(name=f"{1 + number} metrics a step", run=partial(turn, steps, metrics=number))
+        Contender(name=f"{1 + number} metrics per step", run=partial(turn, steps, metrics=number))
         for number in (0, *METRICS)
     ]
 
@@ -149,9 +149,9 @@ def service_rows(steps: int) -> list[Contender]:
 
 
 GROUPS: dict[str, Callable[[int], list[Contender]]] = {
-    "callbacks, a step": callback_rows,
-    "metrics, a step": metric_rows,
-    "trackers, a call on the thread that calls": tracker_rows,
+    "callbacks, per step": callback_rows,
+    "metrics, per step": metric_rows,
+    "trackers, per call on the calling thread": tracker_rows,
     "four numbers to TensorBoard, W&B, Comet and a CSV, offline": service_rows,
 }
 
@@ -164,7 +164,7 @@ def run(options: Namespace) -> Result:
         found += take_turns(contenders, options.repeats, group=group)
     return Result(
         benchmark="logging",
-        title="Time of a step with callbacks and metrics, and of a call that logs",
+        title="Time per step with callbacks and metrics, and per logging call",
         columns=MICROSECONDS,
         rows=found,
         settings={"steps": options.steps, "repeats": options.repeats},

@@ -31,14 +31,14 @@ COLUMNS = (
     Column("peak", "peak, MB"),
     Column("ratio", "×", 3),
     Column("growth", "growth, kB"),
-    Column("per_step", "bytes a step", 2),
+    Column("per_step", "bytes per step", 2),
 )
 KINDS: dict[str, Callable[[Any], None]] = {
     "PyTorch loop by hand": contestants.by_hand,
     "the same, with TensorBoard": contestants.by_hand_with_tensorboard,
     "Cadence Trainer, everything off": contestants.barebones,
     "Cadence Trainer, defaults": contestants.defaults,
-    "Cadence Trainer, defaults but TensorBoard": partial(contestants.defaults, log_with=None),
+    "Cadence Trainer, defaults without TensorBoard": partial(contestants.defaults, log_with=None),
     "Cadence Accelerator": contestants.own_loop,
 }
 

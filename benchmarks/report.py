@@ -174,8 +174,8 @@ def machine() -> dict[str, Any]:
         "cores": f"{os.cpu_count()} cores",
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "system": f"{platform.system()} {platform.machine()}",
-        "threads": f"{torch.get_num_threads()} threads of torch",
-        "load": f"load {load:.1f} at its end",
+        "threads": f"torch threads {torch.get_num_threads()}",
+        "load": f"load {load:.1f} at the end",
     }
 
 

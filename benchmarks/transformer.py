@@ -212,7 +212,7 @@ def run(options: Namespace) -> Result:
     agree = partial(math.isclose, rel_tol=0.02)
     found = take_turns(contenders, options.repeats, unit=1e-3, agree=agree)
     share = overlap(trace_of(make, TRACE, options.steps))
-    notes = ["All came to the same loss within 2 %, or have no figures."]
+    notes = ["All rows with figures reached the same loss within 2 %."]
     if share is not None:
         notes.append(
             f"Kernels ran during {share:.0%} of the time of Cadence's copies to the device."

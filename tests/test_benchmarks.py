@@ -393,8 +393,8 @@ def test_logging(monkeypatch):
     monkeypatch.delitem(logs.GROUPS, service)
     result = logs.run(options("logging", "--steps", 10, "--repeats", 1))
     names = ["no callback", "100 callbacks that override no hook"]
-    names += ["100 callbacks with 4 empty hooks a step", "100 callbacks that count the steps"]
-    names += ["1 metrics a step", "4 metrics a step", "21 metrics a step"]
+    names += ["100 callbacks with 4 empty hooks per step", "100 callbacks that count the steps"]
+    names += ["1 metrics per step", "4 metrics per step", "21 metrics per step"]
     names += ["SummaryWriter.add_scalar", "Cadence, TensorBoard", "Cadence, JSONL"]
     assert_measured(result, names)
 

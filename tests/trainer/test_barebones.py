@@ -182,7 +182,7 @@ def test_the_documentation_has_the_same_arguments():
         0
     ]
     guide = (Path(__file__).parents[2] / "docs/guides/speed.md").read_text(encoding="utf-8")
-    told_there = guide.partition("## The training alone")[2].partition("\n## ")[0]
+    told_there = guide.partition("## Barebones training")[2].partition("\n## ")[0]
     for name in LEFT_OUT:
         assert f"`{name}" in told, name
         assert f"`{name}" in told_there, name

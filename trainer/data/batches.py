@@ -1,9 +1,9 @@
-"""Batches as rows: their length, parts of them, several joined, and travel between processes.
+"""Batches as rows: counting, cutting and joining them, and sending them between processes.
 
-A batch is a tree whose tensors have one row for each sample in their first dimension. A list or
-tuple without a tensor and without further lists (names, paths, dicts of plain values) is a column:
-one entry for each sample. What else there is (numbers, texts, tensors without dimensions) belongs
-to the batch as a whole.
+A batch is a tree whose tensors have one row per sample in their first dimension. A list or tuple
+without tensors and without nested lists (names, paths, dicts of plain values) is a column, with one
+entry per sample. Anything else (numbers, strings, tensors without dimensions) belongs to the batch
+as a whole.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from trainer.tree import children, leaves, map_tree, rebuild
 
 
 def length(batch: Any) -> int:
-    """The number of samples in a batch.
+    """Return the number of samples in a batch.
 
     Raises:
-        ValueError: Nothing in it tells, or its tensors disagree.
+        ValueError: Nothing in it has rows, or its tensors disagree.
     """
     samples = samples_in(batch)
     if samples is not None:
@@ -31,15 +31,15 @@ def length(batch: Any) -> int:
     rows = _rows(batch)
     found = f"tensors of the lengths {sorted(rows)}" if rows else f"a {type(batch).__name__}"
     raise ValueError(
-        f"A batch cannot be cut into samples: it holds {found}. Sharing a batch out, or completing "
-        "a short one, takes tensors whose first dimension counts the samples: let collate_fn give "
-        "such a batch, or make each process read its own (a map-style dataset, or "
+        f"A batch cannot be cut into samples: it holds {found}. Splitting a batch, or completing "
+        "a short one, takes tensors whose first dimension counts the samples: let collate_fn "
+        "return such a batch, or make each process read its own (a map-style dataset, or "
         "dispatch_batches=False without split_batches)."
     )
 
 
 def samples_in(batch: Any) -> int | None:
-    """The number of samples in a batch; None if it cannot be cut into samples."""
+    """Return the number of samples in a batch; None if it cannot be cut into samples."""
     rows = _rows(batch)
     if any(isinstance(leaf, PackedSequence) for leaf in leaves(batch)):
         return None
@@ -47,7 +47,7 @@ def samples_in(batch: Any) -> int | None:
 
 
 def take(batch: Any, start: int, stop: int) -> Any:
-    """The samples from `start` to before `stop`, as a batch."""
+    """Return samples ``start:stop`` as a batch."""
     samples = length(batch)
 
     def cut(value: Any) -> Any:
@@ -57,11 +57,10 @@ def take(batch: Any, start: int, stop: int) -> Any:
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """Several batches as one.
+    """Concatenate several batches.
 
     Raises:
-        ValueError: They are not of one structure and shape, or differ in a value that belongs to
-            the whole batch.
+        ValueError: Their structures or shapes differ, or a value that belongs to the whole batch.
     """
     if len(batches) == 1:
         return batches[0]
@@ -74,7 +73,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
 
 
 def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
-    """The values of several batches in one place, as one value."""
+    """Join the values that several batches have in one place."""
     place, values = found[0][0] or "the batch", [value for _, value in found]
     if all(_counts(value, size) for value, size in zip(values, sizes, strict=True)):
         if not isinstance(values[0], Tensor):
@@ -91,14 +90,14 @@ def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
 
 def _unlike(what: str) -> str:
     return (
-        f"The batches of one round cannot be joined to be shared out: {what}. Pass "
-        "split_batches=True to share out one batch at a time, dispatch_batches=False to let every "
+        f"The batches of one round cannot be joined to be split again: {what}. Pass "
+        "split_batches=True to split one batch at a time, dispatch_batches=False to let every "
         "process read its own, or pad them alike in collate_fn."
     )
 
 
 def completed(batch: Any, beginning: Any, samples: int) -> Any:
-    """A batch of `samples` samples: its own, then those of `beginning`, over and over."""
+    """Extend a batch to `samples` samples, cycling through those of `beginning`."""
     missing = samples - length(batch)
     whole, rest = divmod(max(missing, 0), length(beginning))
     last = [take(beginning, 0, rest)] if rest else []
@@ -106,7 +105,7 @@ def completed(batch: Any, beginning: Any, samples: int) -> Any:
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to the tensors, the columns, and whatever else is no container."""
+    """Apply `function` to the tensors, the columns, and every other value that is no container."""
     parts = children(tree)
     if parts is None or _is_column(tree):
         return function(tree)
@@ -114,7 +113,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _parts(tree: Any, place: str = "") -> list[tuple[str, Any]]:
-    """What `_map` applies its function to, with its place."""
+    """Return what `_map` applies its function to, each with its place."""
     parts = children(tree)
     if parts is None or _is_column(tree):
         return [(place, tree)]
@@ -130,14 +129,14 @@ def _is_column(tree: Any) -> bool:
 
 
 def _rows(batch: Any) -> set[int]:
-    """The lengths of its tensors; that of its first column where there is no tensor."""
+    """Return the lengths of its tensors, or of its first column if there is no tensor."""
     values = [value for _, value in _parts(batch)]
     rows = {value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim > 0}
     return rows or set([len(value) for value in values if _is_column(value)][:1])
 
 
 def _counts(value: Any, samples: int) -> bool:
-    """The value has an entry for each sample."""
+    """Return whether the value has an entry per sample."""
     if isinstance(value, Tensor):
         return value.ndim > 0
     return _is_column(value) and len(value) == samples
@@ -150,14 +149,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Hole:
-    """Where a tensor was in a packed batch."""
+    """Marks the place of a tensor in a packed batch."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
 def packed(batch: Any) -> tuple[Any, list[Tensor]]:
-    """A batch with a `Hole` for each tensor, and the tensors."""
+    """Return a batch with a `Hole` for each tensor, and the tensors."""
     tensors: list[Tensor] = []
 
     def take_out(leaf: Any) -> Any:
@@ -170,7 +169,7 @@ def packed(batch: Any) -> tuple[Any, list[Tensor]]:
 
 
 def unpacked(skeleton: Any, device: torch.device | None) -> tuple[Any, list[Tensor]]:
-    """The batch that was packed, with empty tensors on `device`, and these to be filled."""
+    """Return the packed batch with empty tensors on `device`, and these tensors, to be filled."""
     tensors: list[Tensor] = []
 
     def put_in(leaf: Any) -> Any:

@@ -1,10 +1,9 @@
-"""Batches on their way from a worker to the main process, small tensors through the pipe.
+"""Sending batches from a worker to the main process, small tensors through the pipe.
 
-torch puts every tensor that a worker sends into a piece of shared memory of its own, and passes a
-file descriptor over a new connection for it: hundreds of microseconds each, whatever their size,
-half of them spent by the main process. To write the bytes of a small tensor into the pipe, with
-the rest of the batch, takes a tenth of that, and none of the descriptors of which a process has
-few.
+torch puts every tensor that a worker sends into its own shared memory and passes a file descriptor
+over a new connection: hundreds of microseconds per tensor, whatever its size, half of them in the
+main process. Writing the bytes of a small tensor into the pipe with the rest of the batch takes a
+tenth of that, and uses up no file descriptors.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from torch.multiprocessing.reductions import reduce_storage, reduce_tensor
 from torch.utils.data import get_worker_info
 
 LIMIT = 1 << 18
-"""Bytes of the largest storage that is written out; from some 2 MB on shared memory is faster."""
+"""Size in bytes of the largest storage sent by value; above about 2 MB shared memory is faster."""
 
 
 def sent(batch: Any) -> Any:
-    """What a worker is to return for a batch, so that the batch arrives; without workers itself.
+    """Return what a worker must return for this batch to arrive; without workers the batch itself.
 
-    It is pickled at once, not by the queue's thread some time later: the dataset may use the memory
-    again, and what cannot be pickled is an error of the batch instead of one that nobody hears of.
+    It is pickled immediately, not later by the queue's thread: the dataset may reuse the memory,
+    and a batch that cannot be pickled is then an error of that batch instead of going unnoticed.
     """
     return batch if get_worker_info() is None else _Sent(bytes(_Pickler.dumps(batch)))
 
@@ -44,9 +43,10 @@ class _Sent:
 
 
 class _Pickler(ForkingPickler):
-    """As torch's workers pickle, but for small tensors.
+    """Pickles like torch's workers, except for small tensors.
 
-    A storage is an object of its own in the pickle: what shares one here shares one there.
+    Storages are pickled as separate objects: tensors that share one still share it after
+    unpickling.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -57,7 +57,7 @@ class _Pickler(ForkingPickler):
 
 
 def _reduce_tensor(tensor: Tensor) -> Any:
-    """Those that are more than numbers in memory are left to torch."""
+    """Reduce a small tensor; anything but plain dense memory is left to torch."""
     if (
         not tensor.is_cpu
         or tensor.layout is not torch.strided
@@ -65,7 +65,7 @@ def _reduce_tensor(tensor: Tensor) -> Any:
         or any(getattr(tensor, "names", ()))  # until torch 2.12
     ):
         return reduce_tensor(tensor)
-    tensor = tensor.resolve_conj().resolve_neg()  # bits beside the memory, which torch loses
+    tensor = tensor.resolve_conj().resolve_neg()  # lazy flags, which torch loses
     storage = tensor.untyped_storage()
     if not _is_small(storage):
         return reduce_tensor(tensor)

@@ -1,8 +1,8 @@
 """An epoch's batches as rounds, in which every process has one batch or, at the end, none.
 
 With N processes round *r* holds batches *rN … rN + N - 1*, and process *i* gets the *i*-th of them;
-or each batch is a round, cut into N parts. Batches are lists of indices, or what a stream gives:
-`INDICES` and `SAMPLES` know how such are counted, cut and joined.
+or each batch is a round, cut into N parts. Batches are lists of indices, or batches of a stream:
+`INDICES` and `SAMPLES` count, cut and join the two kinds.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """What is known of the batches that are dealt out.
+    """Operations on one kind of batches.
 
     Attributes:
-        count: Samples in a batch; 1 where nothing tells.
-        length: Samples in a batch that is to be cut.
-        take: The samples from one place to before another, as a batch.
-        joined: The samples of several batches in one; None if they cannot be cut and joined.
-        completed: A batch of so many samples: its own, then those of another, over and over.
+        count: Returns the samples in a batch; 1 if unknown.
+        length: Returns the samples in a batch that is to be cut.
+        take: Returns the samples from one place up to another, as a batch.
+        joined: Returns several batches as one; None if they cannot be cut and joined.
+        completed: Extends a batch to a number of samples, cycling through those of another.
     """
 
     count: Callable[[Any], int]
@@ -38,7 +38,7 @@ class Kind:
 
 
 def _indices(batch: Any) -> list[Any]:
-    """Those of a batch, which may be one ready-made batch's index."""
+    """Return a batch's indices; the batch may be the index of a ready-made batch."""
     return batch if isinstance(batch, list) else [batch]
 
 
@@ -58,7 +58,7 @@ def _count(batch: Any) -> int:
     return 1 if samples is None else samples
 
 
-SAMPLES = Kind(  # trees whose tensors have a row for each sample
+SAMPLES = Kind(  # trees whose tensors have one row per sample
     count=_count,
     length=length,
     take=take,
@@ -69,16 +69,15 @@ SAMPLES = Kind(  # trees whose tensors have a row for each sample
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """How batches are dealt out to the processes.
+    """How batches are assigned to processes.
 
     Args:
         kind: `INDICES` or `SAMPLES`.
-        batch_size: Samples in a full batch; None if they have no size in particular.
-        world_size: How many processes there are.
-        even: Fill the last round with samples of the beginning, so that every process has the
+        batch_size: Samples in a full batch; None if batches have no fixed size.
+        world_size: The number of processes.
+        even: Fill the last round with samples from the beginning, so that every process has the
             same number of full batches.
-        split: A batch is a round, cut into one part for each process; else each process gets whole
-            batches.
+        split: Cut each batch into one part per process; otherwise each process gets whole batches.
         drop_last: Leave out a last round in which not every process has a batch.
     """
 
@@ -90,10 +89,10 @@ class Dealing:
     drop_last: bool = False
 
     def rounds(self, batches: Iterator[tuple[Any, P]]) -> Iterator[tuple[list[Any], int, P]]:
-        """Of each round: its batches, its samples but repeated ones, and the place where it ends.
+        """Yield each round's batches, its number of samples without repeats, and the place it ends.
 
         Args:
-            batches: Each with the place behind it, which is not looked at.
+            batches: Each with the place after it, which is passed through.
         """
         dealt = self._dealt(batches)
         beginning: list[Any] = []  # the first round's batches
@@ -113,12 +112,12 @@ class Dealing:
             found = following or next(dealt, None)
 
     def own_batches(self, batches: int, samples: int | None, *, rank: int) -> int:
-        """How many batches one process gets of an epoch.
+        """Return how many batches one process gets in an epoch.
 
         Args:
             batches: Batches in the epoch.
-            samples: Samples in it; needed for `split` without `even` alone, where None counts the
-                last batch as one of which every process gets a part.
+            samples: Samples in the epoch; only used for `split` without `even`, where None assumes
+                that every process gets a part of the last batch.
             rank: The process.
         """
         if not self.split:
@@ -132,7 +131,7 @@ class Dealing:
         return batches - (0 < samples % self.batch_size <= rank * size)
 
     def _dealt(self, batches: Iterator[tuple[Any, P]]) -> Iterator[tuple[list[Any], P]]:
-        """The batches of each round, as many of them as there are processes, or fewer."""
+        """Yield the batches of each round, one per process or fewer."""
         if not self.split:
             while read := list(islice(batches, self.world_size)):
                 yield [batch for batch, _ in read], read[-1][1]
@@ -145,7 +144,7 @@ class Dealing:
 
     @property
     def _size(self) -> int | None:
-        """Samples in a full batch of one process."""
+        """The number of samples in a full batch of one process."""
         size = self.batch_size
         return size // self.world_size if size and self.split else size
 
@@ -154,12 +153,12 @@ class Dealing:
         return len(parts) == self.world_size and (self._size is None or sizes == {self._size})
 
     def _filled(self, parts: list[Any], beginning: list[Any]) -> list[Any]:
-        """The last round with a full batch for every process, filled from the beginning."""
+        """Return the last round with a full batch for every process, filled from the beginning."""
         size, kind = self._size, self.kind
         whole = size is None or sum(map(kind.count, parts)) > self.world_size * size
         own = None if whole else kind.joined(parts)
         if own is None or size is None:
-            # Batches of no size in particular, or that cannot be cut, are repeated whole.
+            # Batches without a fixed size, or that cannot be cut, are repeated whole.
             return parts + list(islice(cycle(beginning), max(self.world_size - len(parts), 0)))
         flat = kind.completed(own, kind.joined(beginning), self.world_size * size)
         return [kind.take(flat, i * size, (i + 1) * size) for i in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""The prepared loader of which only rank 0 reads: the others receive their part of each round."""
+"""The prepared loader that reads on rank 0 only and sends the others their part of each round."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Slice = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """A round as rank 0 shares it out.
+    """A round as rank 0 splits it.
 
     Attributes:
-        batch: The round's samples, repeated ones included; on the host, or on their way from it.
-        size: Samples that each process gets, as far as they reach.
+        batch: The round's samples, repeated ones included; on the host, or being copied from it.
+        size: Samples per process; the last ones may get fewer.
         real: Samples that are not repeated; None if unknown.
-        present: Processes that get any: the first so many.
+        present: The number of processes that get any samples, the lowest ranks.
     """
 
     batch: Any
@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Message:
-    """What rank 0 tells about a round before it sends the tensors.
+    """What rank 0 sends about a round before the tensors.
 
     Attributes:
         skeleton: The batch without its tensors; see `trainer.data.batches.packed`.
@@ -49,7 +49,7 @@ class Message:
         real: See `Plan`.
         present: See `Plan`.
         following: Processes that get a batch in the next round; 0 at the end.
-        error: Reading failed, and how.
+        error: The error, if reading failed.
     """
 
     skeleton: Any = None
@@ -61,18 +61,18 @@ class Message:
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """The prepared loader of which only rank 0 reads the data; the others receive theirs.
+    """The prepared loader that reads the data on rank 0 only; the others receive their part.
 
     For datasets that only one process can or should read: streams above all. In each round rank 0
-    reads a batch for every process (one for all with `split_batches`), and each gets its part. It
-    works whatever the batches hold beside tensors: lists with an entry for each sample are cut like
-    tensors, other values go to everybody as they are.
+    reads a batch for every process (one for all with `split_batches`), and each gets its part.
+    Batches may hold more than tensors: lists with one entry per sample are cut like tensors, other
+    values go to every process as they are.
 
-    The last round may be short. With `even_batches` it is shared out evenly, completed with samples
-    of the first round only as far as it does not divide by the number of processes, so that the
-    last batches are of one size, though smaller. Without, the processes get their batches as long
-    as there are samples, the others end one batch earlier. Before the last round, samples of a
-    round that does not divide go to the next one, and none is lost or repeated.
+    The last round may be short. With `even_batches` it is split evenly; samples of the first round
+    are added only to make it divisible by the number of processes, so that the last batches have
+    the same, smaller size. Without, processes get batches while there are samples, and the others
+    end one batch earlier. In earlier rounds, samples left over by the division go to the next
+    round: none is lost or repeated.
 
     If the dataset fails on rank 0, every process raises: rank 0 the error itself, the others a
     ``RuntimeError`` with its text.
@@ -119,7 +119,7 @@ class DataLoaderDispatcher(PreparedLoader):
     # -- between the processes -----------------------------------------------------------------
 
     def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any]:
-        """The next round, on every process; collective.
+        """Return the next round on every process; collective.
 
         Raises:
             RuntimeError: Reading failed on rank 0, which raises the error itself.
@@ -142,7 +142,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return message, batch
 
     def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any, Any, bytes]:
-        """On rank 0: the next round with what the others need of it."""
+        """Return, on rank 0, the next round and what the others need of it."""
         plan, following = next(plans, (None, None))
         if plan is None:
             return Message(), None, [], pickle.dumps(Message())
@@ -159,12 +159,17 @@ class DataLoaderDispatcher(PreparedLoader):
             present=plan.present,
             following=0 if following is None else following.present,
         )
-        return message, batch, tensors, pickle.dumps(message)  # here, where an error is told
+        return (
+            message,
+            batch,
+            tensors,
+            pickle.dumps(message),
+        )  # here, where errors are sent to the others
 
     # -- on rank 0 -----------------------------------------------------------------------------
 
     def _sent(self) -> Iterator[Plan]:
-        """The rounds of a pass, on their way to the device as soon as they are read if they may."""
+        """Yield the rounds of a pass, sent to the device as soon as read where possible."""
         streams = self._streams
         transfer = self._transfer(streams)
         if streams is None or transfer is None:
@@ -172,7 +177,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return (replace(plan, batch=transfer(plan.batch)) for plan in self._plans())
 
     def _plans(self) -> Iterator[Plan]:
-        """The rounds of a pass, those left out that are to be skipped."""
+        """Yield the rounds of a pass without those to be skipped."""
         indexed = self._skips_by_index
         self.feed.start_round = self.skip_batches * self._per_round if indexed else 0
         return islice(self._all_plans(), 0 if indexed else self.skip_batches, None)
@@ -208,7 +213,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return Plan(batch, size, total, -(-total // size))
 
     def _groups(self, feed: Feed) -> Iterator[list[Any]]:
-        """The batches of each round."""
+        """Yield the batches of each round."""
         batches = (round_.batch for round_ in feed.read())
         while group := list(islice(batches, self._per_round)):
             if len(group) < self._per_round and self._drops_last:
@@ -216,7 +221,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield group
 
     def _beginning(self) -> Any:
-        """The first round's samples, read now: this pass has left them out."""
+        """Read the first round's samples, which this pass has skipped."""
         feed = self._make_feed(self.source)
         feed.set_epoch(self.feed.epoch)
         feed.limit = self._per_round
@@ -228,7 +233,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _skips_by_index(self) -> bool:
-        """Rounds are whole batches of a map-style dataset: what is skipped need not be read."""
+        """Whether rounds are whole batches of a map-style dataset: skipping reads nothing."""
         return self.feed.sampler is not None and type(self.source.batch_sampler) is BatchSampler
 
     def __len__(self) -> int:

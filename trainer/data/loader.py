@@ -22,32 +22,32 @@ from trainer.tree import to_device
 
 
 class PreparedLoader(DataLoader[Any]):
-    """What the prepared loaders share: the user's loader, its place among processes, its passes.
+    """What the prepared loaders share: the user's loader, its share of the data, its passes.
 
-    It is a ``DataLoader`` with the user's dataset and settings, so that those who ask for its
-    attributes find them. Reading is up to `_batches`.
+    It is a ``DataLoader`` with the user's dataset and settings, so that code which inspects these
+    attributes finds them. Subclasses read in `_batches`.
 
     Args:
         source: The user's loader; it is not changed.
         rank: This process.
-        world_size: How many there are.
+        world_size: The number of processes.
         seed: The same on all processes.
-        even_batches: Every process gets as many batches, the same size each, where samples of the
-            beginning are repeated at the end for that.
-        device: Where batches are put; None leaves them where they are.
-        non_blocking: Copy asynchronously, by a stream beside the one that computes; see
+        even_batches: Every process gets the same number of batches of the same size, for which
+            samples from the beginning are repeated at the end.
+        device: The device for batches; None leaves them where they are.
+        non_blocking: Copy asynchronously, on a stream beside the one that computes; see
             `trainer.data.prefetch`.
-        split_batches: A batch of the user's loader is shared out; else each process gets whole
-            ones.
+        split_batches: Each batch of the user's loader is split between the processes; otherwise
+            each process gets whole batches.
         rng_types: Generators that take rank 0's state when a pass begins; see `synchronized`.
-        skip_batches: Batches of this process that each pass leaves out at its beginning.
+        skip_batches: Batches of this process that each pass skips at its beginning.
 
     Attributes:
-        iteration: The pass that comes next or is being read, counted from 0; it decides the order.
-            A pass that was left by ``break`` counts when the next one begins.
-        end_of_dataloader: The batch at hand is the last one of this process.
-        remainder: With the last batch at hand: samples in the last global batch that are not
-            repeated ones; 0 if that batch is a full one; -1 before, and with ``drop_last``.
+        iteration: The current or next pass, counted from 0; it determines the order. A pass that
+            was left by ``break`` counts once the next one begins.
+        end_of_dataloader: Whether the current batch is the last one of this process.
+        remainder: At the last batch: the samples in the last global batch that are not repeated; 0
+            if it is full; -1 before, and with ``drop_last``.
     """
 
     _is_accelerate_prepared = True
@@ -84,9 +84,11 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self._unfinished = False
-        self._reader: PreparedLoader | None = None  # who reads the pass now: this one or a rest
-        self._loaded = False  # its pass was loaded and has not begun
-        self._rest_of: PreparedLoader | None = None  # whose pass this one goes on with
+        self._reader: PreparedLoader | None = (
+            None  # which loader reads the pass: this one or one that skips
+        )
+        self._loaded = False  # whether its pass was loaded and has not begun
+        self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
         self._take(source)
         super().__init__(**users_kwargs(source), **what_kwargs(source, self.feed.sampler))
 
@@ -98,14 +100,14 @@ class PreparedLoader(DataLoader[Any]):
 
     @abstractmethod
     def _make_feed(self, source: DataLoader[Any]) -> Feed:
-        """What reads the user's loader on this process."""
+        """Create the feed that reads the user's loader on this process."""
 
     @abstractmethod
     def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
-        """This process's batches; whether each is its last one; real samples in its round."""
+        """Yield this process's batches, whether each is the last, and its round's samples."""
 
     def __iter__(self) -> Any:
-        """The batches of this process."""
+        """Yield the batches of this process."""
         self._synchronize()
         self._tell(self.iteration + self._unfinished, unfinished=True)
         self._read_by(self)
@@ -128,7 +130,7 @@ class PreparedLoader(DataLoader[Any]):
             state._remove_dataloader(self)
 
     def _wholes(self) -> Iterator[PreparedLoader]:
-        """This loader and those that it is the rest of: its pass counts as theirs."""
+        """Yield this loader and those whose pass it continues."""
         loader: PreparedLoader | None = self
         while loader is not None:
             yield loader
@@ -152,20 +154,20 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def synchronized(self) -> torch.Generator | None:
-        """What ``"generator"`` in `rng_types` means: that of the sampler, or of the stream."""
+        """The generator meant by ``"generator"`` in `rng_types`: the sampler's or the stream's."""
         if isinstance(self.source.dataset, IterableDataset):
             return getattr(self.source.dataset, "generator", None)
         return of_order(self.source)
 
     @property
     def _streams(self) -> Streams | None:
-        """What batches go to the device by, where that is not the stream that computes."""
+        """The streams that copy batches; None if the computing stream does."""
         if self.device is None or not self.non_blocking:
             return None
         return streams_for(torch.device(self.device))
 
     def _transfer(self, streams: Streams | None) -> Callable[[Any], Any] | None:
-        """What puts a batch on the device, or sends it there if there are streams."""
+        """Return a function that puts a batch on the device, or begins to if there are streams."""
         if self.device is None:
             return None
         move = partial(to_device, device=self.device, non_blocking=self.non_blocking)
@@ -173,12 +175,12 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def gradient_state(self) -> GradientState:
-        """The state that hears which loader is being read."""
+        """The state that tracks which loader is being read."""
         return GradientState()
 
     @property
     def even_batches(self) -> bool:
-        """Every process gets as many batches; may be set between passes."""
+        """Whether every process gets the same number of batches; may be set between passes."""
         return bool(self.settings["even_batches"])
 
     @even_batches.setter
@@ -188,7 +190,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples in a batch over all processes; None for batches of no size in particular."""
+        """The samples in a batch over all processes; None for batches without a fixed size."""
         size = self.source.batch_size
         if size is None:
             size = getattr(self.source.batch_sampler, "batch_size", None)
@@ -196,45 +198,45 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset, over all processes."""
+        """The samples in the dataset, over all processes."""
         return len(self.source.dataset)  # type: ignore[arg-type]  # a stream may have no length
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; without a call each pass takes the next one.
+        """Choose the order of the next pass; by default each pass takes the next one.
 
-        The sampler, the batch sampler and the dataset hear of it if they have a ``set_epoch``.
+        The ``set_epoch`` of the sampler, the batch sampler and the dataset is called, if any.
         """
         self.iteration = epoch
         self._unfinished = self._loaded = False
         self.feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """The pass to be read after a restart, and the seed of the order.
+        """Return the pass to read after a restart, and the seed of the order.
 
-        Inside a pass it is that one, since `skip_first_batches` goes on in it; with its last batch
-        at hand and after it, also if it was left by ``break``, the next.
+        Inside a pass it is that pass, which `skip_first_batches` continues; from its last batch on,
+        or after a ``break``, it is the next one.
         """
         inside = self._reader is not None and not self._reader.end_of_dataloader
         over = self._unfinished and not inside
         return {"iteration": self.iteration + over, "seed": self.settings["seed"]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the pass and the order of the loader that `state` is of."""
+        """Restore the pass and the order from a saved state."""
         self.settings["seed"] = state["seed"]
         self.feed.reseed(state["seed"])
         self.set_epoch(state["iteration"])
         self._loaded = True
 
     def get_sampler(self) -> Any:
-        """The user's sampler."""
+        """Return the user's sampler."""
         batches = self.source.batch_sampler
         return getattr(batches, "sampler", batches) if batches is not None else self.source.sampler
 
     def set_sampler(self, sampler: Any) -> None:
-        """Read in another sampler's order from the next pass on.
+        """Use another sampler from the next pass on.
 
         Raises:
-            ValueError: The loader's own batch sampler makes its batches without a sampler.
+            ValueError: The loader's own batch sampler does not use a sampler.
         """
         batches = self.source.batch_sampler
         if isinstance(self.source.dataset, IterableDataset):
@@ -250,21 +252,21 @@ class PreparedLoader(DataLoader[Any]):
         what = what_kwargs(self.source, sampler if batches is None else batches)
         self._take(DataLoader(**users_kwargs(self.source), **what))
         self.feed.set_epoch(self.iteration)
-        # DataLoader itself lets nobody set it twice; reading is the feed's, this is for lookers.
+        # A DataLoader's attribute cannot be set twice. The feed reads; this is for inspection only.
         self.__dict__["sampler" if batches is None else "batch_sampler"] = self.feed.sampler
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """A loader as this one, in the same pass, without so many more batches at the beginning.
+        """Return a loader like this one, in the same pass, that skips more batches at its start.
 
-        Reading it counts as this loader's pass: this one then begins the next.
+        Reading it counts as this loader's pass: this one then continues with the next.
         """
         skip = self.skip_batches + num_batches
         skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
         skipped.iteration = self.iteration
         skipped._rest_of, skipped._loaded = self, self._loaded
         if self._loaded and num_batches and self.iteration and skipped._is_empty():
-            # A state that was saved with the last batch at hand is of the next pass already, but a
-            # script may leave out all batches of the one before.
+            # A state saved at the last batch names the next pass already, but a script may skip all
+            # batches of the previous one.
             skipped.iteration, skipped._loaded = self.iteration - 1, False
         return skipped
 
@@ -284,15 +286,15 @@ class PreparedLoader(DataLoader[Any]):
 class DataLoaderShard(PreparedLoader):
     """The loader that `Accelerator.prepare` returns: this process's part of the user's loader.
 
-    Batches come on the device, read one ahead so that ``end_of_dataloader`` is true while the last
-    one is at hand. The order of a shuffling loader is a function of the seed and the pass, alike
-    on all processes and on any number of them; it changes with every pass.
+    Batches arrive on the device and are read one ahead, so that ``end_of_dataloader`` is true at
+    the last one. The order of a shuffling loader is a function of the seed and the pass, the same
+    on all processes and for any number of them; it changes with every pass.
 
-    Which batches a process gets: of *N* processes, process *i* gets batch *i* of every *N*; with
-    `split_batches` the *i*-th part of every batch. A stream is read whole by every process, each
-    keeping its part. With `even_batches`, the last round is filled with samples of the first one
-    until every process has a full batch; ``gather_for_metrics`` drops them again. A loader with
-    ``drop_last`` leaves an unfinished round out.
+    With *N* processes, process *i* gets batch *i* of every *N*; with `split_batches` the *i*-th
+    part of every batch. A stream is read whole by every process, each keeping its part. With
+    `even_batches`, the last round is filled with samples of the first one until every process has a
+    full batch; ``gather_for_metrics`` drops them again. With ``drop_last`` an incomplete round is
+    left out.
     """
 
     def _make_feed(self, source: DataLoader[Any]) -> Feed:

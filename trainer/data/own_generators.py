@@ -1,10 +1,10 @@
-"""Random number generators that loaders, samplers and datasets keep, beside the global ones.
+"""Random number generators that loaders, samplers and datasets keep, besides the global ones.
 
 A sampler draws its order from them, a dataset and its transforms their augmentation. No checkpoint
-holds where they stand, and those of a worker go with it; so each is seeded where it is used from.
+holds their states, and a worker's are lost with it; so each is seeded where it is used.
 
-They are known by their paths, the attributes and places by which they were reached: other things
-that come and go beside them change nothing.
+They are identified by the path of attributes and items that leads to them, so that unrelated
+objects beside them make no difference.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from torch.utils.data import get_worker_info
 
 from trainer.rng import mix
 
-LONGEST = 1_000  # containers that have more in them hold samples, not transforms
-_LONG = 50  # those of more are looked into last: they may
-_MOST = 20_000  # things that are looked into, in some 50 ms
+LONGEST = 1_000  # longer containers hold samples, not transforms
+_LONG = 50  # longer ones may hold samples, so they are searched last
+_MOST = 20_000  # objects to search, in about 50 ms
 _OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 _CONTAINERS = list, tuple, deque, dict
@@ -47,9 +47,9 @@ Found = dict[str, Any]
 
 
 def of_samplers(source: Any) -> Found:
-    """Those that a loader and its samplers draw from, by whatever name a sampler has them.
+    """Find the generators that a loader and its samplers draw from, in any attribute.
 
-    They are torch's, Python's and numpy's; not the global ones, which others draw from too.
+    They may be torch's, Python's or numpy's; the global ones, which others use too, are left out.
     """
     batches = getattr(source, "batch_sampler", None)
     samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
@@ -60,24 +60,24 @@ def of_samplers(source: Any) -> Found:
 
 
 def of_order(loader: Any) -> torch.Generator | None:
-    """The generator that a loader's own order is drawn from, if it has been given one."""
+    """Return the generator that determines a loader's order, if it was given one."""
     batches = loader.batch_sampler
     owners = (loader.sampler, getattr(batches, "sampler", None), batches)
     return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
 
 
 def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
-    """Those that can be reached from some things by attributes, containers and functions.
+    """Find the generators that can be reached through attributes, containers and functions.
 
-    Of a dataset they are its own, those of its transforms and theirs, and those that a `lambda` or
-    a `partial` among them has been given. Sets and containers of more than `LONGEST` things are not
-    looked into, nor are packages.
+    For a dataset these are its own, those of its transforms, recursively, and those bound in a
+    `lambda` or a `partial`. Sets, containers of more than `LONGEST` items, and modules are not
+    searched.
 
     Args:
-        besides: Things that are not looked into either.
-        **owners: Where the search begins, by names, with which the paths begin.
+        besides: Further objects not to be searched.
+        **owners: The objects to start from; their names begin the paths.
     """
-    descriptors: Descriptors = {}  # of one search: kept for longer, they would keep the classes
+    descriptors: Descriptors = {}  # not cached: that would keep the classes alive
     found: list[tuple[str, Any]] = []
     near, far = deque(owners.items()), deque[tuple[str, Any]]()
     seen = {*map(id, besides), *map(id, owners.values())}
@@ -99,9 +99,9 @@ def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
 
 
 def alike(found: Found) -> dict[str, str]:
-    """To the path of each generator that stands as an earlier one of its kind, that one's path.
+    """Map the path of each generator to that of the first one of its kind with the same state.
 
-    They were made so to draw alike, for an image and its mask for example.
+    Such generators were created to draw the same, for an image and its mask for example.
     """
     first: dict[str, str] = {}
     places = {path: repr([_kind(each), _plain(_state(each))]) for path, each in found.items()}
@@ -109,12 +109,12 @@ def alike(found: Found) -> dict[str, str]:
 
 
 def seed_all(found: Found, seed: int, names: Mapping[str, str]) -> None:
-    """Seed several, each with a seed of its own, but for those that are `alike`.
+    """Seed generators, each with its own seed, except for those that are `alike`.
 
     Args:
-        found: They.
-        seed: Theirs are made from it.
-        names: What `alike` returned, when they were given.
+        found: The generators.
+        seed: Their seeds are derived from it.
+        names: The result of `alike` for them.
     """
     for path, generator in found.items():
         _seed(generator, mix(seed, crc32(names.get(path, path).encode())))
@@ -124,11 +124,11 @@ def seed_all(found: Found, seed: int, names: Mapping[str, str]) -> None:
 def set_aside(
     found: Found, seed: int | None = None, names: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Whatever is drawn inside, they go on outside as if nothing had been.
+    """Restore the generators' states after the block.
 
     Args:
-        found: Those that `held_by` or `of_samplers` found.
-        seed: Inside, they begin with it, see `seed_all`; None leaves them where they are.
+        found: The generators that `held_by` or `of_samplers` found.
+        seed: Seeds them for the block, see `seed_all`; None keeps their states.
         names: See `seed_all`.
     """
     states = states_of(found)
@@ -141,15 +141,15 @@ def set_aside(
 
 
 def states_of(found: Found) -> dict[str, list[Any]]:
-    """Where they stand, each with the name of its kind, as a tree to be saved."""
+    """Return their states, each with the name of its kind, as a tree to be saved."""
     return {path: [_kind(generator), _state(generator)] for path, generator in found.items()}
 
 
 def load_states(found: Found, states: Mapping[str, Any]) -> list[str]:
-    """Put them back to what `states_of` returned.
+    """Restore what `states_of` returned.
 
     Returns:
-        The paths of what was saved and is not there any more, or is of another kind.
+        The paths of saved generators that no longer exist or are of another kind.
     """
     missing = []
     for path, (kind, state) in states.items():
@@ -169,7 +169,7 @@ def _kind(generator: Any) -> str:
 
 
 def _plain(state: Any) -> Any:
-    """A state whose text is all of it."""
+    """Return a state whose `repr` is complete."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -182,7 +182,7 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed)
     elif hasattr(generator, "get_state") and _bits_name(generator) == "MT19937":
         generator.seed(seed % 2**32)
-    else:  # numpy's newer kinds have no method
+    else:  # numpy's newer kinds have no method to seed them
         bits = _bits_of(generator)
         bits.state = type(bits)(seed).state
 
@@ -217,13 +217,13 @@ def _bits_of(generator: Any) -> Any:
     return getattr(generator, "bit_generator", None) or generator._bit_generator
 
 
-@cache  # not at once: numpy imports this part of itself when it is used
+@cache  # not at import: numpy loads its random module lazily
 def _kinds() -> tuple[type, ...]:
     return torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 
 
 def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
-    """The generators among them that can be seeded here, each once, without the global ones."""
+    """Keep the generators that can be seeded here, each once, without the global ones."""
     python = getattr(random.random, "__self__", None)
     seen = {id(torch.default_generator), id(python), id(numpy.random.mtrand._rand)}
     own: Found = {}
@@ -236,17 +236,17 @@ def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
 
 def _can_be_seeded(generator: Any) -> bool:
     if isinstance(generator, torch.Generator):
-        # One of a device: a worker that was forked may not ask for it.
+        # A forked worker must not touch a device's generator.
         return generator.device.type == "cpu" or get_worker_info() is None
-    if isinstance(generator, random.Random):  # not one of the hardware's, or with a state unknown
+    if isinstance(generator, random.Random):  # not SystemRandom, nor one with an unknown state
         names = "seed", "getstate", "setstate"
         return all(getattr(type(generator), n) is getattr(random.Random, n) for n in names)
     return type(_bits_of(generator)).__module__.startswith("numpy.")
 
 
 def _container(thing: Any) -> Any:
-    """The kind of container that a thing is; None if it is none."""
-    kind = type(thing)  # isinstance would ask a proxy for its class
+    """Return the builtin container type of an object; None if it is no container."""
+    kind = type(thing)  # isinstance would query a proxy's __class__
     return next((each for each in _CONTAINERS if issubclass(kind, each)), None)
 
 
@@ -256,12 +256,13 @@ def _is_long(thing: Any) -> bool:
 
 
 def _parts(thing: Any, descriptors: Descriptors) -> Iterable[tuple[str, Any]]:
-    """What a thing consists of, with names, found without running code of its class.
+    """Return the parts of an object with their names, without running code of its class.
 
-    Of what torch keeps in a module only its submodules are. Copies: other threads go on.
+    Of torch's own attributes of a module only the submodules count. Containers are copied first,
+    since other threads may change them.
     """
     kind = type(thing)
-    if issubclass(kind, type):  # what its instances share, of which a generator alone counts
+    if issubclass(kind, type):  # class attributes, of which only generators count
         shared = list(vars(thing).items())
         return [(name, value) for name, value in shared if issubclass(type(value), _kinds())]
     if kind is MethodType:
@@ -296,10 +297,10 @@ def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Those in its ``__dict__``, unless its class has put something else there, and its slots."""
+    """Yield what is in its ``__dict__``, unless the class redefines that, and in its slots."""
     skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
     for name, descriptor in descriptors:
-        with suppress(AttributeError):  # a slot that has no value yet
+        with suppress(AttributeError):  # an unset slot
             value = descriptor.__get__(thing)
             if name != "__dict__":
                 yield name, value
@@ -308,7 +309,7 @@ def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tupl
 
 
 def _descriptors(kind: type) -> list[tuple[str, Any]]:
-    """What gives the attributes of a class's instances without a function of Python's."""
+    """Return the descriptors that give instance attributes without running Python code."""
     return [
         (name, value)
         for each in kind.__mro__
@@ -321,5 +322,5 @@ def _descriptors(kind: type) -> list[tuple[str, Any]]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a name that has no value yet
+    except ValueError:  # an unset variable
         return None

@@ -1,7 +1,7 @@
-"""Batches on their way to an accelerator, by a stream of their own beside the one that computes.
+"""Copying batches to an accelerator on a side stream, beside the stream that computes.
 
-On the stream that computes, the copy of the next batch would queue up behind the kernels of the
-step before it, and the step's own kernels behind the copy: the two would never run at once.
+On the computing stream, the copy of the next batch would queue behind the kernels of the previous
+step, and the next kernels behind the copy: the two would never overlap.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.nn.utils.rnn import PackedSequence
 
 from trainer.tree import children, leaves
 
-_WITH_STREAMS = ("cuda", "xpu")  # and an allocator that can be told which of them use a tensor
-_LEAD = 4  # batches by which the host may be ahead of the device
+_WITH_STREAMS = ("cuda", "xpu")  # whose allocators support record_stream
+_LEAD = 4  # batches that the host may be ahead of the device
 
 
 class Lead:
     """Keeps the host from running far ahead of the device, where nothing else would.
 
-    The memory of a batch comes back when the device is done with it, not when the host is: in an
-    evaluation of large batches, of which nothing is read before its end, they would pile up. The
-    device still has work for so many batches whenever the host waits here.
+    The memory of a batch is freed when the device is done with it, not when the host is: in an
+    evaluation of large batches, where nothing is read before the end, they would pile up. Whenever
+    the host waits here, the device still has that many batches of work.
 
     Args:
-        batches: By so many it may be ahead.
+        batches: How many batches the host may be ahead.
     """
 
     def __init__(self, batches: int) -> None:
@@ -39,7 +39,7 @@ class Lead:
         self._events: deque[Any] = deque()
 
     def add(self, event: Any) -> None:
-        """Another batch was handed over; the event is behind what was computed before it."""
+        """Note that a batch was handed over; the event follows what was computed before it."""
         self._events.append(event)
         if len(self._events) > self._batches:
             self._events.popleft().synchronize()
@@ -49,7 +49,7 @@ class Streams:
     """The two streams of a CUDA or XPU device.
 
     Attributes:
-        side: That of the copies; what is asked of it is ``wait_stream`` and ``record_event``.
+        side: The stream for copies; used through ``wait_stream`` and ``record_event``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,42 +59,42 @@ class Streams:
         self._lead = Lead(_LEAD)
 
     def on_side(self) -> AbstractContextManager[Any]:
-        """Inside, work is put into the side stream."""
+        """Enqueue work on the side stream inside the block."""
         context: AbstractContextManager[Any] = self._module.stream(self.side)
         return context
 
     def current(self) -> Any:
-        """The stream that computes; what is asked of it is ``wait_event``."""
+        """Return the stream that computes; used through ``wait_event``."""
         return self._module.current_stream(self._device)
 
     def keep(self, held: Any, stream: Any) -> None:
-        """Do not reuse the memory of what was made on the side before this stream is done with it.
+        """Keep memory allocated on the side stream until this stream is done with it.
 
         Args:
-            held: A tensor, or something that holds some and has their ``record_stream``.
-            stream: What uses it.
+            held: A tensor, or an object with a ``record_stream`` for its tensors.
+            stream: The stream that uses it.
         """
         held.record_stream(stream)
 
     def note_arrival(self, stream: Any) -> None:
-        """A batch was handed over to this stream; see `Lead`."""
+        """Note that a batch was handed over to this stream; see `Lead`."""
         self._lead.add(stream.record_event())
 
 
-@cache  # the allocator keeps memory for each stream, so that one serves all passes of all loaders
+@cache  # the allocator caches memory per stream, so all passes of all loaders share one
 def streams_for(device: torch.device) -> Streams | None:
-    """The device's streams; None where batches are copied by the one that computes."""
+    """Return the device's streams; None where batches are copied on the computing stream."""
     return Streams(device) if device.type in _WITH_STREAMS else None
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A batch that may still be on its way.
+    """A batch that may still be being copied.
 
     Attributes:
-        value: What moving it returned; nobody may use it before `arrive`.
-        streams: Those of its device.
-        event: Behind its copy in the side stream; None if that is not how it was copied.
+        value: The moved batch; not to be used before `arrive`.
+        streams: The streams of its device.
+        event: Follows its copy on the side stream; None if it was not copied there.
     """
 
     value: Any
@@ -102,17 +102,17 @@ class InFlight:
     event: Any
 
     def arrive(self) -> Any:
-        """The batch, for what the current stream is given from now on; the host does not wait.
+        """Return the batch for subsequent work on the current stream; the host does not wait.
 
-        Its memory was allocated on the side stream, and that is where the allocator gives it out
-        again as soon as the last reference is gone: the next batch could be copied over one that
-        kernels still in the queue are to read. Hence `Streams.keep` for each tensor: its memory
-        then comes back when the stream has passed the point at which the tensor was dropped. As
-        many batches take up memory as the host is ahead of the device: `Lead` sets a limit.
+        Its memory was allocated on the side stream, where the allocator reuses it as soon as the
+        last reference is gone: the next batch could overwrite one that queued kernels have yet to
+        read. `Streams.keep` delays that, for each tensor, until the computing stream has passed the
+        point at which the tensor was dropped. Memory then holds as many batches as the host is
+        ahead of the device, which `Lead` limits.
         """
         if self.event is not None:
             stream = self.streams.current()
-            # For this copy alone: that of the next batch is in the side stream already.
+            # Wait for this copy only: the next batch's is on the side stream already.
             stream.wait_event(self.event)
             for held in _held(self.value):
                 self.streams.keep(held, stream)
@@ -123,20 +123,19 @@ class InFlight:
 def send(
     batch: Any, move: Callable[[Any], Any], streams: Streams, *, follow: bool = False
 ) -> InFlight:
-    """Begin to copy a batch, beside what the device computes.
+    """Begin to copy a batch while the device computes.
 
-    The host's memory may be dropped at once. Of pinned memory torch's allocator records an event
-    in the stream that copies, and gives it out again behind it (``CachingHostAllocator.h``: the
-    event is recorded whenever such a pointer is used in an asynchronous copy). Other memory is
-    staged before the call returns; the driver may wait for the stream first (NVIDIA, "API
-    synchronization behavior"), and this one holds no kernels that it would wait for.
+    The host memory may be dropped immediately. For pinned memory torch's allocator records an event
+    on the copying stream and reuses the memory only after it (``CachingHostAllocator.h``). Other
+    memory is staged before the call returns; the driver may wait for the stream first (NVIDIA, "API
+    synchronization behavior"), but this one has no kernels to wait for.
 
     Args:
-        batch: On the host; one that cannot go by the side stream goes by the current one.
+        batch: On the host; a batch that the side stream cannot copy is copied on the current one.
         move: Returns the batch on the device, or a tree that holds it.
-        streams: Those of the device.
-        follow: `move` also computes, with things that the current stream may be about to write:
-            the side stream begins where that one now ends.
+        streams: The streams of the device.
+        follow: `move` also computes with values that the current stream may still have to write:
+            the side stream first waits for it.
     """
     if not _can_go_aside(batch):
         return InFlight(move(batch), streams, None)
@@ -148,11 +147,11 @@ def send(
 
 
 def _can_go_aside(tree: Any) -> bool:
-    """All that it holds comes from the host, and its copy's tensors can be found or kept.
+    """Return whether all of it is on the host, and the tensors of its copy can be found or kept.
 
-    A thing with a ``.to`` of its own is moved by code that we do not know. Of those only a
-    ``UserDict`` is known to show all that it holds, as the batches of tokenizers are, and one with
-    ``record_stream`` was made for this.
+    An object with its own ``.to`` moves itself by unknown code. Only a ``UserDict``, such as the
+    batches of tokenizers, is known to expose all its tensors, and an object with ``record_stream``
+    was made for this.
     """
     if isinstance(tree, Tensor):
         return _is_plain(tree)
@@ -166,7 +165,7 @@ def _can_go_aside(tree: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """In the host's memory, with one block of memory behind it and no graph."""
+    """Return whether it is plain dense host memory without an autograd graph."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -180,7 +179,7 @@ def _has_record_stream(thing: Any) -> bool:
 
 
 def _held(tree: Any) -> Iterator[Any]:
-    """What a moved batch holds of the device's memory."""
+    """Yield what holds device memory in a moved batch."""
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
             yield from _held(tuple(leaf))

@@ -1,4 +1,4 @@
-"""Loaders like the user's, reading what we say, in workers that outlast a signal."""
+"""Rebuilding the user's loaders with our samplers, and workers that survive a signal."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds for workers that still read when their process ends; torch's, for each
-_LET_GO = 0.01  # seconds in which a backend's threads let go of what was exchanged last
+_PATIENCE = 5.0  # seconds for all workers to finish reading; torch grants them to each
+_LET_GO = 0.01  # seconds for a backend's threads to release what was exchanged last
 
 
 class LastingWorker:
-    """The ``worker_init_fn`` of a worker that goes on when its main process is told to end.
+    """The ``worker_init_fn`` of a worker that survives a signal which ends its main process.
 
-    Ctrl-C and schedulers send their signal to every process of a run. The main process ends the
-    update at hand and saves; it still needs its workers for that, and ends them itself. SIGINT is
-    ignored; SIGTERM ends a worker when it comes a second time, so that a stuck one can be ended.
+    Ctrl-C and schedulers signal every process of a run. The main process finishes the current
+    update and saves; it still needs its workers for that, and ends them itself. SIGINT is ignored;
+    a second SIGTERM ends a worker, so that a stuck one can be ended.
 
     Args:
         users: The user's ``worker_init_fn``, called afterwards.
-        wrapped: The loader's dataset is one of ours around the user's, which is what
-            ``get_worker_info().dataset`` shall be: it is there to be changed by `users`.
+        wrapped: The loader's dataset wraps the user's, which ``get_worker_info().dataset`` must
+            return, since `users` may change it there.
     """
 
     def __init__(self, users: Callable[[int], None] | None, *, wrapped: bool = False) -> None:
@@ -53,9 +53,9 @@ class LastingWorker:
 
     def __call__(self, worker_id: int) -> None:
         """In the worker, before it reads anything."""
-        # Garbage that a fork has brought along is the main process's to collect: a process group
-        # among it would wait here for threads that are there alone. `LastingLoader` has seen to it
-        # that nothing was collected since the fork.
+        # Garbage inherited by the fork belongs to the main process: collecting a process group here
+        # would wait for threads that exist only there. `LastingLoader` has kept collection off
+        # since the fork.
         gc.freeze()
         if self.collects:
             gc.enable()
@@ -76,8 +76,8 @@ class LastingWorker:
 class LastingLoader(DataLoader[Any]):
     """A loader whose workers are `LastingWorker`.
 
-    Workers that a process still has when it ends are sent SIGTERM by multiprocessing, once, and
-    waited for; these go on at the first. So they are ended before, by the word that they wait for.
+    When a process ends, multiprocessing sends SIGTERM once to the workers it still has and waits
+    for them; these would survive it. So they are ended before that, through their queues.
     """
 
     def __iter__(self) -> Any:
@@ -88,7 +88,7 @@ class LastingLoader(DataLoader[Any]):
             self.worker_init_fn.collects = collects
         gc.disable()  # until the workers have been forked; see LastingWorker
         try:
-            if self._iterator is None:  # else it has workers, which persist
+            if self._iterator is None:  # otherwise its persistent workers exist already
                 _let_backends_finish()
             batches = super().__iter__()
         finally:
@@ -99,17 +99,19 @@ class LastingLoader(DataLoader[Any]):
 
 
 def _let_backends_finish() -> None:
-    """Give the threads of a process group the interpreter before workers are forked.
+    """Let the threads of a process group run before workers are forked.
 
-    The thread that ran a collective drops its tensors behind it. To do so it becomes known to
-    Python, under a lock that a child forked in that moment waits for without end, up to Python
-    3.11.7 (https://github.com/python/cpython/issues/112275).
+    The thread that ran a collective drops its tensors afterwards, for which it registers with
+    Python, under a lock. Up to Python 3.11.7, a child forked at that moment waits for the lock
+    forever (https://github.com/python/cpython/issues/112275).
     """
     if sys.version_info < (3, 11, 8) and dist.is_initialized():
         time.sleep(_LET_GO)
 
 
-_reading: dict[int, WeakSet[Any]] = {}  # by process: a fork inherits what is its parent's to end
+_reading: dict[
+    int, WeakSet[Any]
+] = {}  # by process: a fork inherits iterators that its parent must end
 
 
 def _end_with_process(batches: Any) -> None:
@@ -118,9 +120,9 @@ def _end_with_process(batches: Any) -> None:
         _reading.clear()
         _reading[process] = WeakSet()
         if parent_process() is None:
-            atexit.register(_end_workers)  # so before torch's own, behind which it ends none
+            atexit.register(_end_workers)  # runs before torch's own handler
         else:
-            # Such processes have no atexit; behind 10 the queues to the workers are closed.
+            # Child processes run no atexit; at priority 10 the queues to the workers are closed.
             Finalize(None, _end_workers, exitpriority=20)
     _reading[process].add(batches)
 
@@ -130,7 +132,7 @@ def _end_workers() -> None:
 
 
 def end_workers(iterators: Iterable[Any]) -> None:
-    """All within one patience; torch waits so long for each worker that is in a long read."""
+    """End all workers within one deadline; torch waits as long for each worker."""
     reading = [each for each in iterators if not each._shutdown]
     for batches in reading:
         _say_it_ends(batches)
@@ -138,17 +140,17 @@ def end_workers(iterators: Iterable[Any]) -> None:
     for worker in [worker for batches in reading for worker in batches._workers]:
         worker.join(max(0.0, deadline - time.monotonic()))
     for batches in reading:
-        _remove_worker_pids(id(batches))  # else torch takes the kill for a crash
+        _remove_worker_pids(id(batches))  # otherwise torch takes the kill for a crash
         batches._worker_pids_set = False
         for worker in batches._workers:
-            worker.kill()  # which does nothing to one that has ended
+            worker.kill()  # no effect if it has ended
         with suppress(RuntimeError):  # as below; all have ended
             batches._shutdown_workers()
 
 
 def _say_it_ends(batches: Any) -> None:
-    """The beginning of torch's ``_shutdown_workers``, which may be called after it."""
-    if hasattr(batches, "_pin_memory_thread"):  # first: a worker that ends may break its queue
+    """Do the first part of torch's ``_shutdown_workers``, which may be called afterwards."""
+    if hasattr(batches, "_pin_memory_thread"):  # first: an ending worker may break its queue
         batches._pin_memory_thread_done_event.set()
         with suppress(RuntimeError):  # a put may start a thread, which Python 3.12 refuses here:
             batches._worker_result_queue.put((None, None))  # the thread then ends after seconds
@@ -156,14 +158,14 @@ def _say_it_ends(batches: Any) -> None:
     batches._workers_done_event.set()
     for queue in batches._index_queues:
         queue.put(None)
-        queue.cancel_join_thread()  # whoever is killed reads no more of it
+        queue.cancel_join_thread()  # a killed worker will not read it
 
 
 @cache  # a run may make its loaders again in every epoch
 def say_workers_end(dataset: str, why: str) -> None:
-    """Tell that the ``persistent_workers`` of a stream do not persist."""
+    """Warn that the ``persistent_workers`` of a stream do not persist."""
     logger.warning(
-        "persistent_workers=True is not used for the stream %s: its workers begin anew in each "
+        "persistent_workers=True is not used for the stream %s: its workers restart in each "
         "epoch, since %s.",
         dataset,
         why,
@@ -171,14 +173,14 @@ def say_workers_end(dataset: str, why: str) -> None:
 
 
 def reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
-    """A loader of this class reads as torch's do, so that one may be made like it."""
+    """Return whether loaders of this class read like torch's, so that they can be rebuilt."""
     return all(
         getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
     )
 
 
 def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` that say how it reads, without those that say what."""
+    """Return the arguments of a ``DataLoader`` for how it reads, without those for what."""
     return {
         "dataset": loader.dataset,
         "num_workers": loader.num_workers,
@@ -194,7 +196,7 @@ def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
-    """Those that say what it reads: by `sampler` in place of its own, or a stream."""
+    """Return the arguments for what it reads: by `sampler` instead of its own, or a stream."""
     if sampler is None:
         return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_sampler is None:
@@ -209,18 +211,18 @@ def loader_kwargs(
     *,
     remember: bool = False,
 ) -> dict[str, Any]:
-    """The arguments of a ``DataLoader`` like this one, reading what `sampler` says.
+    """Return the arguments of a ``DataLoader`` like this one that reads by `sampler`.
 
-    It draws its workers' seeds from `generator`, so that reading leaves the global generators
-    alone. To `remember` where a stream stands, its workers must leave nothing to the next epoch:
-    no checkpoint knows their generators and their copies of the dataset.
+    Workers' seeds are drawn from `generator`, so that reading leaves the global generators alone.
+    To `remember` the position of a stream, its workers must not outlive an epoch: no checkpoint
+    holds their generators and copies of the dataset.
     """
     kwargs = users_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = LastingWorker(loader.worker_init_fn)
     if sampler is None:
         told = hasattr(loader.dataset, "set_epoch")
         if loader.persistent_workers and (told or remember):
-            unheard, unknown = "they would not hear of set_epoch", "no checkpoint knows their state"
+            unheard, unknown = "set_epoch would not reach them", "no checkpoint holds their state"
             say_workers_end(type(loader.dataset).__name__, unheard if told else unknown)
             kwargs["persistent_workers"] = False
         return kwargs | what_kwargs(loader)

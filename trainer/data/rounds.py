@@ -1,4 +1,4 @@
-"""One round of an epoch, in which each process has a batch, or none if too few are left."""
+"""Rounds of an epoch, in which each process has a batch, or none if too few are left."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class Round:
     """One round of an epoch as this process sees it.
 
     Attributes:
-        present: This process has a batch in it.
-        batch: That batch, on the device; None otherwise.
-        samples: Samples in that batch.
-        round_samples: Samples in the round over all processes; None if only a reduction can tell.
-        real_samples: Of those, the ones that are not repeated to fill the round; None if unknown.
-        batches: How many processes have a batch in it.
-        last: The epoch has no further round.
-        ended: This process should have a batch in it, but its dataset has ended the epoch before,
-            by raising ``StopIteration``.
-        place: Where a stream stands after it.
+        present: Whether this process has a batch.
+        batch: This process's batch, on the device, or None.
+        samples: The samples in that batch.
+        round_samples: The samples in the round over all processes; None if that takes a reduction.
+        real_samples: Those that are not repeated to fill the round; None if unknown.
+        batches: How many processes have a batch.
+        last: Whether the epoch has no further round.
+        ended: This process should have a batch, but its dataset has ended the epoch early by
+            raising ``StopIteration``.
+        place: The position of a stream after it.
     """
 
     present: bool
@@ -42,18 +42,18 @@ class Round:
 
 
 def absent_round(share: Share, *, ended: bool) -> Round:
-    """A round in which this process has no batch; see `Round.ended`."""
+    """Return a round in which this process has no batch; see `Round.ended`."""
     known = share.round_samples, share.real_samples, share.batches
     return Round(False, None, 0, *known, ended=ended)
 
 
 def own_round(batch: Any, share: Share, fetched: Any) -> Round:
-    """A round in which it has one.
+    """Return a round in which this process has a batch.
 
     Args:
-        batch: It, on the device.
+        batch: The batch on the device.
         share: What is known of the round.
-        fetched: The batch as the loader gave it.
+        fetched: The batch as the loader yielded it.
     """
     samples = share.samples
     if samples is None:
@@ -62,10 +62,10 @@ def own_round(batch: Any, share: Share, fetched: Any) -> Round:
 
 
 def _samples_in(batch: Any, indices: int) -> int:
-    """What a batch made by somebody else's code holds.
+    """Count the samples in a batch made by user code.
 
-    Fewer than its indices if the ``collate_fn`` left some out. More is no number of samples: the
-    first dimension is then another, as for graphs laid end to end.
+    There are fewer than indices if the ``collate_fn`` dropped some. A larger first dimension does
+    not count samples, as in concatenated graphs.
     """
     found = count_samples(batch)
     if not indices:  # a ready-made batch
@@ -74,10 +74,10 @@ def _samples_in(batch: Any, indices: int) -> int:
 
 
 def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
-    """Each item with the one that follows, None after the last.
+    """Yield each item with the one that follows, None after the last.
 
-    An error while reading ahead is raised when the item before it has been handed over, which says
-    until then that something follows.
+    An error while reading ahead is raised after the item before it was yielded, which is yielded as
+    if something followed.
     """
     iterator = iter(items)
     current = next(iterator, None)

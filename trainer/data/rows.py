@@ -1,8 +1,8 @@
-"""Batches of datasets that are plain tensors, taken out of them at once.
+"""Indexing whole batches of datasets that consist of plain tensors.
 
-A loader asks a dataset for one sample after the other and stacks them. Where the dataset is tensors
-and nothing else, the batch is those rows of each tensor: the same values, in the same containers,
-without a tensor and several calls for each sample.
+A loader asks a dataset for one sample after another and stacks them. If the dataset is nothing but
+tensors, the batch is rows of each tensor: the same values in the same containers, without creating
+a tensor per sample.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from trainer.data.by_value import sent
 
 
 def attribute_of_dataset(wrapper: Any, name: str) -> Any:
-    """The ``__getattr__`` of a dataset of ours around the user's: the rest is the user's own."""
-    if name == "dataset":  # asked for while unpickling, before there is one
+    """Forward attributes of a wrapper to the user's dataset; used as its ``__getattr__``."""
+    if name == "dataset":  # looked up during unpickling, before it is set
         raise AttributeError(name)
     return getattr(wrapper.dataset, name)
 
@@ -28,8 +28,8 @@ def attribute_of_dataset(wrapper: Any, name: str) -> Any:
 class TensorRows:
     """A dataset of plain tensors, as `trainer.data.seeding.draws_nothing` knows them, in batches.
 
-    The loader's ``collate_fn`` is then to leave them as they are. Everything else is the dataset's
-    own.
+    The loader's ``collate_fn`` must leave these as they are. All other attributes are the
+    dataset's.
 
     Args:
         dataset: The user's ``TensorDataset``, or a ``Subset`` of one.
@@ -54,7 +54,7 @@ class TensorRows:
         try:
             taken = torch.frombuffer(array("q", rows), dtype=torch.int64)
             return sent([tensor.index_select(0, taken) for tensor in data.tensors])
-        except (IndexError, OverflowError):  # which says no number, as the dataset's own does
+        except (IndexError, OverflowError):  # the dataset's own error names the index
             return self._one_by_one(indices)
 
     def _one_by_one(self, indices: list[int]) -> Any:
@@ -62,9 +62,9 @@ class TensorRows:
 
 
 def _can_be_taken(tensors: tuple[Tensor, ...]) -> bool:
-    """Rows of the tensors are what stacked samples would be, and no device waits for the indices.
+    """Return whether rows of the tensors equal stacked samples, and no device has to wait.
 
-    Nor has the user told torch to stack samples in another way.
+    Users may have registered another way to stack tensors with torch.
     """
     return default_collate_fn_map.get(Tensor) is collate_tensor_fn and all(
         type(tensor) is Tensor

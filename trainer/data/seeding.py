@@ -1,9 +1,9 @@
 """Random augmentation as a function of a batch's place in the epoch.
 
-Every batch of a map-style dataset is fetched under generators seeded from (seed, epoch, position
-of its first sample), and told of the epoch under those of (seed, epoch): the number of workers, the
-number of processes and where a run was resumed make no difference to what the dataset draws. They
-are the global ones and those that the dataset keeps for itself.
+Every batch of a map-style dataset is fetched with generators seeded from (seed, epoch, position of
+its first sample), and ``set_epoch`` is called with those of (seed, epoch): what the dataset draws
+does not depend on the number of workers or processes, or on where a run was resumed. This covers
+the global generators and those that the dataset keeps for itself.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 2  # the first batches of a process, behind which generators are looked for again
+_LOOKS = 2  # the first batches of a process, after which generators are searched again
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
-    """The dataset is plain tensors, so that seeding it would cost and change nothing."""
+    """Return whether the dataset is plain tensors, so that seeding would change nothing."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and collate_fn is default_collate
 
 
 def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
-    """Tell a dataset of the epoch, if it has ``set_epoch``; it may draw what it changes then.
+    """Call a dataset's ``set_epoch``, if any, with seeded generators: it may draw there.
 
-    Every process and worker calls this for itself, so that each draws the same.
+    Every process and worker calls this itself, and each draws the same.
 
     Args:
-        dataset: A loader's.
-        seed: The run's.
-        epoch: The one that is read next.
+        dataset: A loader's dataset.
+        seed: The run's seed.
+        epoch: The epoch that is read next.
     """
     if isinstance(dataset, SeededDataset):
         dataset.told, dataset._looks_anew = (seed, epoch), True
     if hasattr(dataset, "set_epoch"):
         place = mix(seed, epoch, -1)  # no batch has this position
-        seeded = isinstance(dataset, SeededDataset)  # else a stream's are, for the whole pass
+        seeded = isinstance(dataset, SeededDataset)  # a stream's are seeded for the whole pass
         own = dataset._find() if seeded else {}
         with isolated_rng(place), set_aside(own, mix(place, 1), dataset._alike if seeded else {}):
             dataset.set_epoch(epoch)
 
 
 def as_fetched(batch: Any) -> Any:
-    """The ``collate_fn`` of a loader whose `SeededDataset` has collated already."""
+    """Return a batch that a `SeededDataset` has collated already; used as ``collate_fn``."""
     return batch
 
 
 class SeededDataset(Dataset[Any]):
     """A map-style dataset whose batches are fetched under the seed that comes with their indices.
 
-    They are collated here too: a ``collate_fn`` may draw as well (masked language modelling
-    does). Everything else is the dataset's own.
+    They are collated here too, since a ``collate_fn`` may draw as well (masked language modelling
+    does). All other attributes are the dataset's.
 
     Args:
         dataset: The user's dataset.
@@ -71,10 +71,12 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.told: tuple[int, int] | None = None  # the run's seed and the epoch; workers inherit it
+        self.told: tuple[int, int] | None = (
+            None  # the run's seed and the epoch, inherited by workers
+        )
         self._alike = alike(self._find())
         self._looks_anew = True
-        self._own: Found = {}  # generators that both keep
+        self._own: Found = {}  # generators of the dataset and the collate_fn
         self._late: Found = {}
         self._fetched = 0
 
@@ -99,9 +101,9 @@ class SeededDataset(Dataset[Any]):
     def _seeded(
         self, place: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
     ) -> Any:
-        if get_worker_info() is not None:  # a worker's generators serve nothing else
+        if get_worker_info() is not None:  # in a worker nothing else uses the generators
             told = place.run_seed, place.epoch
-            if self.told != told:  # the worker outlasts the epoch in which it began
+            if self.told != told:  # the worker has outlived the epoch in which it started
                 tell_epoch(self, *told)
             seed_local(place.seed)
             if own := self._generators():
@@ -122,19 +124,19 @@ class SeededDataset(Dataset[Any]):
         return batch
 
     def _find(self) -> Found:
-        """The generators that the dataset and the ``collate_fn`` keep for themselves."""
+        """Find the generators that the dataset and the ``collate_fn`` keep for themselves."""
         return held_by(dataset=self.dataset, collate_fn=self.collate_fn)
 
     def _generators(self) -> Found:
-        """The same, as they were found when the epoch began."""
+        """Return these generators as found when the epoch began."""
         if self._looks_anew:
             self._looks_anew = False
-            # A dataset that has grown may hide behind its samples what was found before.
+            # A dataset that has grown may hide, among its samples, what was found before.
             self._own = {**self._own, **self._find()}
         return self._own
 
     def _look_for_late_ones(self) -> None:
-        """Say so where a generator was made while the first batch was read, and stays."""
+        """Warn if a generator was created while the first batch was read, and was kept."""
         self._fetched += 1
         found = self._find()
         if self._fetched == 1:
@@ -145,9 +147,9 @@ class SeededDataset(Dataset[Any]):
         worker = get_worker_info()
         if late and (worker is None or worker.id == 0):
             logger.warning(
-                "The dataset (%s) or its collate_fn made a random generator (%s) while its first "
-                "batch was read. What that batch draws from it does not follow from the seed, in "
-                "each worker, and is not the same after a resume: make it in __init__.",
+                "The dataset (%s) or its collate_fn created a random generator (%s) while its "
+                "first batch was read. In each worker, what that batch draws from it does not "
+                "depend on the seed and differs after a resume: create it in __init__.",
                 type(self.dataset).__name__,
                 ", ".join(late),
             )

@@ -1,4 +1,4 @@
-"""Loaders that leave out their first batches, to go on inside an epoch."""
+"""Loaders that skip their first batches, to resume inside an epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: A batch sampler, or a sampler of ready-made batches.
-        skip_batches: How many to leave out of each pass.
+        skip_batches: How many to skip in each pass.
     """
 
     def __init__(self, batch_sampler: Sampler[Any] | Iterable[Any], skip_batches: int = 0) -> None:
@@ -26,13 +26,13 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # asked for while unpickling, before there is one
+        if name == "batch_sampler":  # looked up during unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     @property
     def sampler(self) -> Any:
-        """That which the batches are made from; setting it leaves the batch sampler as it is."""
+        """The sampler of the batch sampler; setting it leaves the given batch sampler unchanged."""
         return self.batch_sampler.sampler
 
     @sampler.setter
@@ -48,12 +48,12 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A loader that reads its first batches and throws them away: for streams.
+    """A loader that reads its first batches and discards them: for streams.
 
     Args:
         dataset: Any that a ``DataLoader`` takes.
-        skip_batches: How many to leave out of each pass.
-        **kwargs: Of a ``DataLoader``.
+        skip_batches: How many to skip in each pass.
+        **kwargs: Arguments of a ``DataLoader``.
     """
 
     def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class SkipDataLoader(DataLoader[Any]):
         super().__init__(dataset, **kwargs)
 
     def __iter__(self) -> Any:
-        """The batches that are left."""
+        """Yield the remaining batches."""
         return islice(super().__iter__(), self.skip_batches, None)
 
     def __len__(self) -> int:
@@ -69,21 +69,21 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader of the same kind without the first batches of its pass; the given one stays whole.
+    """Return a loader like the given one that skips the first batches; the given one is unchanged.
 
-    To go on inside an epoch, for one pass: the next is read from `dataloader` again. Of a map-style
-    dataset nothing is read that is skipped; a stream is read and thrown away. A prepared loader
-    keeps its order: what follows is exactly what would have followed in the pass that `dataloader`
-    is in or begins next, random augmentation included, and `dataloader` then goes on with the pass
-    after that. After a restart ``load_state`` says which pass it is, or ``set_epoch(epoch)``.
+    It serves to resume inside an epoch, for one pass; read the next one from `dataloader`. With a
+    map-style dataset skipped samples are not read; a stream is read and discarded. A prepared
+    loader keeps its order: what follows is exactly what would have followed in the current or next
+    pass of `dataloader`, random augmentation included, and `dataloader` then continues with the
+    pass after that. After a restart ``load_state`` restores the pass, or call ``set_epoch(epoch)``.
 
     Args:
         dataloader: Prepared or not.
-        num_batches: Batches, of this process, to leave out.
+        num_batches: Batches of this process to skip.
 
     Raises:
-        TypeError: It is no ``DataLoader``, or `num_batches` no int; or it is a subclass that reads
-            in a way of its own.
+        TypeError: It is not a ``DataLoader``, or a subclass that overrides how it reads, or
+            `num_batches` is not an int.
         ValueError: `num_batches` is negative.
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int):
@@ -102,8 +102,8 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches += dataloader.skip_batches
     elif not reads_as_torchs(type(dataloader)):
         raise TypeError(
-            f"A {type(dataloader).__name__} reads in a way of its own, which a new loader would "
-            "not have. Prepare it, or use itertools.islice."
+            f"A {type(dataloader).__name__} overrides how a DataLoader reads, which a new loader "
+            "would not do. Prepare it, or use itertools.islice."
         )
     if isinstance(dataloader.dataset, IterableDataset):
         return SkipDataLoader(skip_batches=num_batches, **kwargs, **what_kwargs(dataloader))

@@ -1,12 +1,12 @@
-"""Ways to read a stream from a place on: by the state of its dataset, by its own, or by counting.
+"""Reading a stream from a position: by its dataset's state, by its own state, or by counting.
 
 A dataset that has ``state_dict`` and ``load_state_dict`` is read by a `StreamReader`, in the main
-process or in workers: each batch comes with the state that the dataset had once it was read. What
-is read ahead is thus never counted as used. A source with these two methods of its own (torchdata's
-``StatefulDataLoader``) is asked after every batch. Of every other stream only the batches are
-counted.
+process or in workers: each batch comes with the state of the dataset after reading it, so that
+prefetched batches never count as used. A source with these methods itself (torchdata's
+``StatefulDataLoader``) is asked for its state after every batch. For any other stream only the
+batches are counted.
 
-Workers take turns: of *W* workers, worker *w* answers the requests *w*, *w + W*, *w + 2W*, …; one
+Workers take turns: with *W* workers, worker *w* answers the requests *w*, *w + W*, *w + 2W*, …; one
 whose data have ended answers with nothing. The order of the batches is that of a ``DataLoader``.
 """
 
@@ -28,13 +28,13 @@ from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the reading of an epoch stands.
+    """A position in an epoch of a stream.
 
     Attributes:
-        batches: Batches before it.
-        number: The request that comes next.
-        states: Pickled, of each worker or of the source; None where there is none yet.
-        ended: The data of which worker have ended.
+        batches: The number of batches before it.
+        number: The next request.
+        states: The pickled state of each worker or of the source; None if there is none yet.
+        ended: For each worker, whether its data have ended.
     """
 
     batches: int = 0
@@ -43,17 +43,17 @@ class Place:
     ended: tuple[bool, ...] = ()
 
 
-Item = tuple[Any, Place]  # a batch and where the reading stands after it
+Item = tuple[Any, Place]  # a batch and the position after it
 
 
 class Request(NamedTuple):
-    """What a `StreamReader` is asked for.
+    """A request to a `StreamReader`.
 
     Attributes:
-        seed: Of the batch; None asks for nothing, from a worker that has had its turn.
+        seed: The batch's seed; None requests nothing, from a worker that has had its turn.
         begins: The seed of the pass, in its first request.
-        state: From where the pass goes on, in its first request.
-        ended: The data had ended there.
+        state: The state to resume the pass from, in its first request.
+        ended: Whether the data had ended there.
     """
 
     seed: int | None
@@ -63,7 +63,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A batch, the dataset's state after it, and whether its data ended in reading it.
+    """A batch, the dataset's state after it, and whether the data ended in reading it.
 
     Without a batch there is no state either.
     """
@@ -77,7 +77,7 @@ class StreamReader(Dataset[Reply]):
     """A stream's dataset, read batch by batch as it is requested.
 
     Args:
-        loader: The user's loader of it.
+        loader: The user's loader of the stream.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -89,13 +89,13 @@ class StreamReader(Dataset[Reply]):
     def __getitem__(self, request: Request) -> Reply:
         if request.seed is None:
             return Reply(None, None, False)
-        if get_worker_info() is not None:  # a worker's generators serve nothing else
+        if get_worker_info() is not None:  # in a worker nothing else uses the generators
             return self._read(request)
         with isolated_rng():
             return self._read(request)
 
     def begin(self, request: Request) -> None:
-        """Take up the dataset where the request says."""
+        """Position the dataset as the request says."""
         assert request.begins is not None
         seed_generators(request.begins)
         self.leave()
@@ -106,7 +106,7 @@ class StreamReader(Dataset[Reply]):
             self._iterator = iter(self.dataset)
 
     def leave(self) -> None:
-        """Close what an unfinished pass holds open."""
+        """Drop the iterator of an unfinished pass, and what it holds open."""
         self._iterator = iter(())
 
     def _read(self, request: Request) -> Reply:
@@ -116,7 +116,7 @@ class StreamReader(Dataset[Reply]):
         seed_generators(request.seed)
         size = self.batch_size or 1
         items = [] if self._ended else list(islice(self._iterator, size))
-        # Too few: it has ended, and is not asked again, since some datasets would begin anew.
+        # Too few items: the data have ended; some datasets would start over if asked again.
         self._ended = len(items) < size
         if not items or (self._ended and self.drop_last):
             return Reply(None, None, True)
@@ -125,23 +125,23 @@ class StreamReader(Dataset[Reply]):
 
 
 def pickled_state(owner: Any) -> bytes:
-    """What ``owner.state_dict()`` returns, as it is now: it may hold what goes on changing.
+    """Pickle ``owner.state_dict()`` at once, since what it holds may change later.
 
     Raises:
-        RuntimeError: It raised, or returned what cannot be copied.
+        RuntimeError: It raised, or returned something that cannot be pickled.
     """
     try:
         return pickle.dumps(owner.state_dict())
     except Exception as error:
         raise RuntimeError(
-            f"Where the training stream stands cannot be saved: {type(owner).__name__}.state_dict()"
-            f" gave {type(error).__name__}: {error}. It must return a tree of tensors, numbers and "
-            "texts at any time; without the method the stream would be read again on a resume."
+            f"The position in the training stream cannot be saved: {type(owner).__name__}"
+            f".state_dict() gave {type(error).__name__}: {error}. It must return a tree of "
+            "tensors, numbers and strings at any time; otherwise a resume reads the stream again."
         ) from error
 
 
 class _Requests:
-    """The sampler that makes the requests of a pass, without end."""
+    """The sampler that yields the requests of a pass, endlessly."""
 
     def __init__(self, place: Place, seed: int, workers: int) -> None:
         self.place, self.seed, self.workers = place, seed, workers
@@ -153,7 +153,7 @@ class _Requests:
             if number < first:
                 yield Request(None)
                 continue
-            # Of W workers each numbers its batches by itself: nobody knows which end before others.
+            # Requests have no end: no process knows in advance which workers' data end first.
             request = Request(mix(self.seed, number))
             if number < first + workers:
                 worker = number % workers
@@ -164,12 +164,12 @@ class _Requests:
 
 
 class Reading(Protocol):
-    """A way to read a stream from a place on.
+    """A way to read a stream from a position.
 
     Attributes:
-        kind: What a saved place is one of.
-        name: The class of what has the state.
-        workers: How many read.
+        kind: The kind of the saved position.
+        name: The class of the object that has the state.
+        workers: The number of workers that read.
     """
 
     kind: str
@@ -177,20 +177,20 @@ class Reading(Protocol):
     workers: int
 
     def start(self, *, first: bool) -> Place:
-        """Where a pass begins, the first one or another."""
+        """Return where a pass begins, the first one or another."""
 
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
-        """The batches from a place on, each with the place after it.
+        """Yield the batches from a position on, each with the position after it.
 
         Args:
-            place: The place.
-            seed: Of the pass.
-            load: Put the stream there first; else that is where it stands.
+            place: The position.
+            seed: The seed of the pass.
+            load: Restore the position first; otherwise the stream is there already.
         """
 
 
 class DatasetReading:
-    """Reads the dataset of a loader that has a state."""
+    """Reads a loader's dataset that has a state."""
 
     kind = "dataset"
 
@@ -203,13 +203,13 @@ class DatasetReading:
             "batch_size": None,
             "generator": generator,
             "worker_init_fn": LastingWorker(loader.worker_init_fn, wrapped=True),
-            # What a pass leaves in a worker no checkpoint knows, nor would it hear of an epoch.
+            # No checkpoint holds a worker's state, and it would not be notified of an epoch.
             "persistent_workers": False,
         }
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""
-        if first or self.workers:  # as it was given; workers begin with a copy of that
+        if first or self.workers:  # the dataset as given, of which workers have a copy
             return Place()
         return Place(states=(pickled_state(self._reader.dataset),))
 
@@ -239,7 +239,7 @@ class DatasetReading:
 
 
 class SourceReading:
-    """Reads an iterable of batches that has a state itself."""
+    """Reads an iterable of batches that itself has a state."""
 
     kind = "loader"
 
@@ -268,7 +268,7 @@ class SourceReading:
 
 
 class PlainReading:
-    """Reads a stream of which nothing but the number of batches is known."""
+    """Reads a stream without a state, counting its batches."""
 
     kind = "none"
 

@@ -1,4 +1,4 @@
-"""Streams that go on where a checkpoint left them, and those that are read again."""
+"""Streams that resume where a checkpoint left them, and those that are read again."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 class Stream:
     """A stream's passes, each from its beginning or from where a checkpoint left it.
 
-    Exactly resumed is what its state, the seed, the epoch and the batch's place decide: what a
-    dataset draws while a batch is read, but not an order drawn when a pass begins, unless the state
-    holds it. Inside an epoch the number of workers must stay, but for 0 and 1, which are alike:
-    which worker reads what decides what comes next. Workers begin each epoch with a copy of the
-    dataset as it was given; without them, the dataset itself goes from epoch to epoch. The workers
-    of a ``StatefulDataLoader`` draw from generators that its state does not hold.
+    Whatever depends on its state, the seed, the epoch and the batch's place is resumed exactly:
+    what a dataset draws while a batch is read, but not an order drawn when a pass begins, unless
+    the state holds it. Inside an epoch the number of workers must stay the same (0 and 1 are
+    equivalent), since it decides which worker reads what. Workers begin each epoch with a copy of
+    the dataset as it was given; without workers, the dataset itself lives on from epoch to epoch.
+    The workers of a ``StatefulDataLoader`` draw from generators that its state does not hold.
 
     Args:
         source: The user's loader or iterable of batches.
         loader: The one to read; it may be made like `source`.
         generator: Workers' seeds are drawn from it.
         set_epoch: Tells the data which epoch is read.
-        remember: Somebody will ask for the position.
-        shown: A replay shows its progress here, if there is a terminal.
+        remember: The position will be saved.
+        shown: Show the progress of a replay on this process, if there is a terminal.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Stream:
         shown: bool,
     ) -> None:
         self._reading = _choose_reading(source, loader, generator, remember=remember)
-        # Such a loader goes on from epoch to epoch: it has no beginning to go back to.
+        # An iterator continues from epoch to epoch: it has no beginning to go back to.
         self._iterator = type(source).__name__ if hasattr(source, "__next__") else None
         self._set_epoch, self._shown = set_epoch, shown
         self._fresh = True  # nothing has been read from it yet
         self._resumed = False
         self._pending: dict[str, Any] | None = None
-        self._position: dict[str, Any] | None = None  # as it was loaded, until a batch is used
+        self._position: dict[str, Any] | None = None  # as loaded, until a batch is used
         self._epoch = 0
         self._used: Place | None = None
         self._over = ""
@@ -64,13 +64,13 @@ class Stream:
         self._cut = False
 
     def read(self, seed: int, epoch: int, *, skip: int, limit: int | None) -> Iterator[Item]:
-        """The batches of an epoch, each with the place after it.
+        """Yield the batches of an epoch, each with the place after it.
 
         Args:
-            seed: The run's.
-            epoch: Which one.
+            seed: The run's seed.
+            epoch: The epoch.
             skip: Batches of it that were used before.
-            limit: Batches after which it ends, those included.
+            limit: Batches after which it ends, including the skipped ones.
         """
         pending, self._pending = self._pending, None
         self._epoch = epoch
@@ -101,11 +101,12 @@ class Stream:
             yield following
 
     def _finish(self, position: dict[str, Any], seed: int) -> None:
-        """Bring the stream to where a pass leaves it, by reading the last batch of that again.
+        """Bring the stream to where a pass leaves it, by reading the last batch of that pass again.
 
-        To load the state after that would not do: some datasets go on from it in the next pass,
-        though they would have begun anew. They go on likewise, to nothing, from the state that the
-        pass before has left, which is the one to begin with where the last batch is the only one.
+        Loading the state after that batch would not do: some datasets continue from it in the next
+        pass, although they would have started over. If the last batch is the only one, the state
+        before it is that of the previous pass's end, from which such datasets would yield nothing;
+        then the pass is read without loading it.
         """
         self._set_epoch(position["epoch"])
         place, pass_seed = _place_of(position), mix(seed, position["epoch"], 2)
@@ -117,15 +118,15 @@ class Stream:
         self._fresh = False
 
     def used(self, place: Place, *, last: bool) -> None:
-        """The run has taken the batches up to a place, which may be the last ones."""
+        """Note that the run has used the batches up to a place, which may be the last ones."""
         self._used = place
         self._over = "" if not last else "cut" if self._cut else "end"
 
     def position(self) -> dict[str, Any] | None:
-        """Where the run stands in the stream, as a tree to be saved.
+        """Return the run's position in the stream, as a tree to be saved.
 
-        None says that there is nothing to know: it has not begun, or a pass is over that leaves
-        nothing behind.
+        It is None if there is nothing to save: the run has not begun, or a finished pass leaves no
+        state behind.
         """
         reading, place = self._reading, self._used
         if place is None:
@@ -141,7 +142,7 @@ class Stream:
             "over": self._over,
             "batches": place.batches,
             "number": place.number,
-            # The name is for the error that says what of it cannot be saved.
+            # The name appears in the error if a state cannot be saved.
             "states": [
                 None if state is None else {reading.name: pickle.loads(state)}  # noqa: S301 - made here
                 for state in place.states
@@ -150,10 +151,10 @@ class Stream:
         }
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
-        """Begin the next epoch that is read where `position` says.
+        """Begin the next epoch that is read at `position`.
 
         Raises:
-            CheckpointError: It is inside an epoch that other workers read.
+            CheckpointError: It is inside an epoch that another number of workers read.
         """
         self._pending = self._position = None
         self._used, self._resumed = None, True
@@ -163,9 +164,9 @@ class Stream:
         other = here != saved
         if other and not position["over"] and (kind == "loader" or max(here, saved) > 1):
             raise CheckpointError(
-                f"The checkpoint stands inside an epoch of a stream that {saved} workers read, and "
-                f"this loader has {here}. Which worker reads what decides what comes next: set "
-                f"num_workers={saved}, or go on from a checkpoint at the end of an epoch."
+                f"The checkpoint was saved inside an epoch of a stream that {saved} workers read, "
+                f"and this loader has {here}. The number of workers decides what comes next: set "
+                f"num_workers={saved}, or resume from a checkpoint at the end of an epoch."
             )
         self._position = position
         if position["kind"] == kind != "none" and not (other and position["over"]):
@@ -197,44 +198,44 @@ def _choose_reading(
 
 
 def knows_where_it_is(source: Any) -> bool:
-    """It, or the dataset that it reads, has a state, to which its generators belong."""
+    """Return whether it, or its dataset, has a state, which then covers its generators."""
     return _has_state(source) or _has_state(getattr(source, "dataset", None))
 
 
 def _has_state(source: Any) -> bool:
-    """Whether something can be put back to where it was."""
+    """Return whether something has a state that can be restored."""
     names = ("state_dict", "load_state_dict")
     if getattr(source, "_is_accelerate_prepared", False):
-        return False  # its state says which pass it is in, not where in it
+        return False  # its state is the pass, not the position inside it
     return all(callable(getattr(source, name, None)) for name in names)
 
 
 def say_what_it_costs(batches: int) -> None:
-    """Tell that a stream is read again from its beginning."""
+    """Warn that a stream is read again from its beginning."""
     logger.warning(
-        "Resuming inside an epoch of a stream: %d batches are read again and thrown away. A "
-        "dataset with state_dict and load_state_dict goes on where it was.",
+        "Resuming inside an epoch of a stream: %d batches are read again and discarded. A "
+        "dataset with state_dict and load_state_dict resumes without that.",
         batches,
     )
 
 
 def _say_where_it_begins(iterator: str, epoch: int) -> None:
     logger.warning(
-        "The training loader is an iterator (%s): if its __iter__ does not begin anew, nothing "
-        "knows where the epochs before have left it, and epoch %d is read from where it stands "
-        "now. state_dict and load_state_dict would tell.",
+        "The training loader is an iterator (%s): if its __iter__ does not restart, its position "
+        "after earlier epochs is unknown, and epoch %d is read from its current position. Give it "
+        "state_dict and load_state_dict to save the position.",
         iterator,
         epoch,
     )
 
 
 def _progress(batches: Iterator[Any], total: int, *, shown: bool) -> Iterator[Any]:
-    """The batches, with a bar on the terminal of the process that shows one."""
-    if not (shown and sys.stderr.isatty()):
+    """Yield the batches, with a progress bar if this process has a terminal for it."""
+    if not (shown and sys.stderr and sys.stderr.isatty()):  # a service may have none
         yield from batches
         return
     from tqdm import tqdm
 
-    # The thread that tqdm would start redraws bars that have not moved; it outlives them.
+    # tqdm's monitor thread would outlive the bar.
     kind = type("Bar", (tqdm,), {"monitor_interval": 0})
     yield from kind(batches, total=total, desc="replay", unit="batch", leave=False)

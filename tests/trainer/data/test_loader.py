@@ -225,7 +225,7 @@ def test_a_stream_read_again_from_inside_says_what_it_costs(caplog):
     feed.set_epoch(0)
     feed.start_round = 2
     assert [listed(r.batch) for r in feed.rounds()] == [[8]]
-    assert "4 batches are read again and thrown away" in caplog.text
+    assert "4 batches are read again and discarded" in caplog.text
 
 
 # -- the order ---------------------------------------------------------------------------------

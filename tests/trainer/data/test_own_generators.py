@@ -205,7 +205,7 @@ def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
     with caplog.at_level("WARNING"):
         read(feed, 0)
     said = capfd.readouterr().err + caplog.text
-    told = said.count("(Late) or its collate_fn made a random generator")
+    told = said.count("(Late) or its collate_fn created a random generator")
     assert told == (0 if every else 1)
 
 

@@ -82,7 +82,7 @@ def test_a_part_of_a_pass_is_skipped_on_every_process(source, options, caplog):
             skipped = skip_first_batches(loader, skip)
             assert alike(list(skipped), whole[skip:])
             assert len(skipped) == max(0, len(whole) - skip)
-    said = "batches are read again and thrown away" in caplog.text
+    said = "batches are read again and discarded" in caplog.text
     assert said == isinstance(source, Stream)
 
 
@@ -321,8 +321,8 @@ class Behind(DataLoader):
         ((DataLoader([1]), 1.0), TypeError, r"num_batches is 1.0; it must be an int"),
         ((DataLoader([1]), True), TypeError, "num_batches is True; it must be an int"),
         (([1], 1), TypeError, "dataloader is a list; .* use itertools.islice"),
-        ((Own([1]), 1), TypeError, "A Own reads in a way of its own"),
-        ((Behind([1]), 1), TypeError, "A Behind reads in a way of its own"),
+        ((Own([1]), 1), TypeError, "A Own overrides how a DataLoader reads"),
+        ((Behind([1]), 1), TypeError, "A Behind overrides how a DataLoader reads"),
     ],
 )
 def test_what_cannot_be_skipped_is_refused(arguments, error, text):

@@ -348,10 +348,10 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
 @pytest.mark.parametrize(
     ("dataset", "why"),
     [
-        (Onward, "they would not hear of set_epoch"),
-        (Plain, "they would not hear of set_epoch"),
-        (Held, "no checkpoint knows their state"),
-        (Draws, "no checkpoint knows their state"),
+        (Onward, "set_epoch would not reach them"),
+        (Plain, "set_epoch would not reach them"),
+        (Held, "no checkpoint holds their state"),
+        (Draws, "no checkpoint holds their state"),
     ],
 )
 def test_workers_that_would_stay_are_told_of_once(dataset, why, caplog):
@@ -508,7 +508,7 @@ def test_a_stream_without_a_state_says_what_it_costs(caplog):
     feed.resume_at(whole[2][3])
     read(feed, whole[2][:2])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "3 batches are read again and thrown away" in caplog.text
+    assert "3 batches are read again and discarded" in caplog.text
     assert "state_dict and load_state_dict" in caplog.text
 
 
@@ -535,6 +535,13 @@ def test_a_replay_shows_nothing_without_a_terminal(capsys):
     feed.start_batch = 2
     read(feed, (0, 2), epochs=1)
     assert capsys.readouterr().err == ""
+
+
+def test_a_replay_needs_no_standard_error(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)  # Python's own choice for a service
+    feed = feed_of(loader(Plain()))
+    feed.start_batch = 2
+    read(feed, (0, 2), epochs=1)
 
 
 # -- other numbers of processes and workers ----------------------------------------------------

@@ -1,4 +1,4 @@
-"""Averages of a module's weights, which can take their place and give it back."""
+"""Averages of a module's weights, which can be swapped with the weights."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ class Averages:
             the statistics of batch normalisation.
 
     Attributes:
-        values: By name; those that take the weights' place in `put_in` hold the weights meanwhile.
-        in_place: The averages are in the module.
+        values: The averages by name; after `put_in`, those of a weight's own dtype hold the trained
+            weight until `take_out`.
+        in_place: Whether the module holds the averages.
     """
 
     def __init__(self, *, use_buffers: bool) -> None:
         self.use_buffers = use_buffers
         self.values: dict[str, Tensor] = {}
         self.in_place = False
-        # What `take_out` puts back and `values` has no room for.
+        # Tensors for `take_out` to put back that `values` cannot hold.
         self._aside: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, module: nn.Module, weight: float) -> None:
-        """Move each average by ``weight`` of its way to the module's; new ones begin there."""
+        """Move each average by ``weight`` of the way to the module's; new ones start as copies."""
         named = self._averaged(module)
         known = [name for name in named if name in self.values]
         averages = [self.values[name] for name in known]
@@ -49,7 +50,7 @@ class Averages:
     def begin_at(
         self, module: nn.Module, names: Iterable[str], values: Mapping[str, Tensor]
     ) -> None:
-        """Let these averages be what the module holds now, or the values given for them."""
+        """Set the averages of ``names`` to what the module holds, or to those in ``values``."""
         named = _named(module)
         self._begin(named, [name for name in names if name in named])
         for name, value in values.items():
@@ -62,7 +63,7 @@ class Averages:
 
         Args:
             module: The module.
-            keep_buffers: Keep all buffers as they are now, for `take_out` to put back.
+            keep_buffers: Store the other buffers as they are now, for `take_out` to put back.
         """
         named = _named(module)
         if keep_buffers:
@@ -96,11 +97,11 @@ class Averages:
         self.in_place = False
 
     def exact(self, module: nn.Module, *, only_narrow: bool = False) -> dict[str, Tensor]:
-        """The averages themselves, wherever they are.
+        """Return the averages in full precision, whether in the module or not.
 
         Args:
             module: The module.
-            only_narrow: Of 16-bit weights alone, whose averages have more digits than the weights.
+            only_narrow: Only those of 16-bit weights, which are more precise than the weights.
         """
         named = _named(module)
         return {
@@ -110,7 +111,7 @@ class Averages:
         }
 
     def state_dicts(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The module's ``state_dict()`` with the averages, and with the trained weights."""
+        """Return the module's ``state_dict()`` with the averages, and with the trained weights."""
         names = {id(tensor): name for name, tensor in _named(module).items()}
         held = module.state_dict(keep_vars=True)
         here = {key: _detached(value) for key, value in held.items()}
@@ -130,7 +131,7 @@ class Averages:
             self.values[name] = named[name].detach().to(dtype, copy=True)
 
     def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
-        """What is averaged: trained weights, those that were, and buffers if asked for."""
+        """Return what to average: trained weights, once-trained ones, and buffers if asked for."""
         named: dict[str, Tensor] = {
             name: parameter.detach()
             for name, parameter in module.named_parameters()
@@ -138,7 +139,7 @@ class Averages:
         }
         buffers = dict(module.named_buffers()) if self.use_buffers else {}
         floating = {name: each for name, each in buffers.items() if each.is_floating_point()}
-        if floating:  # to ask for the `state_dict` takes longer than all else here
+        if floating:  # building the `state_dict` takes longer than all else here
             held = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
             named |= {name: each for name, each in floating.items() if id(each) in held}
         return named

@@ -1,4 +1,4 @@
-"""Train with frozen parts, and unfreeze them at an epoch with a learning rate of their own."""
+"""Train with frozen parts, and unfreeze them later with a learning rate of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Modules = nn.Module | Iterable["Modules"]
 
 
 def multiplicative(epoch: int) -> float:  # noqa: ARG001 - an interface
-    """The learning rate doubles each epoch."""
+    """Return 2: the learning rate doubles each epoch."""
     return 2.0
 
 
@@ -28,27 +28,27 @@ class BaseFinetuning(Callback):
     """The base of callbacks that freeze and unfreeze parts of a model.
 
     Override :meth:`freeze_before_training` and :meth:`finetune_function`, and use :meth:`freeze`,
-    :meth:`make_trainable` and :meth:`unfreeze_and_add_param_group` in them. What is frozen is in
-    evaluation mode too: no dropout, and the running statistics of its normalisations stay. A
-    checkpoint holds what is frozen and the groups that were added, so that a resumed run goes on
-    alike. When the fit is over the module is trainable as it was before.
+    :meth:`make_trainable` and :meth:`unfreeze_and_add_param_group` in them. Frozen modules are in
+    evaluation mode too: no dropout, and the running statistics of normalisations do not change. A
+    checkpoint holds what is frozen and the groups that were added, so that a resumed run continues
+    exactly. After the fit, the module is as trainable as it was before.
     """
 
     _trainer: Trainer | None = None  # while a fit runs
     _loaded: dict[str, Any]
 
     def freeze_before_training(self, module: TrainModule) -> None:
-        """Freeze parts of the module; before ``configure_optimizers`` is called."""
+        """Freeze parts of the module; called before ``configure_optimizers``."""
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze parts of the module; once for each optimizer when an epoch (from 0) begins."""
+        """Unfreeze parts; called for each optimizer at the beginning of each epoch (from 0)."""
 
     def freeze(self, modules: Modules, train_bn: bool = False) -> None:
-        """Train none of the parameters; in epochs the modules are in evaluation mode.
+        """Freeze the parameters, and keep the modules in evaluation mode during epochs.
 
         Args:
-            modules: A module, or several nested at will.
-            train_bn: Leave normalisations over the batch out: they go on training.
+            modules: A module, or an iterable of modules, nested to any depth.
+            train_bn: Leave out batch and instance normalisation, which continue to train.
         """
         for module in _all_modules(modules):
             if not (train_bn and isinstance(module, _NormBase)):
@@ -57,11 +57,11 @@ class BaseFinetuning(Callback):
                 self._asleep[module] = None
 
     def make_trainable(self, modules: Modules, train_bn: bool = True) -> None:
-        """Undo :meth:`freeze`: what the user had frozen, or put into evaluation mode, stays so.
+        """Undo :meth:`freeze`; what the user had frozen, or put into evaluation mode, stays so.
 
         Args:
-            modules: A module, or several nested at will.
-            train_bn: False leaves normalisations over the batch frozen.
+            modules: A module, or an iterable of modules, nested to any depth.
+            train_bn: False leaves batch and instance normalisation frozen.
         """
         for module in _all_modules(modules):
             if train_bn or not isinstance(module, _NormBase):
@@ -78,17 +78,17 @@ class BaseFinetuning(Callback):
         initial_denom_lr: float = 10.0,
         train_bn: bool = True,
     ) -> None:
-        """Undo :meth:`freeze`, and let the optimizer train the parameters in a new group.
+        """Undo :meth:`freeze`, and add the parameters to the optimizer in a new group.
 
-        The group follows the schedule of the first one, scaled; its other options are those of the
-        first one. Parameters that the optimizer has already stay in their group.
+        The group follows the schedule of the first group, scaled, and has its other options.
+        Parameters that an optimizer already has stay in their group.
 
         Args:
-            modules: A module, or several nested at will.
+            modules: A module, or an iterable of modules, nested to any depth.
             optimizer: As given to :meth:`finetune_function`.
             lr: The group's learning rate.
             initial_denom_lr: Without `lr`, the first group's learning rate is divided by this.
-            train_bn: False leaves normalisations over the batch frozen.
+            train_bn: False leaves batch and instance normalisation frozen.
         """
         ratio = 1 / initial_denom_lr if lr is None else _ratio(lr, optimizer)
         self._unfreeze_and_add(modules, optimizer, ratio, train_bn)
@@ -110,7 +110,7 @@ class BaseFinetuning(Callback):
             self._trainer.add_param_group(optimizer, new, ratio=ratio)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is frozen, by name, and the last epoch that was begun."""
+        """Return what is frozen, by name, and the last epoch that was begun."""
         if self._trainer is None:
             return getattr(self, "_final", {})
         names = {part: name for name, part in self._module.named_modules()}
@@ -121,11 +121,11 @@ class BaseFinetuning(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep ``state`` until the module is at hand."""
+        """Keep ``state`` until `on_load_checkpoint`, which has the module."""
         self._loaded = state
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Take note of what trains, and freeze."""
+        """Record what is trainable, and freeze."""
         if stage != "fit":
             return
         self._trainer, self._module = trainer, module
@@ -139,7 +139,7 @@ class BaseFinetuning(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Freeze what was frozen, and only that."""
+        """Freeze exactly what was frozen."""
         if not self._loaded:
             return
         self._epoch = self._loaded["epoch"]
@@ -151,11 +151,11 @@ class BaseFinetuning(Callback):
         self._asleep = {part: None for name, part in module.named_modules() if name in asleep}
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The fit may have put the whole module into training mode."""
+        """Restore evaluation mode: the fit may have put the whole module into training mode."""
         self._sleep()
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Unfreeze, unless it is the rest of an epoch."""
+        """Call `finetune_function`, unless the run resumes in the middle of the epoch."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             for optimizer in trainer.optimizers:
@@ -184,28 +184,28 @@ class BackboneFinetuning(BaseFinetuning):
     The backbone is frozen, and in evaluation mode, from the start to ``unfreeze_backbone_at_epoch``
     (from 0). Then it joins the (first) optimizer in a group of its own, whose learning rate is a
     fraction of the first group's. The fraction is multiplied by ``lambda_func(epoch)`` at each
-    further epoch until it is 1. A schedule of the optimizer goes on for both.
+    further epoch until it is 1. A schedule of the optimizer continues for both.
 
-    ``configure_optimizers`` is called while the backbone is frozen: it gives the optimizer the
-    parameters that require a gradient. If it gives the backbone's in groups of their own, these
-    keep their learning rates and schedules, and the callback only freezes and unfreezes.
+    ``configure_optimizers`` is called while the backbone is frozen and should pass the optimizer
+    the parameters that require a gradient. If it passes those of the backbone in separate groups,
+    these keep their learning rates and schedules, and the callback only freezes and unfreezes.
 
     The module must have its backbone when ``fit`` begins, not only after ``configure_model``.
 
     Args:
         unfreeze_backbone_at_epoch: The first epoch, from 0, in which the backbone is trained.
-        lambda_func: What the fraction is multiplied by, given the epoch.
-        backbone_initial_ratio_lr: The fraction at first.
-        backbone_initial_lr: Instead, the backbone's learning rate at first.
+        lambda_func: Returns the factor of the fraction for an epoch.
+        backbone_initial_ratio_lr: The initial fraction.
+        backbone_initial_lr: The backbone's initial learning rate, instead of a fraction.
         should_align: False lets the backbone's learning rate grow above the head's.
-        train_bn: Train the backbone's normalisations over the batch (`BatchNorm`) from the start,
-            and take in their statistics, although the rest of it is frozen.
+        train_bn: Train the backbone's batch and instance normalisation from the start, and update
+            the running statistics, although the rest of it is frozen.
         verbose: Print the learning rates when an epoch begins, from the unfreezing on.
         backbone: The path of the backbone in the module, such as ``"model.encoder"``.
 
     Raises:
-        ValueError: An argument makes no sense; in ``fit``, if the module has no such part, or the
-            optimizer has it together with others in one group.
+        ValueError: An argument is invalid; in ``fit``, if the module has no such submodule, or the
+            optimizer has its parameters and others in one group.
     """
 
     def __init__(
@@ -245,16 +245,16 @@ class BackboneFinetuning(BaseFinetuning):
 
     def _begin(self) -> None:
         self._unfrozen = False
-        self._group: int | None = None  # of the first optimizer; None where it is not ours
+        self._group: int | None = None  # in the first optimizer; None if this callback added none
         self._fraction = 0.0
 
     @property
     def state_key(self) -> str:
-        """The class with the part that it is about."""
+        """The name of the class with the path of the backbone."""
         return f"{super().state_key}({self.backbone})"
 
     def state_dict(self) -> dict[str, Any]:
-        """What is frozen, and the learning rate's fraction."""
+        """Return what is frozen, and the learning rate's fraction."""
         own = {"unfrozen": self._unfrozen, "group": self._group, "fraction": self._fraction}
         return super().state_dict() | own
 
@@ -271,7 +271,7 @@ class BackboneFinetuning(BaseFinetuning):
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on with what was frozen, and the learning rate's fraction."""
+        """Restore what was frozen, and the learning rate's fraction."""
         super().on_load_checkpoint(trainer, module, checkpoint)
         if self._loaded:
             self._unfrozen = self._loaded["unfrozen"]
@@ -279,10 +279,10 @@ class BackboneFinetuning(BaseFinetuning):
             self._fraction = self._loaded["fraction"]
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """See that the backbone can have a learning rate of its own.
+        """Check that the backbone can have a learning rate of its own.
 
         Raises:
-            ValueError: The optimizer has it together with other parameters.
+            ValueError: An optimizer has its parameters and others in one group.
         """
         part = self._part(module)
         own = {id(p) for p in part.parameters()}
@@ -294,12 +294,12 @@ class BackboneFinetuning(BaseFinetuning):
                     raise ValueError(
                         f"configure_optimizers gave {type(optimizer.optimizer).__name__} parameters"
                         f" of {self.backbone} and others in one group, where they cannot have a "
-                        "learning rate of their own. Give it those that are trained at first, "
+                        "learning rate of their own. Pass only those that are trained at first, "
                         "[p for p in self.parameters() if p.requires_grad], or two groups."
                     )
 
     def finetune_function(self, module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
-        """Unfreeze at the epoch, and let the learning rate grow after it."""
+        """Unfreeze the backbone at its epoch, and increase its learning rate after that."""
         assert self._trainer is not None
         first = optimizer is self._trainer.optimizers[0]
         if epoch < self.unfreeze_backbone_at_epoch or not first:
@@ -332,12 +332,12 @@ class BackboneFinetuning(BaseFinetuning):
             parts = ", ".join(name for name, _ in module.named_children()) or "none"
             raise ValueError(
                 f"{type(module).__name__} has no part {self.backbone!r} when fit begins; its parts "
-                f"are {parts}. Make it in __init__, or name another with backbone=..."
+                f"are {parts}. Create it in __init__, or name another with backbone=..."
             ) from None
 
 
 def _all_modules(modules: Modules) -> Iterator[nn.Module]:
-    """Each module of a module, or of several nested at will, the module itself too."""
+    """Yield the modules of a module, itself included, or of an iterable nested to any depth."""
     if isinstance(modules, nn.Module):
         yield from modules.modules()
         return
@@ -346,12 +346,12 @@ def _all_modules(modules: Modules) -> Iterator[nn.Module]:
 
 
 def _ratio(lr: float, optimizer: Optimizer) -> float:
-    """How many times the first group's learning rate `lr` is."""
+    """Return the ratio of `lr` to the first group's learning rate."""
     first = float(optimizer.param_groups[0]["lr"])
     if first == 0:
         raise ValueError(
-            f"A learning rate of {lr} was asked for beside a first group whose own is 0 at the "
-            "moment, so that its schedule cannot be followed. Unfreeze after the warm-up, or give "
-            "a ratio (backbone_initial_ratio_lr)."
+            f"A learning rate of {lr} was requested, but that of the first parameter group is 0 at "
+            "the moment, so its schedule cannot be followed. Unfreeze after the warm-up, or give a "
+            "ratio (backbone_initial_ratio_lr)."
         )
     return lr / first

@@ -1,4 +1,4 @@
-"""The interface of a callback: what it may do, and when in the loop it is asked."""
+"""The interface of a callback: its hooks, and when the loop calls them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Something that happens beside the training: override the hooks that you need.
+    """The base of all callbacks, which act alongside training: override the hooks that you need.
 
-    Only overridden hooks are called. ``[m]`` is the module, which has the same hooks, ``[c]`` are
-    the callbacks in the order given; where both are called the line says in which order::
+    Only overridden hooks are called. ``[m]`` is the module, which has the same hooks; ``[c]`` are
+    the callbacks, in the order given. Where both are called, the line shows which come first::
 
         setup("fit") [c m] · prepare the model, the optimizers and the schedules
         load a checkpoint: load_state_dict, on_load_checkpoint [c]
@@ -41,7 +41,7 @@ class Callback:
                   or on_preemption [c] after an update, if a signal came: save, the run ends here
         on_train_end [m c] · on_fit_end [m c] · teardown("fit")
 
-        validate, and likewise test and predict under their own names:
+        validate; test and predict have the same shape, under their own names:
             on_validation_start [c m] · on_validation_epoch_start [c m]
             for each batch:
                 on_validation_batch_start [c m] · validation_step · on_validation_batch_end [m c]
@@ -49,14 +49,14 @@ class Callback:
             on_validation_end [m c]
 
         save: state_dict, on_save_checkpoint [c]
-        error: on_exception [c] · teardown · the error itself
+        on an error: on_exception [c] · teardown · the error is raised
 
-    Every hook runs on every rank. What a callback decides must follow from values that all ranks
-    share (``trainer.callback_metrics``, ``trainer.progress``), or the ranks wait for each other.
+    Every hook runs on every rank. A callback must base its decisions on values that all ranks share
+    (``trainer.callback_metrics``, ``trainer.progress``), or the ranks deadlock.
 
     Attributes:
-        runs_last: Whether the Trainer calls this callback after those that do not say so. One that
-            saves must, so that a checkpoint holds what the others decided.
+        runs_last: Whether the Trainer calls this callback after those that do not set this. A
+            callback that saves must set it, so that a checkpoint holds what the others decided.
     """
 
     runs_last: ClassVar[bool] = False
@@ -65,22 +65,22 @@ class Callback:
     def state_key(self) -> str:
         """The name under which a checkpoint holds this callback's state.
 
-        A class of which a run may have several instances adds what tells them apart.
+        A class that a run may use more than once must return a different key for each instance.
         """
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on deciding alike: tensors and JSON values."""
+        """Return what a resumed run needs to make the same decisions: tensors and JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Before the model is prepared; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """After everything, also after an error; release what ``setup`` took."""
+        """After everything else, also after an error; release what ``setup`` acquired."""
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """After a checkpoint was loaded, before the sanity check."""
@@ -101,13 +101,13 @@ class Callback:
         """After the last epoch of this ``fit``; a collective may run here."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Before the first batch of an epoch, or of its rest after a resume.
+        """Before the first batch of an epoch, or of the rest of it after a resume.
 
-        So it is called again in an epoch that a run goes on with. What changes weights here should
-        note the epoch in the state that is saved.
+        It is called again when a run resumes in the middle of an epoch. A callback that changes
+        weights here should keep the epoch in its saved state.
 
-        Among several processes, parameters are added, frozen and unfrozen here or before the
-        training: elsewhere in an epoch the processes could not average their gradients.
+        With several processes, add, freeze and unfreeze parameters here or before training:
+        elsewhere in an epoch the processes could not average their gradients.
         """
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -117,7 +117,7 @@ class Callback:
         """Before the first micro-batch of an update."""
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """After the last micro-batch of an update; gradients are still alive."""
+        """After the last micro-batch of an update; gradients are not cleared yet."""
 
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
@@ -146,17 +146,18 @@ class Callback:
     def on_before_zero_grad(
         self, trainer: Trainer, module: TrainModule, optimizer: Optimizer
     ) -> None:
-        """After the update, before its gradients go."""
+        """After the update, before its gradients are cleared."""
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Once an update, when everything due at it is done: the place to save or to stop.
+        """Once per update, when everything else due at it is done: the place to save or to stop.
 
-        Both are for all processes alike: one that saves or stops here alone waits for the others.
-        A run that goes on from what one callback saves here calls those behind it first.
+        All processes must save or stop together: one that does so alone waits for the others
+        forever. A run that resumes from a checkpoint that a callback saved here begins by calling
+        the callbacks after that one.
         """
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """A signal ends the run after this update; what is due at it is done by the next start."""
+        """After the update at which a signal ends the run; what is due then is done on resume."""
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Before a validation."""
@@ -258,25 +259,25 @@ class Callback:
         """After ``predict_step``."""
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """After an error, which is raised afterwards; other ranks may be gone: no collectives."""
+        """After an error, before it is raised; run no collectives: other ranks may be gone."""
 
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """Two ``state_dict()`` for a checkpoint to hold in place of the module's, if wanted.
+        """Return two state dicts for a checkpoint to hold in place of the module's, or None.
 
-        The first is what others load, averages for example; the second is what a run goes on with.
-        `load_state_dict` is called while the module holds the first. One callback of a run may
-        return some; every process must.
+        The first is what others load, such as averages; the second is what a run resumes from.
+        `load_state_dict` is called while the module holds the first. At most one callback of a run
+        may return them, and must do so on every process.
         """
         return None
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Add tensors and plain values to what is about to be saved."""
+        """Add tensors and plain values to the checkpoint that is about to be saved."""
 
     def on_load_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take back what ``on_save_checkpoint`` added."""
+        """Restore what ``on_save_checkpoint`` added."""

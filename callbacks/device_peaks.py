@@ -1,4 +1,4 @@
-"""How many operations a second accelerators can do at best, by their data sheets."""
+"""Peak floating-point operations per second of accelerators, from their data sheets."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 class _Peak(NamedTuple):
     """A device's dense peaks in TFLOP/s.
 
-    Data sheets often show twice as much, for matrices of which half is zero; here that is halved.
+    Data sheets often quote twice as much, for matrices with half their entries zero (sparsity);
+    such numbers are halved here.
 
     Attributes:
-        name: A pattern in what ``torch.cuda.get_device_name`` says; the first that fits counts.
-        fp32: Of products in full float32.
-        tf32: Of float32 rounded to TF32 by matrix units; None where there is no such thing.
-        half: Of bf16 and fp16, summed in float32.
-        source: Where the numbers are from.
+        name: A pattern for the result of ``torch.cuda.get_device_name``; the first match is used.
+        fp32: Products in full float32.
+        tf32: Products of float32 rounded to TF32 by matrix units; None for devices without TF32.
+        half: Products in bf16 and fp16, accumulated in float32.
+        source: Where the numbers come from.
     """
 
     name: str
@@ -28,11 +29,11 @@ class _Peak(NamedTuple):
     source: str
 
 
-# A device is here only if a document of its maker gives its numbers. Those of the same chip at
-# another clock, with fewer units or for other markets differ (H800, H20, A10G, laptops' GPUs).
+# A device is listed only if its maker publishes its numbers. Variants of a chip with another
+# clock, fewer units or for other markets differ (H800, H20, A10G, laptop GPUs).
 _PEAKS = (
     _Peak(r"\bGB200\b", 80.0, 1250.0, 2500.0, "NVIDIA Blackwell data sheet, GB200 NVL72, per GPU"),
-    # Its 2.2 sparse PFLOPS of TF32 are rounded: they are half of the 4.5 of fp16.
+    # The sheet's 2.2 sparse PFLOPS for TF32 are rounded: they are half of the 4.5 for fp16.
     _Peak(r"\bB200\b", 75.0, 1125.0, 2250.0, "NVIDIA Blackwell data sheet, HGX B200, per GPU"),
     _Peak(r"\bGH200\b", 67.0, 494.5, 989.5, "NVIDIA GH200 Grace Hopper Superchip data sheet"),
     _Peak(r"\bH200$", 67.0, 494.5, 989.5, "NVIDIA H200 data sheet, SXM"),
@@ -54,22 +55,22 @@ _PEAKS = (
     _Peak(r"\bRTX 4090$", 82.6, 82.6, 165.2, "NVIDIA Ada white paper, appendix A"),
     _Peak(r"\bRTX 3090$", 35.6, 35.6, 71.0, "NVIDIA Ampere GA102 white paper, appendix A"),
     _Peak(r"\bMI3(00|25)X\b", 163.4, 653.7, 1307.4, "AMD Instinct MI300X and MI325X data sheets"),
-    # Half a module, which torch shows as two devices. Matrix units take float32 as it is.
+    # Half a module, which torch shows as two devices. Its matrix units take unrounded float32.
     _Peak(r"\bMI250X$", 47.85, None, 191.5, "AMD Instinct MI200 series data sheet, halved"),
 )
-_SLICE = r"MIG|-\d+[A-Z]$"  # a part of a device, or a share of its time
+_SLICE = r"MIG|-\d+[A-Z]$"  # a MIG partition or a vGPU, which has a share of the device
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> float | None:
-    """The dense peak of a device as its data sheet says.
+    """Return the dense peak of a device according to its data sheet.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` says it.
-        dtype: In which matrices are multiplied: float32, bfloat16 or float16.
-        tf32: Matrices of float32 may be multiplied in TF32.
+        device_name: The name that ``torch.cuda.get_device_name`` returns.
+        dtype: The dtype in which matrices are multiplied: float32, bfloat16 or float16.
+        tf32: Whether float32 matrices may be multiplied in TF32.
 
     Returns:
-        Operations a second, an addition and a multiplication counted as two; None if unknown.
+        Operations per second, an addition and a multiplication counted as two; None if unknown.
     """
     if re.search(_SLICE, device_name):
         return None
@@ -77,7 +78,7 @@ def peak_flops(device_name: str, dtype: torch.dtype, *, tf32: bool = False) -> f
     if peak is None:
         return None
     if dtype is torch.bfloat16 and re.search(r"V100|\bT4\b", device_name):
-        return None  # they have no units for it
+        return None  # no matrix units for bf16
     if dtype in (torch.bfloat16, torch.float16):
         return peak.half * 1e12
     return (peak.tf32 if tf32 and peak.tf32 is not None else peak.fp32) * 1e12

@@ -1,4 +1,4 @@
-"""Log what a run takes of the machine: processor, memory, the accelerator's memory."""
+"""Log how much of the machine a run uses: CPU time, memory, the accelerator's memory."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _STATM = Path("/proc/self/statm")
 
 
 def _memory_reader() -> Callable[[], float]:
-    """A function that gives the resident memory of this process in bytes.
+    """Return a function that reads the resident memory of this process, in bytes.
 
     Raises:
-        ImportError: Nothing here tells it.
+        ImportError: This system has no way to read it without psutil, which is not installed.
     """
     if find_spec("psutil") is not None:
         import psutil
@@ -38,13 +38,13 @@ def _memory_reader() -> Callable[[], float]:
     if find_spec("resource") is not None:
         return _peak_memory
     raise ImportError(
-        "DeviceStatsMonitor finds no way to read the memory of a process on this system. Install "
-        "psutil: pip install 'cadence-trainer[psutil]'."
+        "DeviceStatsMonitor needs the package psutil to read the memory of a process on this "
+        "system. Install it with pip install 'cadence-trainer[psutil]'."
     )
 
 
 def _peak_memory() -> float:
-    """The largest resident memory so far in bytes, where the present one is not to be had."""
+    """Return the peak resident memory in bytes, where the current value is not available."""
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
@@ -52,11 +52,11 @@ def _peak_memory() -> float:
 
 
 def device_memory(device: torch.device) -> dict[str, float]:
-    """What torch's allocator has of the accelerator's memory, without waiting for the device.
+    """Return how much of the accelerator's memory is in use, without waiting for the device.
 
     Returns:
-        In GiB, under names from ``allocated`` to ``free``; and ``alloc_retries``, how often memory
-        was found only after the cache was emptied. Nothing for a CPU.
+        GiB under names from ``allocated`` to ``free``; and ``alloc_retries``, how often torch's
+        allocator emptied its cache and tried again. Empty for a CPU.
     """
     if device.type in ("cuda", "xpu"):
         backend = getattr(torch, device.type)
@@ -67,7 +67,7 @@ def device_memory(device: torch.device) -> dict[str, float]:
             "reserved": stats.get("reserved_bytes.all.current", 0) / _GIB,
             "alloc_retries": float(stats.get("num_alloc_retries", 0)),
         }
-        if device.type == "cuda":  # of all processes on it
+        if device.type == "cuda":  # counts all processes on the device
             values["free"] = torch.cuda.mem_get_info(device)[0] / _GIB
         return values
     if device.type == "mps":
@@ -79,26 +79,26 @@ def device_memory(device: torch.device) -> dict[str, float]:
 
 
 class DeviceStatsMonitor(Callback):
-    """Log processor and memory use whenever the update's values are recorded.
+    """Log CPU and memory use at updates whose values are recorded.
 
     =================================  ============================================================
     ``device/cpu_percent``             this process's threads since the last record; 100 is one core
     ``device/process_memory_gib``      resident memory of the process, without loader workers
-    ``device/allocated_gib``           of the accelerator, by tensors
-    ``device/allocated_peak_gib``      the largest of these since the start
-    ``device/reserved_gib``            held by torch's allocator
-    ``device/free_gib``                CUDA: what no process has
-    ``device/alloc_retries``           the memory nearly ran out so many times
+    ``device/allocated_gib``           accelerator memory held by tensors
+    ``device/allocated_peak_gib``      the peak of this since the start
+    ``device/reserved_gib``            accelerator memory held by torch's allocator
+    ``device/free_gib``                CUDA: memory that no process holds
+    ``device/alloc_retries``           allocations retried after emptying torch's cache
     =================================  ============================================================
 
-    Among several processes the mean of ``cpu_percent`` is recorded, the smallest ``free_gib``, and
-    the largest of everything else. Nothing is asked of the device but the allocator's own counters.
+    With several processes, the mean of ``cpu_percent``, the smallest ``free_gib`` and the largest
+    of everything else are recorded. Nothing waits for the device.
 
-    Memory is read with psutil where it is installed, and else from ``/proc``; where there is
-    neither it is the largest so far.
+    The process's memory is read with psutil if installed, else from ``/proc``; with neither, the
+    peak so far is logged.
 
     Args:
-        cpu_stats: Log the first two. None logs them on every device.
+        cpu_stats: Log the first two. None is the same as True, on every device.
 
     Raises:
         ImportError: In ``fit``, on a system where only psutil can read the memory.
@@ -110,20 +110,20 @@ class DeviceStatsMonitor(Callback):
         self._since = (0.0, 0.0)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Find out how to read, and begin to count."""
+        """Choose how to read the memory, and start measuring."""
         if self.cpu_stats:
             self._read_memory = _memory_reader()
         self._since = time.monotonic(), time.process_time()
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Log, where the values of this update will be recorded."""
+        """Log if this update's values will be recorded."""
         if not trainer.log_due:
             return
         if self._read_memory is not None:
             wall, processor = self._since
             self._since = now, used = time.monotonic(), time.process_time()
             percent = 100.0 * (used - processor) / max(now - wall, 1e-9)
-            # One of each process, however many items its last batch had.
+            # Weight 1 for each process, however many items its last batch had.
             module.log("device/cpu_percent", percent, on_step=True, on_epoch=False, batch_size=1)
             module.log(
                 "device/process_memory_gib",

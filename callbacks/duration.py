@@ -1,4 +1,4 @@
-"""Spans of time as users write them."""
+"""Durations as users write them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _TIMES = (
 
 
 def seconds_of(name: str, time: str | timedelta | Mapping[str, float]) -> float:
-    """A span of time in seconds.
+    """Return a duration in seconds.
 
     Args:
-        name: What errors call it.
+        name: The name of the argument, for errors.
         time: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes, seconds), a ``timedelta``,
             or its arguments as a dict.
 
     Raises:
-        ValueError: It is not a span of time above zero.
-        TypeError: It is none of these types.
+        ValueError: ``time`` is not a duration above zero.
+        TypeError: ``time`` is none of these types.
     """
     seconds = _seconds(name, time)
     if not seconds > 0:
@@ -47,7 +47,7 @@ def _seconds(name: str, time: str | timedelta | Mapping[str, float]) -> float:
         raise ValueError(f"{name} is {time!r}; give {_TIMES}.") from error
     if interval.unit != "seconds":
         raise ValueError(
-            f"{name} is {time!r}; give {_TIMES}. For other lengths there are max_epochs and "
+            f"{name} is {time!r}; give {_TIMES}. To limit epochs or steps, use max_epochs or "
             "max_steps."
         )
     return float(interval.every)

@@ -20,9 +20,9 @@ _STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
 class EarlyStopping(Callback):
     """Ask the Trainer to stop when ``monitor`` has not improved for ``patience`` values.
 
-    It acts in ``on_boundary``, once for every freshly reduced value: how often the metric is
-    reduced (each validation, each epoch) is the unit of ``patience``. All ranks see the same value
-    and so decide alike. ``min_epochs`` and ``min_steps`` of the Trainer still hold.
+    It acts in ``on_boundary``, once for every freshly reduced value: ``patience`` counts reductions
+    of the metric (validations or epochs, for example). All ranks see the same value and so decide
+    alike. ``min_epochs`` and ``min_steps`` of the Trainer still apply.
 
     Args:
         monitor: Name of a logged metric.
@@ -42,10 +42,10 @@ class EarlyStopping(Callback):
         reason: Why it asked to stop.
 
     Raises:
-        ValueError: If an argument makes no sense; during ``fit``, if the metric is never logged.
+        ValueError: If an argument is invalid; during ``fit``, if the metric is never logged.
     """
 
-    decides_by: ClassVar[tuple[str, ...]] = (  # what all processes must have alike
+    decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes
         "monitor",
         "min_delta",
         "patience",
@@ -90,20 +90,20 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with the metric that it watches."""
+        """The name of the class with the monitored metric."""
         return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The decisions so far."""
+        """Return the decisions so far."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the decisions in ``state``."""
+        """Restore the decisions in ``state``."""
         for name in _STATE:
             setattr(self, name, state[name])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Forget another run's decisions where this one begins anew."""
+        """Forget the decisions of another run, unless this one resumes."""
         if trainer.batches_seen == 0:
             self._begin()
 
@@ -123,24 +123,24 @@ class EarlyStopping(Callback):
             trainer.accelerator.print(f"Step {trainer.global_step}: {news}.")
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Tell it if there was nothing to judge."""
+        """Warn if there was no value to judge."""
         if self.best_score is None and self.reason is None and trainer.global_step > 0:
             name = self.monitor.name
             hint = ""
             if name in trainer.logged_names:
                 hint = (
-                    " It was logged but never reduced: log_every says when for values of steps, "
-                    "val_every for those of validations. A shorter interval helps, or "
+                    " It was logged but never reduced: step values are reduced every log_every, "
+                    "validation values every val_every. Use a shorter interval, or log it with "
                     "on_epoch=True."
                 )
             logger.warning("EarlyStopping saw no value of %r in this run.%s", name, hint)
 
     def _judge(self, value: float) -> str | None:
-        """Count ``value``; returns why to stop, or None to go on."""
+        """Count ``value``; return the reason to stop, or None to continue."""
         name, goal, limit = self.monitor.name, self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(value):
             return f"{name} = {value} is not finite"
-        best = math.nan if self.best_score is None else self.best_score  # any number beats that
+        best = math.nan if self.best_score is None else self.best_score  # any number beats NaN
         if self.monitor.is_better(value, best, self.min_delta):
             self.best_score, self.wait_count = value, 0
         else:

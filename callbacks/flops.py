@@ -1,4 +1,4 @@
-"""Count the floating-point operations of what runs: matrix products, convolutions, attention."""
+"""Count floating-point operations as they run: matrix products, convolutions, attention."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
-# What torch's own operations are made of that take as much work as those that have a formula.
-# Operations on single elements, copies and reductions never count.
+# Names of torch's own operators that take as much work as those that have a formula.
+# Elementwise operators, copies and reductions never count.
 _HEAVY = re.compile(
     r"^(?!_linalg_check)(.*_)?(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|vdot|addr|linear|transformer"
     r"|convolution|attention|rnn|lstm|gru|fft|linalg|cholesky|lu|triangular|cdist|trilinear)(_|$)"
@@ -29,13 +29,13 @@ _LIGHT_NAMESPACES = frozenset({"prim", "prims", "profiler", "c10d", "_c10d_funct
 
 @dataclass
 class Flops:
-    """How many operations ran; an addition and a multiplication are two.
+    """How many floating-point operations ran; an addition and a multiplication count as two.
 
     Attributes:
-        total: Of everything.
-        by_module: Of the calls of each part of the module that was called, by its name; those of
-            the parts below it among them.
-        uncounted: Operations without a formula, which are not in the numbers.
+        total: All operations.
+        by_module: Operations of each submodule that was called, by its name, including those of its
+            own submodules.
+        uncounted: Operators without a formula, which the counts leave out.
     """
 
     total: int = 0
@@ -44,7 +44,7 @@ class Flops:
 
 
 class _NoModules:
-    """In place of the counter's own, whose hooks on all modules compiled ones warn of."""
+    """Replaces the counter's module tracker, whose global hooks make compiled modules warn."""
 
     parents = frozenset({"Global"})
 
@@ -56,7 +56,7 @@ class _NoModules:
 
 
 class _Uncounted(TorchDispatchMode):
-    """Notes what the counter has no formula for."""
+    """Records the operators for which the counter has no formula."""
 
     supports_higher_order_operators = True
 
@@ -79,44 +79,44 @@ class _Uncounted(TorchDispatchMode):
 
 @contextmanager
 def counting_flops() -> Iterator[FlopCounterMode]:
-    """Inside, torch's counter counts what this thread runs, without compiled graphs.
+    """Count what this thread runs in the block with torch's counter, without compiled graphs.
 
-    Nothing can be counted in a graph of ``torch.compile``. No number that is computed changes.
+    Nothing can be counted inside a graph of ``torch.compile``. Counting changes no result.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     counter = FlopCounterMode(display=False)
     gpu = torch.ops.aten._scaled_dot_product_flash_attention
     cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    counter.flop_registry.setdefault(cpu, counter.flop_registry[gpu])  # torch leaves the CPU's out
+    counter.flop_registry.setdefault(cpu, counter.flop_registry[gpu])  # torch has none for the CPU
     gpu = torch.ops.aten._scaled_dot_product_flash_attention_backward
     cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     counter.flop_registry.setdefault(cpu, counter.flop_registry[gpu])
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     with ExitStack() as contexts:
         if "torch._dynamo" in sys.modules:
-            # Under the counter it would decide to leave functions uncompiled, for good.
+            # Under the counter, Dynamo would permanently decide not to compile some functions.
             contexts.enter_context(torch.compiler.set_stance("force_eager"))
         yield contexts.enter_context(counter)
 
 
 @contextmanager
 def flops_of(module: nn.Module) -> Iterator[Flops]:
-    """Count what runs inside, in all and by the parts of ``module`` that are called.
+    """Count what runs in the block, in total and for each submodule of ``module`` that is called.
 
-    Nothing is run for it, and no number changes::
+    Counting runs nothing extra and changes no result::
 
         with flops_of(net) as flops:
             net(batch)
         print(flops.total)
 
     Yields:
-        The numbers; they are there when the block has ended without an error.
+        The counts, which are filled in when the block ends without an error.
     """
     flops = Flops()
     seen: dict[str, int] = defaultdict(int)
     with ExitStack() as contexts:
-        # Outside the counter, which takes operations apart that others are made of.
+        # Outside the counter, which decomposes composite operators.
         uncounted = contexts.enter_context(_Uncounted({}))
         counter = contexts.enter_context(counting_flops())
         uncounted._formulas = counter.flop_registry
@@ -131,8 +131,8 @@ def flops_of(module: nn.Module) -> Iterator[Flops]:
 
 
 def _hooks(seen: dict[str, int], name: str, counter: FlopCounterMode) -> tuple[Any, Any]:
-    """Two forward hooks that add the operations between them to ``seen[name]``."""
-    begun: list[int] = []  # one for each call at hand: a module may call itself
+    """Return two forward hooks that add the operations between them to ``seen[name]``."""
+    begun: list[int] = []  # one for each call in progress: a module may call itself
 
     def before(*_: Any) -> None:
         begun.append(counter.get_total_flops())

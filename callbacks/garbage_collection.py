@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 class GarbageCollection(Callback):
     """Switch automatic collection off while training, and collect on all ranks at the same update.
 
-    By itself each process collects at another moment, and all others wait for it at their next
-    reduction. Collection is put back as it was when the fit is over, also after an error. Tensors
+    Left to itself, each process collects at a different moment, and all others wait for it at their
+    next all-reduce. Automatic collection is restored after the fit, also after an error. Tensors
     that are part of no reference cycle are freed at once, as always; a step that makes many cycles
     needs a smaller interval.
 
     Args:
         every: How often to collect, besides once before the first update.
-        generation: 0 to 2: only the youngest objects, or all (2).
+        generation: The oldest generation to collect, from 0 (the youngest objects) to 2 (all).
 
     Raises:
-        ValueError: An argument makes no sense.
+        ValueError: An argument is invalid.
     """
 
     def __init__(self, every: Interval | int | str = 1000, *, generation: int = 2) -> None:
@@ -37,7 +37,7 @@ class GarbageCollection(Callback):
         self._handled = Progress()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Collect once, and by ourselves from here on."""
+        """Collect once, and switch automatic collection off."""
         self._was_enabled = gc.isenabled()
         gc.disable()
         gc.collect(self.generation)
@@ -50,7 +50,7 @@ class GarbageCollection(Callback):
             gc.collect(self.generation)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Put automatic collection back as it was."""
+        """Restore automatic collection."""
         if self._was_enabled:
             gc.enable()
         self._was_enabled = None

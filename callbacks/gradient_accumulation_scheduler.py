@@ -1,4 +1,4 @@
-"""Another number of micro-batches for one update in later epochs."""
+"""Change the number of micro-batches per update at given epochs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 class GradientAccumulationScheduler(Callback):
-    """Change ``gradient_accumulation_steps`` at the beginning of epochs.
+    """Change ``gradient_accumulation_steps`` at the beginning of given epochs.
 
-    ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` makes an update of 8 micro-batches in
-    epochs 0 to 3, of 4 in epochs 4 to 7, and of each from epoch 8 on. Where epoch 0 is left out the
-    Trainer's own ``gradient_accumulation_steps`` hold until the first that is given. As everywhere
-    the update is that of the whole window, whatever its length, and the learning rate is left
-    alone.
+    ``GradientAccumulationScheduler({0: 8, 4: 4, 8: 1})`` makes an update from every 8 micro-batches
+    in epochs 0 to 3, from every 4 in epochs 4 to 7, and from each one from epoch 8 on. Without an
+    entry for epoch 0, the Trainer's own ``gradient_accumulation_steps`` applies until the first
+    entry. As always, the gradient is that of the whole window, whatever its length; the learning
+    rate is not changed.
 
     Args:
-        scheduling: Micro-batches of each process for one update, by the epoch (from 0) from which
-            on it holds.
+        scheduling: The number of micro-batches per process and update, by the epoch (from 0) from
+            which it applies.
 
     Raises:
-        ValueError: It is empty, an epoch is below 0 or a number of micro-batches below 1; in
-            ``fit``, if the module optimises manually.
-        TypeError: It is not a dict of ints.
+        ValueError: ``scheduling`` is empty, an epoch is below 0 or a number of micro-batches below
+            1; in ``fit``, if the module uses manual optimisation.
+        TypeError: ``scheduling`` is not a dict of ints.
     """
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
@@ -47,7 +47,7 @@ class GradientAccumulationScheduler(Callback):
         self.scheduling = dict(sorted(scheduling.items()))
 
     def steps_in(self, epoch: int, otherwise: int) -> int:
-        """Micro-batches for one update in an epoch (from 0); ``otherwise`` before the first."""
+        """Return the micro-batches per update in an epoch, or ``otherwise`` before any entry."""
         place = bisect_right(list(self.scheduling), epoch)
         return list(self.scheduling.values())[place - 1] if place else otherwise
 
@@ -60,6 +60,6 @@ class GradientAccumulationScheduler(Callback):
             )
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Set what holds in this epoch; a function of the epoch alone, so nothing is saved."""
-        now = trainer.gradient_accumulation_steps  # before the first: as the Trainer was told
+        """Set the number for this epoch; it depends on the epoch alone, so nothing is saved."""
+        now = trainer.gradient_accumulation_steps  # before the first entry, the Trainer's argument
         trainer.gradient_accumulation_steps = self.steps_in(trainer.current_epoch, now)

@@ -1,4 +1,4 @@
-"""Log how large the gradients are."""
+"""Log the norms of gradients."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Per = Literal["module", "parameter", "group", "optimizer"]
 
 
 class GradientNormMonitor(Callback):
-    """Log the norm of the gradients of an update whose values are recorded, before clipping.
+    """Log the norm of the gradients, before clipping, at updates whose values are recorded.
 
-    ``grad_norm`` is that of all gradients as one vector, of the whole window and all processes,
-    unscaled: what ``max_grad_norm`` is compared with. The parts of it are named
-    ``grad_norm/<part>``. Nothing is computed at other updates, and the device is not waited for. An
-    update that fp16 skips for overflow has an infinite norm or NaN.
+    ``grad_norm`` is the norm of all gradients as one vector, over the whole window and all
+    processes, unscaled: the value that ``max_grad_norm`` limits. Norms of parts are named
+    ``grad_norm/<part>``. Nothing is computed at other updates, and nothing waits for the device. An
+    update that fp16 skips because of overflow has an infinite or NaN norm.
 
     Args:
         per: Also log the norm of the parameters below each ``"module"``, of each ``"parameter"``,
             of each ``"optimizer"``, or of each ``"group"`` of the optimizers (its ``"name"``, or
             ``pg1``, ``pg2``, … as `LearningRateMonitor` calls them; with several optimizers
             ``<optimizer>/pg1``, …).
-        depth: How many names of a path make a module: 1 is ``"net"``, 2 is ``"net.0"``. The
-            module's own parameters have their own name.
+        depth: How many components of the path name a module: 1 for ``"net"``, 2 for ``"net.0"``.
+            Parameters that the root module holds itself are named after themselves.
         norm_type: The order of the norm; ``inf`` is the largest magnitude.
 
     Raises:
-        ValueError: An argument makes no sense; in ``fit``, if the module optimises manually.
+        ValueError: An argument is invalid; in ``fit``, if the module uses manual optimisation.
     """
 
     def __init__(
@@ -59,29 +59,29 @@ class GradientNormMonitor(Callback):
         """Refuse manual optimisation, where no hook sees all gradients of an update."""
         if not module.automatic_optimization:
             raise ValueError(
-                "GradientNormMonitor has no place in manual optimisation, where training_step uses "
-                "each gradient as it likes. Log there what self.clip_gradients(...) returns."
+                "GradientNormMonitor does not support manual optimisation, where training_step "
+                "decides what to do with each gradient. Log what self.clip_gradients(...) returns."
             )
 
     def on_before_optimizer_step(
         self, trainer: Trainer, module: TrainModule, optimizer: Optimizer
     ) -> None:
-        """Log, where the values of this update will be recorded; once for all optimizers."""
+        """Log the norms if this update's values will be recorded; once for all optimizers."""
         if not trainer.log_due or optimizer is not trainer.optimizers[0]:
             return
         norms = _norms(module.parameters(), self.norm_type)
-        if not norms:  # an optimizer that updates during backward leaves none
+        if not norms:  # an optimizer that updates during backward leaves no gradients
             return
         values = {"grad_norm": self._together(norms.values())}
         for part, members in self._parts(trainer, module).items():
             if own := [norms[id(member)] for member in members if id(member) in norms]:
                 values[f"grad_norm/{part}"] = self._together(own)
         for name, value in values.items():
-            # All processes have the same gradients: their maximum is exact where a mean may round.
+            # All processes have the same gradients: a maximum is exact where a mean may round.
             module.log(name, value, on_step=True, on_epoch=False, reduce="max")
 
     def _together(self, norms: Iterable[Tensor]) -> Tensor:
-        """The norm of vectors joined, of their norms."""
+        """Return the norm of the concatenation of vectors, given the norm of each."""
         first, *others = norms
         together = torch.stack([first, *(norm.to(first) for norm in others)])
         norm: Tensor = torch.linalg.vector_norm(together, self.norm_type)
@@ -109,7 +109,7 @@ class GradientNormMonitor(Callback):
 
 
 def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
-    """The norm of each parameter's gradient, in at least float32, by the parameter's identity."""
+    """Return the norm of each parameter's gradient, in at least float32, by the parameter's id."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""How far a run has come, and how often something is due."""
+"""The progress of a run, and how often something is due."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 Unit = Literal["steps", "epochs", "items", "seconds"]
 
-# unit as written (plural) -> unit of Progress, how many of those it is
+# unit as written (plural) -> unit of Progress, and how many of that it equals
 _UNITS: dict[str, tuple[Unit, int]] = {
     "steps": ("steps", 1),
     "epochs": ("epochs", 1),
@@ -44,7 +44,7 @@ def _parse_text(text: str) -> tuple[float, Unit]:
 
 
 class Progress(NamedTuple):
-    """How far a run has come, in every unit that an interval may count.
+    """The progress of a run, in every unit that an interval may count.
 
     Attributes:
         steps: Optimizer updates.
@@ -61,13 +61,13 @@ class Progress(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """How often something is due: ``every`` so many of ``unit``.
+    """How often something is due: once per ``every`` of ``unit``, such as 500 ``"steps"``.
 
-    Users write text or an int, see :meth:`parse`.
+    Users write a string or an int, see :meth:`parse`.
 
     Raises:
-        ValueError: If ``every`` is not a finite number above zero, is not whole where ``unit``
-            counts whole things (steps, items), or ``unit`` is unknown.
+        ValueError: If ``every`` is not a finite number above zero, is not whole for a ``unit`` of
+            steps or items, or ``unit`` is unknown.
     """
 
     every: float
@@ -97,7 +97,7 @@ class Interval:
                 ``"30 minutes"``, ``"2 hours"``.
 
         Raises:
-            ValueError: If the number or the unit makes no sense.
+            ValueError: If the number or the unit is invalid.
             TypeError: If ``value`` is none of these types.
         """
         if isinstance(value, Interval):
@@ -109,17 +109,17 @@ class Interval:
         if isinstance(value, str):
             return cls(*_parse_text(value))
         raise TypeError(
-            f"An interval is an int (steps) or a text, got {value!r} of type "
+            f"An interval is an int (steps) or a string, got {value!r} of type "
             f"{type(value).__name__}. Write for example {_EXAMPLES}."
         )
 
     def due(self, before: Progress, now: Progress) -> bool:
-        """Whether a multiple of the interval lies in ``(before, now]``.
+        """Return whether a multiple of the interval lies in ``(before, now]``.
 
-        A multiple that a check came too late for is due at the next check, once. By the clock,
-        ``before`` is the moment of the last action, so that none is lost between two checks.
+        A multiple that was passed between two checks is due once, at the later one. ``before`` is
+        the progress at the previous check, or when this was last due.
         """
-        if self.unit == "steps":  # which is asked at every update, as whole epochs are
+        if self.unit == "steps":  # a fast path, as the next one: these are asked at every update
             return before.steps // self.every < now.steps // self.every
         if self.unit == "epochs" and self.every == 1:
             return before.epochs // 1 < now.epochs // 1

@@ -1,4 +1,4 @@
-"""A callback made of functions."""
+"""A callback made from functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from callbacks.base import Callback
 
-# What the loop calls with the trainer; the others say what a checkpoint holds.
+# The methods that the loop calls with the trainer; the others handle the state in checkpoints.
 HOOKS = tuple(
     name
     for name, method in vars(Callback).items()
@@ -20,15 +20,15 @@ HOOKS = tuple(
 class LambdaCallback(Callback):
     """Call a function at a hook, without a class: ``LambdaCallback(on_train_end=function)``.
 
-    A function takes what the hook of its name takes in :class:`Callback`: the trainer, the module,
-    and whatever the hook has besides. It keeps no state in checkpoints.
+    A function takes the arguments of the :class:`Callback` hook of its name: the trainer, the
+    module, and any others that the hook has. Checkpoints hold no state of this callback.
 
     Args:
         **hooks: A function for each hook, by the hook's name.
 
     Raises:
-        ValueError: There is no hook of that name, or none is given.
-        TypeError: What is given for a hook cannot be called.
+        ValueError: There is no hook of that name, or no hook is given.
+        TypeError: The value given for a hook cannot be called.
     """
 
     def __init__(self, **hooks: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _group_names(optimizer_name: str, groups: list[dict[str, Any]]) -> list[str]:
-    """One name per parameter group; a group's own ``"name"`` wins over its number."""
+    """Return one name per parameter group; a group's own ``"name"`` replaces its number."""
     if len(groups) == 1 and "name" not in groups[0]:
         return [optimizer_name]
     own = [str(group.get("name", f"pg{index}")) for index, group in enumerate(groups, start=1)]
@@ -32,13 +32,13 @@ def _momentum(group: dict[str, Any]) -> Any:
 
 
 class LearningRateMonitor(Callback):
-    """Log every parameter group's learning rate whenever the update's values are recorded.
+    """Log every parameter group's learning rate at updates whose values are recorded.
 
-    A value is named ``lr-<optimizer>``: by the ``"name"`` that ``configure_optimizers`` gives it,
-    else by its class, with ``-1``, ``-2`` for further ones of that class; and ``/pg1``, ``/pg2``
-    (or the group's ``"name"``) for several groups. The ``"name"`` of a scheduler in a dict of its
-    own takes the place of ``lr-<optimizer>``. What step *n* records is the rate after *n* ticks of
-    the schedule.
+    A value is named ``lr-<optimizer>``, where the optimizer is named by the ``"name"`` that
+    ``configure_optimizers`` gives it, else by its class, with ``-1``, ``-2`` for further ones of
+    that class. With several groups, ``/pg1``, ``/pg2`` (or the group's ``"name"``) is added. A
+    ``"name"`` in the scheduler's own dict replaces ``lr-<optimizer>``. The record of step *n* has
+    the rate after *n* ticks of the schedule.
 
     Args:
         log_momentum: Also log ``<name>-momentum`` (``betas[0]`` where the optimizer has betas).
@@ -50,14 +50,16 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Log, where the values of this update will be recorded."""
+        """Log the rates if this update's values will be recorded."""
         if not trainer.log_due:
             return
+        # All processes have the same rates. A mean is reduced with the other values: of rank 0
+        # alone, since a mean of several may round; with weight 1, since a batch may have no items.
+        weight = float(trainer.accelerator.is_main_process)
         for name, value in self._values(trainer).items():
             # an optimizer that keeps its rate in a tensor changes it in place later
             value = value.detach().clone() if isinstance(value, Tensor) else float(value)
-            # All processes have the same: a mean may round, and is none over a batch without items.
-            module.log(name, value, on_step=True, on_epoch=False, reduce="max")
+            module.log(name, value, on_step=True, on_epoch=False, batch_size=weight)
 
     def _values(self, trainer: Trainer) -> dict[str, Any]:
         custom = {
@@ -71,7 +73,7 @@ class LearningRateMonitor(Callback):
             optimizer = getattr(prepared, "optimizer", prepared)
             name = custom.get(id(optimizer), f"lr-{own}")
             seen[name] += 1
-            if seen[name] > 1:  # of schedules
+            if seen[name] > 1:  # several schedules of one name
                 name = f"{name}-{seen[name] - 1}"
             groups = prepared.param_groups
             for key, group in zip(_group_names(name, groups), groups, strict=True):

@@ -1,4 +1,4 @@
-"""Record who holds a CUDA device's memory."""
+"""Record what holds the memory of a CUDA device."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class MemorySnapshot(Callback):
     """Record the history of a CUDA device's memory for a few updates of a ``fit``, and write it.
 
     The file ``memory-step-00000005-rank-00000.pickle`` is for https://docs.pytorch.org/memory_viz,
-    which shows every allocation with the lines of the source that made it. It is written by torch;
-    no program of ours reads it. If memory runs out while the history is recorded, it is written as
-    ``memory-…-oom.pickle``: with ``steps=None`` at any time of the run.
+    which shows every allocation with the source lines that made it. It is written by torch and
+    never read by Cadence. If memory runs out during the recording, the history is written to
+    ``memory-…-oom.pickle``; with ``steps=None`` that can be at any time of the run.
 
-    Only CUDA's allocator keeps such a history: on other devices the log says so once, and nothing
-    is recorded, so that a script can be tried anywhere. With ``fast_dev_run`` nothing is recorded.
+    Only CUDA's allocator keeps such a history: on other devices one warning says so and nothing is
+    recorded, so that a script can be tried anywhere. With ``fast_dev_run`` nothing is recorded.
 
     Args:
         dirpath: The folder, by default ``memory`` in the Trainer's ``project_dir``.
-        skip_steps: Updates of this start to leave alone first.
+        skip_steps: Updates of this start to skip before the recording.
         steps: Updates to record. None records up to the end and writes only if memory runs out.
-        all_ranks: Record every process, each into a file of its own; else the main process alone.
-        max_entries: Allocations and releases to keep, the newest; each takes some hundred bytes of
-            the host's memory.
+        all_ranks: Record every process, each to its own file; otherwise only the main process.
+        max_entries: How many allocations and releases to keep, the newest; each takes some hundred
+            bytes of host memory.
 
     Attributes:
         snapshots: The files that this process has written.
 
     Raises:
-        ValueError: If a number makes no sense.
+        ValueError: If a number is invalid.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class MemorySnapshot(Callback):
         self.dirpath = dirpath
         self.skip_steps, self.steps = skip_steps, steps
         self.all_ranks = all_ranks
-        self.max_entries = int(max_entries)  # as torch wants it
+        self.max_entries = int(max_entries)  # torch requires an int
         self.snapshots: list[Path] = []
         self._active = self._recording = False
         self._updates = 0
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """See whether there is anything to record."""
+        """Check whether the memory can be recorded here."""
         accelerator = trainer.accelerator
         self.snapshots, self._updates = [], 0
         self._active = not trainer.fast_dev_run and (self.all_ranks or accelerator.is_main_process)
@@ -75,14 +75,14 @@ class MemorySnapshot(Callback):
             self._active = False
             if accelerator.is_main_process:
                 logger.warning(
-                    "MemorySnapshot records the memory of CUDA devices; this run is on %s, and "
+                    "MemorySnapshot records the memory of CUDA devices only; this run is on %s, so "
                     "nothing is recorded.",
                     accelerator.device,
                 )
         self._record_if_due()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """An update is over."""
+        """Count an update, and start or stop recording if due."""
         if not self._active:
             return
         self._updates += 1
@@ -92,23 +92,23 @@ class MemorySnapshot(Callback):
         self._record_if_due()
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Write what the end of the run has cut off."""
+        """Write a recording that the end of the run cut short."""
         if self._recording and self.steps is not None and self._updates > self.skip_steps:
             self._write(trainer, "")
         self._stop()
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Likewise where a signal ends it, which comes in the place of a boundary."""
+        """Count the update, in place of a boundary, and write a recording that was cut short."""
         self.on_boundary(trainer, module)
         self.on_train_end(trainer, module)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """Write how the memory ran out."""
+        """Write the history if memory ran out."""
         if self._recording and isinstance(exception, torch.OutOfMemoryError):
             self._write(trainer, "-oom")
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         self._stop()
 
     def _record_if_due(self) -> None:
@@ -129,4 +129,4 @@ class MemorySnapshot(Callback):
         name = f"memory-step-{trainer.global_step:08d}-rank-{rank:05d}{suffix}.pickle"
         torch.cuda.memory._dump_snapshot(str(folder / name))
         self.snapshots.append(folder / name)
-        logger.info("The history of the memory is in %s.", folder / name)
+        logger.info("The memory history is in %s.", folder / name)

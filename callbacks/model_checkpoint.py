@@ -1,4 +1,4 @@
-"""When a run is saved, and which of its checkpoints stay."""
+"""When to save a run, and which of its checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The names that are ranked with their scores, the newest, and those not wanted any more.
+# The ranked names with their scores, the newest names, and those no longer wanted.
 _Decisions = tuple[dict[str, float], list[str], list[str]]
 
 
@@ -32,29 +32,29 @@ def _name_at(step: int) -> str:
 class ModelCheckpoint(Callback):
     """Save when due; keep the best, the newest, and nothing else that it wrote.
 
-    It acts in ``on_boundary`` and decides only; the Trainer writes. A checkpoint is ranked if the
-    metric was reduced at the very update that it holds (let ``every`` be a multiple of
-    ``val_every``); otherwise, and where the value is not finite, it is only among the newest. Of
-    equal ones the earlier stays. What a save displaces is removed after the save is committed. The
-    final update is saved by the same rules even where it is not due.
+    It acts in ``on_boundary`` and only decides; the Trainer writes. A checkpoint is ranked if the
+    metric was reduced at the very update that it holds (make ``every`` a multiple of ``val_every``)
+    and is finite; otherwise it only counts among the newest. Of equal ones the earlier stays. What
+    a save displaces is removed after the save is committed. The final update is saved by the same
+    rules even if no save is due.
 
     Args:
         monitor: Name of the metric that ranks the checkpoints. None ranks the newest first.
         mode: ``min`` if smaller is better, ``max`` if larger is.
         every: When to save, an interval such as ``"1 epoch"``, ``500`` or ``"30 minutes"``.
         save_top_k: How many of the best to keep; -1 keeps every checkpoint, 0 none for its rank.
-        save_last: Save whenever due, whatever the rank, and keep so many of the newest; True is 1.
+        save_last: Save whenever due, whatever the rank, and keep this many newest ones; True is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked: the run
-            that goes on from it ranks the update itself, and removes it if it would not be kept.
-        on_exception: Save the weights of a process that fails, for a look at them, as
-            ``exception-<step>-rank-<rank>``. No run goes on from them.
-        save_weights_only: Leave out what a run needs to go on; ``ckpt_path="auto"`` and ``"last"``
-            pass such checkpoints over, and are an error where there are no others.
-        background: Write while the training goes on: the update that saves waits only until the
-            state is copied to memory of the host. The checkpoint is there a little later, at the
-            latest when the next is due or `fit` ends.
-        on_save_error: What a save that fails does, a full disk for example: ``raise`` ends the run,
-            ``warn`` tells it in the log and keeps what an earlier save has left.
+            that resumes from it ranks the update itself, and removes it if it would not be kept.
+        on_exception: Save the weights of a process that fails, for inspection, as
+            ``exception-<step>-rank-<rank>``. No run resumes from them.
+        save_weights_only: Leave out what a run needs to resume; ``ckpt_path="auto"`` and ``"last"``
+            skip such checkpoints, and are an error if there are no others.
+        background: Write while training continues: the update that saves waits only until the state
+            is copied to host memory. The checkpoint is complete a little later, at the latest when
+            the next is due or `fit` ends.
+        on_save_error: What happens if a save fails, on a full disk for example: ``raise`` ends the
+            run, ``warn`` logs a warning and keeps the checkpoints that exist.
         dirpath: Folder of the checkpoints, by default the Trainer's. Two instances in one run need
             two folders.
 
@@ -62,12 +62,12 @@ class ModelCheckpoint(Callback):
         directory: The folder in use, None before ``fit``.
 
     Raises:
-        ValueError: If an argument makes no sense, if two instances share a folder, and during
-            ``fit`` if the metric is never logged.
+        ValueError: If an argument is invalid, if two instances share a folder, and during ``fit``
+            if the metric is never logged.
     """
 
     runs_last: ClassVar[bool] = True
-    decides_by: ClassVar[tuple[str, ...]] = (  # what all processes must have alike
+    decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes
         "monitor",
         "every",
         "save_top_k",
@@ -122,10 +122,10 @@ class ModelCheckpoint(Callback):
         # All names are relative to the directory, so that a project may move.
         self._scores: dict[str, float] = {}  # the k best, best first
         self._newest: list[str] = []  # oldest first
-        self._displaced: list[str] = []  # not wanted any more, but perhaps still there
+        self._displaced: list[str] = []  # no longer wanted, but perhaps still on disk
         self._before: _Decisions | None = None  # until the latest save is known to have succeeded
-        self._saving: Path | None = None  # that save
-        self._handled: Progress | None = None  # the last boundary that was looked at
+        self._saving: Path | None = None  # the path of that save
+        self._handled: Progress | None = None  # at the last boundary
         self._restored = False
         self._training = False
 
@@ -151,15 +151,15 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with what tells two of a run apart; a resumed run may change the rest."""
+        """The name of the class with what identifies the instance, even in a resumed run."""
         ranked = f"{self.monitor.name}, {self.monitor.mode}" if self.monitor else "newest"
         # Not the folder's whole path: a project may move.
         folder = "" if self.dirpath is None else f", in {Path(self.dirpath).name}"
         return f"{super().state_key}({ranked}{folder})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The decisions so far, with names relative to the directory."""
-        # Only the unit that counts: the clock of other runs differs, their decisions must not.
+        """Return the decisions so far, with names relative to the directory."""
+        # Only the unit of `every`: the clocks of runs differ, but their decisions must not.
         unit = self.every.unit
         return {
             "scores": dict(self._scores),
@@ -169,7 +169,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the decisions in ``state``."""
+        """Restore the decisions in ``state``."""
         self._scores = self._rank(state["scores"])
         self._newest = list(state["newest"])
         self._displaced = list(state["displaced"])
@@ -179,7 +179,7 @@ class ModelCheckpoint(Callback):
         self._restored = True
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Settle the folder."""
+        """Choose the folder."""
         if stage != "fit":
             return
         self.directory = Path(self.dirpath or trainer.checkpoint_dir).expanduser()
@@ -196,17 +196,17 @@ class ModelCheckpoint(Callback):
                 )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take up the decisions of the run that goes on, or begin anew."""
+        """Continue from the decisions of the run that resumes, or forget those of another run."""
         if trainer.batches_seen == 0 or not self._restored:
             self._scores, self._newest, self._displaced, self._handled = {}, [], [], None
         else:
             here = _name_at(trainer.global_step)
             if here not in self._newest and here not in self._scores:
-                # Saved at a signal, behind the save of another callback that is gone on from.
+                # Saved at a signal, for this start alone.
                 self._displaced = sorted({*self._displaced, here})
             self._forget_missing(trainer)
-            # A run that died between a commit and the removal of what it displaced; but never the
-            # checkpoint that this one goes on from.
+            # The run may have died between a commit and the removal of what it displaced. Never
+            # remove the checkpoint from which this one resumes.
             for displaced in self._displaced:
                 if displaced != here:
                     trainer.remove_checkpoint(self._path(displaced))
@@ -222,33 +222,31 @@ class ModelCheckpoint(Callback):
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
-        if self.monitor is not None:  # also where nothing is due: a wrong name shows early
+        if self.monitor is not None:  # even if no save is due: a wrong name shows early
             self.monitor.read(trainer)
         if self.every.due(before, self._handled):
             self._save(trainer, self._score(trainer))
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Save, for the next start alone."""
+        """Save a checkpoint, only for the next start to resume from."""
         self._settle(trainer)
         if not self.saves_on_preemption or self.save_weights_only or trainer.fast_dev_run:
             return
         name = _name_at(trainer.global_step)
-        if name not in self._newest and name not in self._scores:
-            self._displaced = sorted({*self._displaced, name})
         path = trainer.save_checkpoint(self._path(name), required=self.on_save_error == "raise")
         if path is not None:
-            with suppress(OSError):  # whoever read it may have ended by the same Ctrl-C
+            with suppress(OSError):  # the same Ctrl-C may have ended the reader of the output
                 trainer.accelerator.print(
-                    f"Saved to {path}; fit(ckpt_path='auto') goes on from there."
+                    f"Saved to {path}; fit(ckpt_path='auto') resumes from there."
                 )
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """Save this process's weights, if asked for; not where somebody wants the end at once."""
+        """Save this process's weights if asked for, unless the run was interrupted."""
         if self.saves_on_exception and self._training:
             save_weights_at(exception, trainer, self._path(""))
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """The stage is over."""
+        """Stop saving at exceptions."""
         self._training = False
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -258,8 +256,8 @@ class ModelCheckpoint(Callback):
         self._settle(trainer)
         if self.monitor and self.save_top_k and not self._scores and trainer.global_step > 0:
             logger.warning(
-                "No checkpoint was ranked by %r: at no update was it reduced and a save due (every "
-                "%s), or it was not finite. Let every be a multiple of val_every.",
+                "No checkpoint was ranked by %r: it was never reduced when a save was due (every "
+                "%s), or it was not finite. Make every a multiple of val_every.",
                 self.monitor.name,
                 self.every,
             )
@@ -270,13 +268,13 @@ class ModelCheckpoint(Callback):
         return self.directory / name
 
     def _rank(self, scores: dict[str, float]) -> dict[str, float]:
-        """Sorted best first; of equals the older one, which is the one already on disk."""
+        """Return the scores sorted best first; of equals the older, which is already on disk."""
         by_age = sorted(scores.items())
         falling = self.monitor is None or self.monitor.mode == "max"
         return dict(sorted(by_age, key=lambda entry: entry[1], reverse=falling))
 
     def _score(self, trainer: Trainer) -> float | None:
-        """What ranks a checkpoint of this update; None if it cannot be ranked."""
+        """Return the score of a checkpoint of this update, or None if it cannot be ranked."""
         if self.monitor is None:
             return float(trainer.global_step)
         value = self.monitor.read(trainer)
@@ -300,7 +298,7 @@ class ModelCheckpoint(Callback):
             ours = {*self._scores, *self._newest, *self._displaced}
             kept = {*scores, name, *(newest if self.save_last else [])}
             self._displaced = sorted(ours - kept)
-        else:  # what a signal saved at this very update is now saved to stay
+        else:  # a checkpoint that a signal saved at this very update is now kept
             self._displaced = [each for each in self._displaced if each != name]
         self._scores, self._newest = scores, newest
         self._saving = self._path(name)
@@ -315,7 +313,7 @@ class ModelCheckpoint(Callback):
             self._settle(trainer)
 
     def _settle(self, trainer: Trainer) -> None:
-        """Wait for the latest save; one that failed decides nothing."""
+        """Wait for the latest save, and undo its decisions if it failed."""
         before, self._before = self._before, None
         if before is None:
             return
@@ -325,9 +323,9 @@ class ModelCheckpoint(Callback):
             self._scores, self._newest, self._displaced = before
 
     def _forget_missing(self, trainer: Trainer) -> None:
-        """Forget checkpoints that are not there: the run may go on in another folder.
+        """Forget checkpoints that do not exist: the run may resume in another folder.
 
-        A folder counts as missing if any rank lacks it, so that all ranks go on deciding alike.
+        A folder counts as missing if any rank lacks it, so that all ranks decide alike.
         """
         names = sorted({*self._scores, *self._newest, *self._displaced})
         lacking = torch.tensor([float(not self._path(name).is_dir()) for name in names])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter; 0 as long as a lazy module has not seen its input."""
+    """Return the size of the whole parameter; 0 while a lazy module has not seen its input."""
     if is_lazy(parameter):
         return 0
     # DeepSpeed's stage 3 leaves an empty tensor here and the whole size in ds_numel
@@ -58,7 +58,7 @@ def _rows(module: nn.Module, max_depth: int, flops: Flops | None) -> Iterator[Ro
 
 
 def _table(rows: list[Row]) -> list[str]:
-    """Lines with columns of one width; the numbers' are flush right."""
+    """Return lines with aligned columns; those of numbers are flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     signs = "<<><>"
     columns = list(zip(signs, widths, strict=False))  # without FLOPs one sign is left over
@@ -70,22 +70,22 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def summarize(module: nn.Module, max_depth: int = 1, flops: Flops | None = None) -> str:
-    """A table of the parts of ``module`` with their numbers of parameters, and the totals.
+    """Return a table of the submodules of ``module`` with their parameter counts, and the totals.
 
-    A row counts everything below it. A parameter that several parts share (tied weights) is in the
-    row of each but once in the totals.
+    A row counts everything below it. A parameter that several submodules share (tied weights) is
+    counted in the row of each, but once in the totals.
 
     Args:
         module: Any module.
         max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
-        flops: What :func:`callbacks.flops.flops_of` counted, for a column more: the operations of
-            each part that was called, an addition and a multiplication being two.
+        flops: What :func:`callbacks.flops.flops_of` counted. It adds a column: the operations of
+            each submodule that was called, an addition and a multiplication counted as two.
 
     Raises:
         ValueError: If ``max_depth`` is less than -1.
     """
     if max_depth < -1:
-        raise ValueError(f"max_depth must be -1 (all levels), 0 or a number, got {max_depth!r}.")
+        raise ValueError(f"max_depth must be -1 (all levels), 0 or more, got {max_depth!r}.")
     lines: list[str] = []
     if max_depth != 0:
         head = ("Name", "Type", "Parameters", "Trainable", *(() if flops is None else ("FLOPs",)))
@@ -112,14 +112,14 @@ class ModelSummary(Callback):
     Args:
         max_depth: Levels of nesting to show; 0 shows the totals alone, -1 every level.
         flops: Count the floating-point operations of the first batch's forward pass, up to its
-            first backward, in all and by module, and print the table then. Nothing runs a second
-            time, and no number changes; that batch alone runs without the graphs of
-            ``torch.compile``. Each process counts its own batch, the first one prints. What a
-            custom kernel does is not seen, and named; an operation outside any module's call is in
-            the total alone.
+            first backward, in total and by module, and print the table then. Nothing runs a second
+            time, and no result changes; only that batch runs without the graphs of
+            ``torch.compile``. Each process counts its own batch, the main one prints. Custom
+            kernels are not counted, but named; an operation outside any module's call is only in
+            the total.
 
     Attributes:
-        flops: What was counted, a :class:`callbacks.flops.Flops`; None before.
+        flops: The counts, a :class:`callbacks.flops.Flops`; None before.
 
     Raises:
         ValueError: If ``max_depth`` is less than -1.
@@ -127,7 +127,7 @@ class ModelSummary(Callback):
 
     def __init__(self, max_depth: int = 1, *, flops: bool = False) -> None:
         if max_depth < -1:
-            raise ValueError(f"max_depth must be -1 (all), 0 or a number, got {max_depth!r}.")
+            raise ValueError(f"max_depth must be -1 (all levels), 0 or more, got {max_depth!r}.")
         self.max_depth = max_depth
         self.flops: Flops | None = None
         self._count_flops = flops
@@ -136,7 +136,7 @@ class ModelSummary(Callback):
         self._counting: Flops | None = None
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Print the table on the main process, unless FLOPs are to be in it."""
+        """Print the table on the main process, unless it waits for FLOPs."""
         self.flops = None
         self._due = self._count_flops
         if not self._due:
@@ -145,18 +145,18 @@ class ModelSummary(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count in the first batch."""
+        """Start counting in the first batch."""
         if self._due and self._counting is None:
             self._counting = self._contexts.enter_context(flops_of(module))
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """The forward pass is over: print the table."""
+        """Print the table, since the forward pass is over."""
         self._finish(trainer, module)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """So it is where nothing went backward."""
+        """Print the table if there was no backward pass."""
         self._finish(trainer, module)
 
     def _finish(self, trainer: Trainer, module: TrainModule) -> None:
@@ -166,7 +166,7 @@ class ModelSummary(Callback):
             self._print(trainer, module)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Print what is known where the first batch failed, or there was none."""
+        """Print the table without FLOPs if the first batch failed or there was none."""
         self._contexts.close()
         self._counting = None
         if self._due:
@@ -175,5 +175,5 @@ class ModelSummary(Callback):
     def _print(self, trainer: Trainer, module: TrainModule) -> None:
         self._due = False
         if trainer.accelerator.is_main_process:
-            # a bar may be on the line
+            # a progress bar may be on the line
             tqdm.write(summarize(module, self.max_depth, self.flops), file=sys.stdout)

@@ -1,4 +1,4 @@
-"""A metric that a decision hangs on, and which of its values is the better one."""
+"""A metric that a decision depends on, and which of its values is better."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Monitor:
-    """The metric ``name``, of which the smallest (``min``) or largest (``max``) value is best.
+    """The metric ``name``, whose smallest (``min``) or largest (``max``) value is best.
 
     Raises:
         ValueError: If ``name`` is empty or ``mode`` is neither ``min`` nor ``max``.
@@ -31,27 +31,27 @@ class Monitor:
             raise ValueError("monitor must name a logged metric, for example 'val/loss'; got ''.")
 
     def is_better(self, value: float, than: float, min_delta: float = 0.0) -> bool:
-        """Whether ``value`` beats ``than`` by more than ``min_delta``; NaN beats nothing."""
+        """Return whether ``value`` beats ``than`` by more than ``min_delta``; NaN beats nothing."""
         if math.isnan(value) or math.isnan(than):
             return not math.isnan(value)
         gain = than - value if self.mode == "min" else value - than
         return gain > min_delta
 
     def read(self, trainer: Trainer) -> float | None:
-        """The value if it was reduced at this very boundary, else None.
+        """Return the value if it was reduced at this very boundary, else None.
 
         Raises:
-            ValueError: If the metric was never logged although it had its chance: an epoch has just
-                ended and, where validations are to come, one has run.
+            ValueError: If the metric should have been logged by now but never was: an epoch has
+                just ended and, if the fit has validations, one has run.
         """
         metrics = trainer.callback_metrics
         if self.name in metrics:
             fresh = trainer.metric_updates.get(self.name) == trainer.global_step
             return float(metrics[self.name]) if fresh else None
         if self.name in trainer.logged_names:
-            return None  # logged on the step: it is there at the next log interval
+            return None  # logged per step: its value arrives at the next log interval
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
-            of_epoch = f"{self.name}_epoch"  # its name where there is one of the step beside it
+            of_epoch = f"{self.name}_epoch"  # its name if the step's value is logged too
             near = [of_epoch] if of_epoch in metrics else []
             near = near or difflib.get_close_matches(self.name, metrics, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Keep the weights of a process that fails."""
+"""Save the weights of a process that fails."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class OnExceptionCheckpoint(Callback):
-    """Save the weights of each process in which the training fails, for a look at them.
+    """Save the weights of each process in which training fails, for inspection.
 
-    They go to ``exception-<step>-rank-<rank>`` as that process has them, which may be in the middle
-    of an update. No run goes on from them: that is for the checkpoints that a `ModelCheckpoint`
-    keeps, beside which this may stand, and whose ``on_exception=True`` does the same in its folder.
-    An interrupt is no failure: the run is saved then.
+    They are saved to ``exception-<step>-rank-<rank>`` as that process has them, possibly in the
+    middle of an update. No run resumes from them: that is what the checkpoints of `ModelCheckpoint`
+    are for, which can be used as well, and whose ``on_exception=True`` does the same in its own
+    folder. An interrupt is not a failure: then the run itself is saved.
 
     Args:
-        dirpath: Where they go; the run's checkpoints folder unless given.
+        dirpath: The folder, by default the run's checkpoints folder.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
@@ -32,7 +32,7 @@ class OnExceptionCheckpoint(Callback):
         self._training = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """From here on there is something to look at."""
+        """Save at exceptions from here on."""
         self._training = True
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -42,12 +42,12 @@ class OnExceptionCheckpoint(Callback):
             save_weights_at(exception, trainer, folder)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """The stage is over."""
+        """Stop saving at exceptions."""
         self._training = False
 
 
 def save_weights_at(exception: BaseException, trainer: Trainer, folder: Path) -> None:
-    """Save this process's weights; not where somebody wants the end at once."""
+    """Save this process's weights, unless it was interrupted and should end at once."""
     if not isinstance(exception, Exception) or trainer.fast_dev_run:
         return
     rank = trainer.accelerator.process_index

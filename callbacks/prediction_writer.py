@@ -14,24 +14,25 @@ WriteInterval = Literal["batch", "epoch"]
 
 
 class PredictionWriter(Callback):
-    """Write what ``predict_step`` returns, each process its own, in the order of the loader.
+    """Write what ``predict_step`` returns, from each process, in the order of the loader.
 
-    With it ``Trainer.predict`` returns None unless ``return_predictions=True``: memory stays that
-    of one batch, whatever the number of samples, and nothing but sizes travels between processes.
+    With this callback, ``Trainer.predict`` returns None unless ``return_predictions=True``: memory
+    stays that of one batch, whatever the number of samples, and processes exchange only sizes.
 
-    A prediction is a tensor, or containers of tensors, numpy arrays and lists of plain values (for
-    texts), each with one row or entry a sample. Tensors and arrays go to ``*.safetensors``, under
-    their keys joined by dots, or ``predictions`` where there is only one; lists to ``*.jsonl``, one
-    object a sample. Row *i* belongs to sample *i* of the loader, on any number of processes. Files
-    appear whole; of a prediction that fails there are no merged files. Several loaders have folders
-    of their own, ``dataloader_idx_0`` and so on. With ``fast_dev_run`` nothing is written.
+    A prediction is a tensor, or containers of tensors, NumPy arrays and lists of plain values (for
+    texts), each with one row or entry per sample. Tensors and arrays go to ``*.safetensors``, under
+    their keys joined by dots, or ``predictions`` if there is only one; lists to ``*.jsonl``, one
+    object per sample. Row *i* belongs to sample *i* of the loader, on any number of processes.
+    Files appear only when complete; a prediction that fails leaves no merged files. Each of several
+    loaders has its own folder, ``dataloader_idx_0`` and so on. With ``fast_dev_run`` nothing is
+    written.
 
     Args:
         dirpath: The folder, by default ``predictions`` in the Trainer's ``project_dir``.
-        write_interval: ``"epoch"``: at the end rank 0 merges what was streamed into
+        write_interval: ``"epoch"``: at the end, rank 0 merges what was streamed into
             ``predictions.safetensors`` and ``predictions.jsonl``, which needs a folder that all
-            processes share and rows of one shape. ``"batch"``: each batch is
-            ``batch-<number in the loader>.*``, there at once, and stays so.
+            processes share and rows of one shape. ``"batch"``: each batch is written at once to
+            ``batch-<number in the loader>.*``, and not merged.
         overwrite: Replace the predictions that are in the folder.
 
     Attributes:
@@ -40,7 +41,7 @@ class PredictionWriter(Callback):
     Raises:
         ValueError: ``write_interval`` is neither; in ``predict``, if the folder has predictions, or
             rows differ in shape.
-        TypeError: In ``predict``, if a prediction holds something else.
+        TypeError: In ``predict``, if a prediction holds anything else.
     """
 
     def __init__(
@@ -85,19 +86,19 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write one."""
+        """Write the predictions of one batch."""
         if self._files:
             ranks = trainer.accelerator.num_processes
             number = batch_idx * ranks + trainer.accelerator.process_index
             self._files[dataloader_idx].add(outputs, number)
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Merge them."""
+        """Finish the files, and merge them for ``"epoch"``."""
         while self._files:
             self._files[0].finish()
             self._files.pop(0)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Drop what a prediction that failed has streamed."""
+        """Discard what a failed prediction has streamed."""
         while self._files:
             self._files.pop().discard()

@@ -1,4 +1,4 @@
-"""Record what the processor and the accelerator do in a few updates, with torch's profiler."""
+"""Profile the CPU and the accelerator during a few updates, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
 
 class Profiler(Callback):
-    """Profile a few updates of a ``fit`` and write what was found.
+    """Profile a few updates of a ``fit`` and write the results.
 
-    The schedule counts updates of this start, each with all of its micro-batches, its data, and
-    what is due after it: ``wait`` are left alone, ``warmup`` warm the profiler up, ``active`` are
-    recorded; that ``repeat`` times. For every recording there are two files, named after the update
-    at its end: ``trace-step-00000005-rank-00000.json.gz`` for https://ui.perfetto.dev or
-    ``chrome://tracing``, and ``operators-….txt``, a table of the operators that took longest, which
-    is printed as well. Afterwards the profiler is off. A run that ends in the middle of a recording
-    writes what there is; one that fails leaves no profiler running and writes nothing. With
-    ``fast_dev_run`` nothing is recorded.
+    The schedule counts the updates of this start, each with all of its micro-batches, its data
+    loading and what is due after it: ``wait`` updates are skipped, ``warmup`` warm up the profiler
+    and ``active`` are recorded; this happens ``repeat`` times. Every recording makes two files,
+    named after its last update: ``trace-step-00000005-rank-00000.json.gz`` for
+    https://ui.perfetto.dev or ``chrome://tracing``, and ``operators-….txt``, a table of the
+    operators that took longest, which is printed as well. Afterwards the profiler is off. A run
+    that ends in the middle of a recording writes what there is; one that fails stops the profiler
+    and writes nothing. With ``fast_dev_run`` nothing is recorded.
 
     Args:
         dirpath: The folder, by default ``profile`` in the Trainer's ``project_dir``.
-        wait: Updates to leave alone before each recording: the first ones compile and allocate.
-        warmup: Updates that warm the profiler up, at least 1.
+        wait: Updates to skip before each recording: the first ones compile and allocate.
+        warmup: Updates that warm up the profiler, at least 1.
         active: Updates to record.
-        repeat: Recordings.
-        all_ranks: Record every process, each into files of its own; else the main process.
+        repeat: The number of recordings.
+        all_ranks: Record every process, each to its own files; otherwise only the main process.
         top_operators: Rows of the table.
-        record_shapes: Record the shapes of inputs, and tell operators apart by them.
+        record_shapes: Record the shapes of inputs, and group operators by them.
         profile_memory: Record what operators allocate.
-        with_stack: Record the lines of the source; slow.
+        with_stack: Record source lines; slow.
         with_flops: Estimate the FLOPs of matrix products and convolutions.
 
     Attributes:
         traces: The traces that this process has written.
 
     Raises:
-        ValueError: If a number makes no sense.
+        ValueError: If a number is invalid.
     """
 
     def __init__(
@@ -84,19 +84,19 @@ class Profiler(Callback):
         self._updates: int | None = None  # of this start; None where nothing is recorded
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Begin to count."""
+        """Start counting updates."""
         self.traces, self._updates = [], None
         if not trainer.fast_dev_run and (self.all_ranks or trainer.accelerator.is_main_process):
             self._updates = 0
             self._begin_if_due()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """An update is over."""
+        """Count an update, and start or stop the profiler if due."""
         if self._updates is None:
             return
         self._updates += 1
         if self._profile is not None:
-            # Where its own step fails it is in no state to be stopped.
+            # If its own step fails, the profiler is in no state to be stopped.
             running, self._profile = self._profile, None
             running.step()
             self._profile = running
@@ -105,20 +105,20 @@ class Profiler(Callback):
         self._begin_if_due()
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Write what the end of the run has cut off."""
+        """Write a recording that the end of the run cut short."""
         self._stop(trainer)
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
-        """Likewise where a signal ends it, which comes in the place of a boundary."""
+        """Count the update, in place of a boundary, and write a recording that was cut short."""
         self.on_boundary(trainer, module)
         self._stop(trainer)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Stop what an error left running."""
+        """Stop a profiler that an error left running."""
         self._stop(None)
 
     def _begin_if_due(self) -> None:
-        """Make a new profiler where a cycle's wait is over."""
+        """Start a new profiler when a cycle's wait is over."""
         cycle, place = divmod(self._updates or 0, self.wait + self.warmup + self.active)
         if place == self.wait and cycle < self.repeat:
             self._profile = profile(
@@ -128,7 +128,7 @@ class Profiler(Callback):
             self._profile.start()
 
     def _stop(self, trainer: Trainer | None) -> None:
-        """Stop, and with a trainer write what was recorded, if anything."""
+        """Stop the profiler and, given a trainer, write what was recorded, if anything."""
         if self._profile is not None:
             stopped, self._profile = self._profile, None
             stopped.stop()

@@ -1,4 +1,4 @@
-"""Show on the screen how far a run has come."""
+"""Show the progress of a run on the screen."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 
 
 class View(Protocol):
-    """One bar as it is seen; what it shows, and when, is for :class:`ProgressBar` to say."""
+    """One bar on the screen; :class:`ProgressBar` decides what it shows, and when."""
 
     def show(self, done: int, text: str) -> None:
-        """So many batches are done, and these are the metrics."""
+        """Show how many batches are done, and the metrics."""
 
     def close(self, done: int) -> None:
-        """It moves no more."""
+        """Close the bar, after this many batches."""
 
 
-# The name of a bar, its batches if known, and whether it stays on the screen when it is closed.
+# Takes a bar's name, its number of batches if known, and whether it stays on screen when closed.
 OpenView = Callable[[str, int | None, bool], View]
 
 
 def in_notebook() -> bool:
-    """Whether output goes to the cells of a notebook."""
+    """Return whether output goes to the cells of a notebook."""
     # a notebook has loaded IPython; nothing else needs it loaded
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython else None
@@ -41,13 +41,13 @@ def in_notebook() -> bool:
 
 
 class CellOutput:
-    """An output of the notebook's cell; what is shown next takes its place."""
+    """An output of a notebook cell, which is replaced each time."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def show(self, content: Any) -> None:
-        """Show a widget, or a dict of texts by their kinds."""
+        """Show a widget, or a dict of texts by MIME type."""
         from IPython.display import display
 
         raw = isinstance(content, dict)
@@ -58,26 +58,26 @@ class CellOutput:
 
 
 def _choose_tqdm(*, notebook: bool) -> tuple[type[tqdm[Any]], dict[str, Any]]:
-    """The kind of bar that can be shown here, and its own arguments.
+    """Return the class of the bar that can be shown here, and its own arguments.
 
     ``tqdm.auto`` makes the same choice, with warnings in a notebook.
     """
     from tqdm import tqdm
 
-    # The thread that tqdm would start redraws bars that have not moved; it outlives the bars.
+    # tqdm would start a thread that redraws bars that have not moved, and outlives them.
     ours: dict[str, Any] = {"monitor_interval": 0}
     if not notebook:
         return type("Bar", (tqdm,), ours), {}
     from tqdm import notebook as widgets
 
-    # that it is displayed is up to `_CellView`
-    if getattr(widgets, "IProgress", None) is not None:  # there are ipywidgets
+    # `_CellView` displays the bar
+    if getattr(widgets, "IProgress", None) is not None:  # ipywidgets is installed
         return type("Bar", (widgets.tqdm_notebook,), ours), {"display": False}
     return type("Bar", (tqdm,), ours | {"display": lambda *_: None}), {"gui": True}
 
 
 class _TqdmView:
-    """A bar of tqdm's."""
+    """A tqdm bar."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self._bar = bar
@@ -85,7 +85,7 @@ class _TqdmView:
 
     def show(self, done: int, text: str) -> None:
         if self._fresh and done > 1:
-            # a resumed epoch: what was done before must not count for the speed
+            # a resumed epoch: batches done before must not count towards the speed
             self._bar.initial = self._bar.n = self._bar.last_print_n = done - 1
         self._fresh = False
         self._bar.set_postfix_str(text, refresh=False)
@@ -98,11 +98,11 @@ class _TqdmView:
 
 
 class _CellView(_TqdmView):
-    """A bar of tqdm's in a notebook: a widget if there are ipywidgets, else text.
+    """A tqdm bar in a notebook: a widget if ipywidgets is installed, else text.
 
-    What stays of it is text: a widget lives in the kernel, and a page that is opened again, or on
-    another site, has an error in its place. On a cell's standard error there would be a line for
-    each time that two bars change turns.
+    What remains of it is text: a widget lives in the kernel, and a notebook that is reopened, or
+    shown elsewhere, has an error in its place. Standard error of the cell is not used: it would get
+    a new line whenever two bars alternate.
     """
 
     def __init__(self, bar: tqdm[Any]) -> None:
@@ -124,13 +124,13 @@ class _CellView(_TqdmView):
         self._write(gone=not self._bar.leave)
 
     def _write(self, *, gone: bool = False) -> None:
-        # whatever the terminal that the server runs in can show
+        # regardless of the terminal in which the server runs
         text = self._bar.format_meter(**{**self._bar.format_dict, "ncols": None, "ascii": False})
         self._output.show({"text/plain": "" if gone else text})
 
 
 class _NoBar:
-    """Stands in where nothing is shown."""
+    """Takes the place of a bar where nothing is shown."""
 
     done = 0
 
@@ -147,8 +147,8 @@ class _NoBar:
 class _Bar(_NoBar):
     """One bar, redrawn at most once every ``seconds``: only then are the metrics read.
 
-    ``lose`` is told why it cannot be shown any more: whoever closes the terminal wants no bar, but
-    may want the run.
+    ``lose`` is called with the error when the bar can no longer be shown: a closed terminal must
+    not end the run.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class _Bar(_NoBar):
         self._next_draw = monotonic() + self._seconds
 
     def close(self) -> None:
-        # no metrics here: after an error their device may not answer
+        # no metrics here: after an error their device may not respond
         try:
             self._view.close(self.done)
         except OSError as error:
@@ -190,12 +190,12 @@ class _Bar(_NoBar):
 class ProgressBar(Callback):
     """A bar for the epoch with its metrics, speed and remaining time, and one for each evaluation.
 
-    It shows what was logged with ``prog_bar=True``. A finished epoch stays on the screen, a
-    validation inside it does not. Nothing is shown on processes other than the main one, nor where
-    standard error is not a terminal and there is no notebook. In a notebook what stays is text.
+    It shows what was logged with ``prog_bar=True``. The bar of a finished epoch stays on the
+    screen, that of a validation inside it does not. Only the main process shows bars, and only
+    where standard error is a terminal, or in a notebook. There, a finished bar becomes text.
 
     Args:
-        refresh_rate: At most so many redraws a second; 0 shows nothing.
+        refresh_rate: The maximum number of redraws per second; 0 shows nothing.
 
     Raises:
         ValueError: If ``refresh_rate`` is negative.
@@ -217,12 +217,12 @@ class ProgressBar(Callback):
         self._open_view = self.choose_view() if show else None
 
     def choose_view(self) -> OpenView | None:
-        """What opens a bar in this place; None if nothing can be shown here.
+        """Return the function that opens a bar here; None if nothing can be shown.
 
-        Another look is a subclass with this method.
+        Override this to draw bars in another way.
         """
         notebook = in_notebook()
-        if not notebook and not sys.stderr.isatty():
+        if not notebook and not (sys.stderr and sys.stderr.isatty()):  # a service may have none
             return None
         kind, its_own = _choose_tqdm(notebook=notebook)
         view = _CellView if notebook else _TqdmView
@@ -247,26 +247,26 @@ class ProgressBar(Callback):
         except OSError as error:
             self._lose(error)
             return _NoBar()
-        # an evaluation inside an epoch has nothing to say about the metrics of the training
+        # the bar of an evaluation inside an epoch does not show the training metrics
         values = trainer.progress_values if leave else dict
         return _Bar(view, values, 1 / self.refresh_rate, self._lose)
 
     def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
-        self._train.draw()  # it stands still meanwhile, so let it show where
+        self._train.draw()  # it does not move meanwhile: show where it stands
         totals = trainer.num_eval_batches
         known = [total for total in totals if total is not None]
         total = sum(known) if len(known) == len(totals) else None
         self._evaluation = self._open(trainer, name, total, leave=leave)
 
     def _close(self) -> None:
-        """Close what is open, the inner bar first."""
+        """Close the open bars, the inner one first."""
         bars = (self._evaluation, self._train)
         self._evaluation = self._train = _NoBar()
         for bar in bars:
             bar.close()
 
     def _lose(self, error: OSError) -> None:
-        """Show nothing any more."""
+        """Show nothing from here on."""
         shown, self._open_view = self._open_view, None
         self._close()
         if shown is not None:
@@ -291,10 +291,10 @@ class ProgressBar(Callback):
         self._close()
 
     on_train_end = on_train_epoch_end  # the epoch may not be finished
-    on_preemption = on_train_epoch_end  # what a save says begins on a line of its own
+    on_preemption = on_train_epoch_end  # what a save prints begins on a new line
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """End the line, so that the error begins on its own."""
+        """Close the bars, so that the error begins on a new line."""
         self._close()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

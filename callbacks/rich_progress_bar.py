@@ -1,4 +1,4 @@
-"""Show on the screen how far a run has come, drawn by rich."""
+"""Show the progress of a run on the screen, drawn by rich."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
 
-_SPEED_OVER = 30.0  # seconds: long enough to be calm, short enough to follow the run
+_SPEED_OVER = 30.0  # seconds: long enough to be steady, short enough to follow the run
 _LINE_EVERY = 60.0  # seconds between the lines of one bar where there is no terminal
-_BAR = (10, 40)  # columns that the moving part takes at least and at most
+_BAR = (10, 40)  # the least and the most columns of the moving part
 _NOTEBOOK_COLUMNS = 100
 
 
 class _Row:
-    """What one bar says."""
+    """The contents of one bar."""
 
     def __init__(self, name: str, total: int | None, leave: bool) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class _Row:
         self.text = ""
         self.seconds = 0.0
         self._began = monotonic()
-        self._first = 0  # batches that were done before: a resumed epoch
+        self._first = 0  # batches done before the bar was opened, in a resumed epoch
         self._marks: deque[tuple[float, int]] = deque()
 
     def update(self, done: int, text: str) -> None:
@@ -44,25 +44,25 @@ class _Row:
         if not self.done:
             self._first = done - 1
             self._marks.append((0.0, self._first))
-        if done > self._marks[-1][1]:  # it may be drawn again where it stands
+        if done > self._marks[-1][1]:  # it may be redrawn without progress
             self._marks.append((self.seconds, done))
         self.done, self.text = done, text
         while len(self._marks) > 2 and self._marks[1][0] < self.seconds - _SPEED_OVER:
             self._marks.popleft()
 
     def finish(self, done: int) -> None:
-        """It moves no more: its speed is that of all its batches."""
+        """Freeze the bar, with the speed over all of its batches."""
         if done:
             self.done = done
             self._marks = deque([(0.0, self._first), (self.seconds, done)])
 
     def pause(self, seconds: float) -> None:
-        """Time that was another one's."""
+        """Leave out time that was spent on another bar."""
         self._began += seconds
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Its name, how much is done, how fast, and the time that it has taken and will take."""
+        """The name, how much is done, the speed, and the elapsed and remaining time."""
         count = str(self.done) if self.total is None else f"{self.done}/{self.total}"
         time = tqdm.format_interval(self.seconds)
         speed = ""
@@ -76,12 +76,12 @@ class _Row:
 
 
 def _taken(widths: list[int]) -> int:
-    """The columns of a terminal that the texts of a row take, with the spaces beside the bar."""
+    """Return the columns that the texts of a row take, with the spaces beside the bar."""
     return sum(widths) + len(widths) + 1
 
 
 class _Picture:
-    """Bars below each other and the metrics beside them, or below where there is no room."""
+    """Bars one below the other, with the metrics beside them, or below if there is no room."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self._rows = rows
@@ -125,17 +125,17 @@ class _Canvas(Protocol):
     """Where bars are drawn."""
 
     def draw(self, rows: list[_Row]) -> None:
-        """Show these."""
+        """Draw these rows in place of the last drawing."""
 
     def end(self, *, leave: bool) -> None:
-        """Let what was drawn last stay, or take it away; the next drawing is a new one."""
+        """Leave the last drawing or remove it; the next one goes to a new place."""
 
 
 class _Terminal:
     """The last lines of a terminal; what is printed meanwhile appears above them.
 
-    No thread redraws them, so that a debugger's prompt stays where it is. The cursor is never
-    hidden, so that a process that is killed leaves a sound terminal.
+    No thread redraws them, so that a debugger's prompt stays in place. The cursor is never hidden,
+    so that a killed process leaves the terminal intact.
     """
 
     def __init__(self, console: Console) -> None:
@@ -162,7 +162,7 @@ class _Terminal:
         self._console.show_cursor(True)
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
-            if stream.isatty():  # what goes to a file stays what it is
+            if stream.isatty():  # a redirected stream stays as it is
                 self._replaced.append((name, stream, _above(self._console, stream)))
         for name, old, new in self._replaced:
             setattr(sys, name, new)
@@ -177,7 +177,7 @@ class _Terminal:
         replaced, self._replaced = self._replaced, []
         try:
             for _, _, new in replaced:
-                new.flush()  # the beginning of a line that nobody ended
+                new.flush()  # an unfinished line
         finally:
             for name, old, new in replaced:
                 if getattr(sys, name) is new:
@@ -187,20 +187,20 @@ class _Terminal:
 
 
 def _above(console: Console, stream: Any) -> Any:
-    """A stream that writes above the bars what is meant for ``stream``."""
+    """Return a stream that writes what is meant for ``stream`` above the bars."""
     from rich.file_proxy import FileProxy
 
     class Above(FileProxy):
         @property
         def rich_proxied_file(self) -> Any:
-            """Itself: other consoles of rich must not write past it."""
+            """The stream itself, which other consoles of rich must not bypass."""
             return self
 
     return Above(console, stream)
 
 
 def _move_handlers(old: Any, new: Any) -> None:
-    """Let log handlers write to another stream: they keep that which they were made with."""
+    """Make log handlers write to ``new``: they keep the stream that they were created with."""
     loggers = [logging.root, *logging.Logger.manager.loggerDict.values()]
     handlers = {one for log in loggers if isinstance(log, logging.Logger) for one in log.handlers}
     for handler in handlers:
@@ -209,7 +209,7 @@ def _move_handlers(old: Any, new: Any) -> None:
 
 
 class _Notebook:
-    """An output of the cell that is replaced; it needs no widgets and is saved with the page."""
+    """A cell output that is replaced; it needs no widgets and is saved with the notebook."""
 
     def __init__(self) -> None:
         self._output = CellOutput()
@@ -239,7 +239,7 @@ class _Notebook:
 
 
 class _Lines:
-    """A line now and then where there is no terminal, and one for each bar that is over."""
+    """Plain lines where there is no terminal: one now and then, and one for each finished bar."""
 
     def __init__(self) -> None:
         self._row: _Row | None = None
@@ -263,7 +263,7 @@ class _Lines:
 
 
 class _Board:
-    """The bars that are open. The clock of one stands still while another one is open below it."""
+    """The open bars; the clock of a bar is paused while another one is open below it."""
 
     def __init__(self, canvas: _Canvas) -> None:
         self._canvas = canvas
@@ -274,7 +274,7 @@ class _Board:
         self._rows.append(row)
         try:
             self.draw()
-        except OSError:  # nobody will close it
+        except OSError:  # the caller has no view to close
             self._rows.remove(row)
             raise
         return _BoardView(row, self)
@@ -286,7 +286,7 @@ class _Board:
         if len(self._rows) == 1:
             try:
                 self.draw()
-            finally:  # the streams are put back where the terminal is gone too
+            finally:  # restore the streams even if the terminal is gone
                 self._rows.clear()
                 self._canvas.end(leave=row.leave)
             return
@@ -297,7 +297,7 @@ class _Board:
 
 
 class _BoardView:
-    """One of them."""
+    """One bar of a board."""
 
     def __init__(self, row: _Row, board: _Board) -> None:
         self._row = row
@@ -314,15 +314,15 @@ class _BoardView:
 
 
 class RichProgressBar(ProgressBar):
-    """What :class:`ProgressBar` shows, drawn by rich.
+    """Show what :class:`ProgressBar` shows, drawn by rich.
 
-    Beside the colours: metrics that do not fit beside the bar go on lines of their own, what is
-    printed or logged meanwhile appears above, the clock of an epoch stands still in a validation,
-    and a notebook needs no widgets. Where standard error is no terminal (a log file, CI) there is
-    a plain line for each finished bar, and one a minute. Needs the package rich.
+    Besides colours: metrics that do not fit beside the bar get lines of their own, what is printed
+    or logged meanwhile appears above the bars, the clock of an epoch is paused during validations,
+    and a notebook needs no widgets. Where standard error is not a terminal (a log file, CI), a
+    plain line is written for each finished bar, and one a minute. Needs the package rich.
 
     Args:
-        refresh_rate: At most so many redraws a second; 0 shows nothing.
+        refresh_rate: The maximum number of redraws per second; 0 shows nothing.
 
     Raises:
         ValueError: If ``refresh_rate`` is negative.
@@ -338,14 +338,16 @@ class RichProgressBar(ProgressBar):
             )
 
     def choose_view(self) -> OpenView | None:
-        """What opens a bar in this place."""
+        """Return the function that opens a bar here; None if nothing can be shown."""
         from rich.console import Console
 
         if in_notebook():
             return _Board(_Notebook()).open
+        if sys.stderr is None:  # as in a service, or where it was closed
+            return None
         console = Console(
             file=sys.stderr,
-            force_terminal=sys.stderr.isatty(),  # whatever variables of the environment say
+            force_terminal=sys.stderr.isatty(),  # whatever environment variables say
             force_interactive=True,
             force_jupyter=False,
             markup=False,

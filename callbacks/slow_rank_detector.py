@@ -27,11 +27,11 @@ class Slow(NamedTuple):
     """A process that is slower than the others.
 
     Attributes:
-        rank: Which.
-        host: On which machine.
-        work: At what: ``"data"`` or ``"forward"``.
-        seconds: Of one update.
-        others: The median of the other processes, in seconds.
+        rank: Its rank.
+        host: The name of its machine.
+        work: What it is slow at, ``"data"`` or ``"forward"``.
+        seconds: Its mean time per update for this work.
+        others: The median of the other processes' times, in seconds.
     """
 
     rank: int
@@ -41,17 +41,17 @@ class Slow(NamedTuple):
     others: float
 
     def __str__(self) -> str:
-        what = "waits for data" if self.work == "data" else "takes for a forward pass"
+        what = "waiting for data" if self.work == "data" else "in the forward pass"
         return (
-            f"rank {self.rank} on {self.host} {what} {self.seconds * 1e3:.1f} ms an update, "
-            f"the others {self.others * 1e3:.1f} ms"
+            f"rank {self.rank} on {self.host} spends {self.seconds * 1e3:.1f} ms per update "
+            f"{what}, the others {self.others * 1e3:.1f} ms"
         )
 
 
 class _Stopwatch:
-    """Sums up intervals: by the host's clock, or on the device's own time line.
+    """Sums up intervals, by the host's clock or by events of the accelerator.
 
-    On an accelerator two events are recorded for each; they are read when they have passed.
+    On an accelerator, two events are recorded for each interval and read once they have completed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class _Stopwatch:
         self._collect()
 
     def _collect(self) -> None:
-        """Take what has passed, without waiting for the rest."""
+        """Add the intervals that have completed, without waiting for the rest."""
         while self._passing:
             begun, ended = self._passing[0]
             if not self._events:
@@ -96,30 +96,29 @@ class _Stopwatch:
 
 
 class SlowRankDetector(Callback):
-    """Compare how long the processes take for what they do alone, and name the slow one.
+    """Compare how long processes take for their own work, and name the slow one.
 
-    All processes of a run are as fast as the slowest, so that their updates take equally long, and
-    the speed says nothing about who is to blame. Compared is what happens before they wait for each
-    other: the wait for data, and the forward pass (the backward pass ends in the reduction of
-    gradients). The forward pass is timed on the accelerator's own time line where there is one.
+    All processes of a run are as fast as the slowest: their updates take equally long, so the speed
+    does not show which one is to blame. What is compared happens before they wait for each other:
+    the wait for data, and the forward pass (the backward pass ends in the gradient all-reduce). On
+    an accelerator, the forward pass is timed with events.
 
-    Whenever an update's values are recorded, each process shares its mean times of an update
-    since the last record. ``slow_rank/data`` and ``slow_rank/forward`` are logged: the
-    slowest process's time ÷ the median of the others'. Where that exceeds ``threshold``, and the
-    difference is worth it, ``patience`` records in a row, the log names rank, machine, and work.
-    With one process nothing happens. On an accelerator the numbers are compared at the next record,
-    so that nobody waits for them.
+    Whenever an update's values are recorded, each process shares its mean times per update since
+    the last record. ``slow_rank/data`` and ``slow_rank/forward`` are logged: the slowest process's
+    time ÷ the median of the others'. A process that is slow in ``patience`` records in a row is
+    named in the log, with its machine and the work. With one process nothing happens. On an
+    accelerator, the times are compared at the next record, so that nothing waits for them.
 
     Args:
-        threshold: How many times the others' median counts as slow.
-        min_share: The difference must be at least this share of the time that an update takes.
+        threshold: A process is slow if its time exceeds this multiple of the others' median.
+        min_share: The difference must also exceed this share of the time of an update.
         patience: Records in a row before a process is named; it is named once until it recovers.
 
     Attributes:
-        slow: What the latest comparison found, the same on all processes.
+        slow: The slow processes in the latest comparison, the same on all processes.
 
     Raises:
-        ValueError: If an argument makes no sense.
+        ValueError: If an argument is invalid.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class SlowRankDetector(Callback):
         self._active = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Learn the machines' names."""
+        """Exchange the names of the machines."""
         accelerator = trainer.accelerator
         self._active = accelerator.num_processes > 1
         self.slow = []
@@ -155,39 +154,39 @@ class SlowRankDetector(Callback):
         self._since = time.perf_counter(), trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """The first batch of an epoch waits for workers to start, which says nothing."""
+        """Do not count the wait for an epoch's first batch, while workers start."""
         if self._active:
             self._watches["data"]._begun = None
 
     def on_save_checkpoint(
         self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]
     ) -> None:
-        """A save is no wait for data."""
+        """Do not count a save as a wait for data."""
         if self._active:
             self._watches["data"]._begun = None
 
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
     ) -> None:
-        """The data are there; the forward pass begins."""
+        """Stop timing the wait for data, and start timing the forward pass."""
         if self._active:
             self._watches["data"].stop()
             self._watches["forward"].start()
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """It ends."""
+        """Stop timing the forward pass."""
         if self._active:
             self._watches["forward"].stop()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The wait for the next batch of the window begins."""
+        """Start timing the wait for the next batch of the window."""
         if self._active:
             self._watches["data"].start()
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Compare, where the values of this update will be recorded."""
+        """Compare the processes if this update's values will be recorded."""
         if not self._active or not trainer.log_due:
             return
         on_host = trainer.accelerator.device.type == "cpu"
@@ -198,12 +197,12 @@ class SlowRankDetector(Callback):
             self._compare(trainer, module)
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """The wait for the next window's first batch begins."""
+        """Start timing the wait for the next window's first batch."""
         if self._active:
             self._watches["data"].start()
 
     def _share(self, trainer: Trainer) -> None:
-        """Send this process's means on their way to all."""
+        """Start gathering the mean times of all processes."""
         accelerator = trainer.accelerator
         now, step = time.perf_counter(), trainer.global_step
         updates = max(step - self._since[1], 1)
@@ -226,12 +225,12 @@ class SlowRankDetector(Callback):
         self._pending = host, event
 
     def _compare(self, trainer: Trainer, module: TrainModule) -> None:
-        """Judge what all have shared."""
+        """Compare the times that were gathered."""
         if self._pending is None:
             return
         (shared, event), self._pending = self._pending, None
         if event is not None:
-            event.synchronize()  # of the record before: it has passed long since
+            event.synchronize()  # from the previous record, completed long ago
         rows = shared.reshape(-1, 1 + len(_WORK)).tolist()
         update = max(row[0] for row in rows)
         self.slow = []

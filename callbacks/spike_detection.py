@@ -1,4 +1,4 @@
-"""Notice when a metric jumps away from where it was."""
+"""Detect sudden jumps of a metric."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ _SIGMA = 1.4826  # a normal distribution's standard deviation in median absolute
 class SpikeDetection(Callback):
     """Compare each recorded value of a metric with the median of the values before it.
 
-    A value is a spike if it is worse than that median by more than all of: ``deviations`` standard
-    deviations, taken from the window's median absolute deviation (MAD; Leys et al., "Detecting
+    A value is a spike if it is worse than that median by more than each of: ``deviations`` standard
+    deviations, estimated from the window's median absolute deviation (MAD; Leys et al., "Detecting
     outliers", 2013), ``rtol`` times the median, and ``atol``. Every finite value then enters the
     window: a few spikes hardly move a median, and a lasting new level becomes the normal one.
 
-    It looks at values where they are recorded anyway (``log_every``, or the epoch's end) and asks
-    nothing of the device. They are those of all processes, which decide alike. On an accelerator
-    values arrive one update after their own.
+    It uses values when they are recorded anyway (``log_every``, or the epoch's end) and never waits
+    for the device. They are reduced over all processes, which therefore decide alike. On an
+    accelerator, a value arrives one update late.
 
     Args:
         monitor: Name of a logged metric, the training loss for example.
         mode: ``min`` if smaller is better, so that a spike is a rise; ``max`` if it is a fall.
-        window: Values that the median is taken over.
-        warmup: Values before the first comparison.
-        deviations: See above; 0 for no such bound.
+        window: The number of values over which the median is taken.
+        warmup: The number of values before the first comparison.
+        deviations: See above; 0 switches this bound off.
         rtol: See above.
         atol: See above.
-        check_finite: A NaN or infinite value is a spike, also during the warm-up; otherwise it is
-            passed over.
+        check_finite: Whether a NaN or infinite value is a spike, also during the warm-up; otherwise
+            it is ignored.
         action: ``log`` writes a warning, ``stop`` also ends the run.
-        patience: ``stop`` acts at this many spikes in a row.
+        patience: With ``stop``, the number of spikes in a row that ends the run.
 
     Attributes:
-        num_spikes: How many there were.
+        num_spikes: The number of spikes so far.
         spikes_in_a_row: How many of the latest values were spikes.
-        last_spike_step: ``global_step`` when the latest was seen, None before the first.
-        reason: What it was.
+        last_spike_step: ``global_step`` when the latest spike was seen, None before the first.
+        reason: A description of the latest spike.
 
     Raises:
-        ValueError: If an argument makes no sense; during ``fit``, if the metric is never logged.
+        ValueError: If an argument is invalid; during ``fit``, if the metric is never logged.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class SpikeDetection(Callback):
                 raise ValueError(f"{name} must be a count of {least} or more, got {count!r}.")
         if warmup > window:
             raise ValueError(
-                f"warmup is {warmup}, but the window of {window} never holds so many values."
+                f"warmup is {warmup}, but a window of {window} never holds that many values."
             )
         for name, bound in (("deviations", deviations), ("rtol", rtol), ("atol", atol)):
             if not (math.isfinite(bound) and bound >= 0):
                 raise ValueError(f"{name} must be finite and at least 0, got {bound!r}.")
         if not (deviations or rtol or atol):
             raise ValueError(
-                "deviations, rtol and atol are all 0, so that any worse value were a spike; give "
-                "at least one of them."
+                "deviations, rtol and atol are all 0, so any worse value would be a spike; set at "
+                "least one of them above 0."
             )
         if action not in get_args(Action):
             raise ValueError(f"action must be 'log' or 'stop', got {action!r}.")
@@ -120,26 +120,26 @@ class SpikeDetection(Callback):
 
     @property
     def decides_by(self) -> tuple[str, ...]:
-        """What all processes must have alike; nothing where it only writes to the log."""
+        """What must be the same on all processes; nothing if the callback only logs."""
         return _STOPS_BY if self.action == "stop" else ()
 
     @property
     def state_key(self) -> str:
-        """The class with the metric that it watches."""
+        """The name of the class with the monitored metric."""
         return f"{super().state_key}({self.monitor.name}, {self.monitor.mode})"
 
     def state_dict(self) -> dict[str, Any]:
-        """The window and what was found."""
+        """Return the window and the findings so far."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Restore the window and the findings in ``state``."""
         for name in _STATE:
             setattr(self, name, state[name])
         self.window_values = self.window_values[-self.window :]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Forget another run's values where this one begins anew."""
+        """Forget the values of another run, unless this one resumes."""
         if trainer.batches_seen == 0:
             self._begin()
 
@@ -167,7 +167,7 @@ class SpikeDetection(Callback):
             logger.warning("Step %d: %s.%s", trainer.global_step, reason, after)
 
     def _judge(self, value: float) -> str | None:
-        """Why the value is a spike, None if it is none."""
+        """Return why the value is a spike, or None if it is not."""
         name = self.monitor.name
         if not math.isfinite(value):
             return f"{name} = {value} is not finite" if self.check_finite else None

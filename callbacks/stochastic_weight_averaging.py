@@ -1,4 +1,4 @@
-"""End with the average of the weights that the last epochs had."""
+"""Finish a fit with the average of the weights of its last epochs."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ Strategy = Literal["cos", "linear"]
 
 
 class StochasticWeightAveraging(Callback):
-    """Average the weights over the last epochs, trained at a rate that does not fall to zero.
+    """Average the weights of the last epochs, trained at a rate that does not decay to zero.
 
-    From the epoch `swa_epoch_start` on, the learning rates go from where they are to `swa_lrs` in
-    the place of the module's own schedules, which stand still, and at the end of each epoch the
-    weights are taken into a plain mean (Izmailov et al., "Averaging Weights Leads to Wider Optima
-    and Better Generalization", 2018; the rates follow ``torch.optim.swa_utils.SWALR``). When the
-    run ends the mean takes the weights' place, and the statistics of batch normalisation are
-    computed anew for it, by a pass over the training data like that of ``swa_utils.update_bn``:
-    `training_step` is called without gradients, what it logs is dropped, and generators, metric
-    objects and other buffers are put back.
+    From the epoch `swa_epoch_start` on, the learning rates move from their current values to
+    `swa_lrs`, in place of the module's own schedules, which are paused, and the weights at the end
+    of each epoch enter a plain mean (Izmailov et al., "Averaging Weights Leads to Wider Optima and
+    Better Generalization", 2018; the rates follow ``torch.optim.swa_utils.SWALR``). When the run
+    ends, the mean replaces the weights, and the statistics of batch normalisation are recomputed
+    for it by a pass over the training data like that of ``swa_utils.update_bn``: `training_step` is
+    called without gradients, what it logs is dropped, and RNG states, metric objects and other
+    buffers are restored.
 
-    Validations during the fit see the weights that are trained, for which alone the statistics are
+    Validations during the fit use the trained weights, the only ones for which the statistics are
     right. The last checkpoint's ``model.safetensors`` holds the final mean, those before it the
-    trained weights; each has what the run needs to go on exactly. Put callbacks that may stop the
-    run before this one, so that it knows the last update when it sees it.
+    trained weights; the run can resume exactly from each. Put callbacks that may stop the run
+    before this one, so that it recognises the last update.
 
     Args:
         swa_lrs: The learning rate, or one for each parameter group (of all optimizers in turn).
         swa_epoch_start: The first epoch, counted from 1, or as a fraction of ``max_epochs``.
-        annealing_epochs: Epochs that the rates take to get there; 0 for at once.
-        annealing_strategy: How: ``"cos"`` or ``"linear"``.
-        update_batch_norm: Compute the statistics of batch normalisation anew at the end.
+        annealing_epochs: How many epochs the rates take to reach `swa_lrs`; 0 sets them at once.
+        annealing_strategy: How the rates move, ``"cos"`` or ``"linear"``.
+        update_batch_norm: Recompute the statistics of batch normalisation at the end.
 
     Attributes:
-        num_averaged: Epochs in the mean.
+        num_averaged: The number of epochs in the mean.
 
     Raises:
-        ValueError: An argument is outside its choices; when `fit` begins, if it does not go
-            together with the Trainer's or the module's.
+        ValueError: An argument is invalid; when `fit` begins, if it conflicts with the Trainer or
+            the module.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class StochasticWeightAveraging(Callback):
         self.num_averaged = 0
         self._averages = Averages(use_buffers=False)
         self._started: int | None = None  # the epoch, from 0
-        self._epoch = -1  # whose rates are set
-        self._rates: list[list[float]] = []  # of each optimizer's groups, when they started
+        self._epoch = -1  # the one whose rates are set
+        self._rates: list[list[float]] = []  # initial rates of each optimizer's groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean and the rates from which it began."""
+        """Return the mean and the initial learning rates."""
         averages = {} if self._module is None else self._averages.exact(self._module)
         return {
             "num_averaged": self.num_averaged,
@@ -104,7 +104,7 @@ class StochasticWeightAveraging(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them back."""
+        """Restore the mean and the initial learning rates."""
         self._begin()
         self.num_averaged = state["num_averaged"]
         self._started = state["started"]
@@ -116,23 +116,23 @@ class StochasticWeightAveraging(Callback):
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """At the end the mean, with the trained weights for going on."""
+        """Return the final mean for others to load, and the trained weights to resume from."""
         return self._averages.state_dicts(module) if self._averages.in_place else None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Forget the mean of another fit."""
+        """Forget the mean of an earlier fit."""
         if stage != "fit":
             return
         if any(isinstance(other, WeightAveraging) for other in trainer.callbacks):
             raise ValueError(
-                "StochasticWeightAveraging and WeightAveraging would both take the weights' place; "
-                "use one of them."
+                "StochasticWeightAveraging and WeightAveraging would both replace the weights; use "
+                "one of them."
             )
         self._module = module
         self._begin()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """See that it can work, before the first update."""
+        """Check the settings before the first update."""
         if not module.automatic_optimization:
             raise ValueError(
                 "StochasticWeightAveraging sets learning rates and runs training_step for its "
@@ -144,13 +144,13 @@ class StochasticWeightAveraging(Callback):
             trainer.check_batch_norm()
         if self._started is not None:
             trainer.pause_schedulers()
-        if trainer.ending:  # a resumed run has saves of its last boundary left, this hook's is over
+        if trainer.ending:  # resumed in its last boundary, after this callback's turn
             self._finish(trainer, module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Set this epoch's rates."""
+        """Set this epoch's learning rates."""
         epoch = trainer.current_epoch
-        if epoch == self._epoch:  # the rest of it, after a resume
+        if epoch == self._epoch:  # resumed in the middle of it
             return
         self._epoch = epoch
         if self._started is None:
@@ -160,7 +160,7 @@ class StochasticWeightAveraging(Callback):
             self._rates = [[] for _ in trainer.optimizers]
             trainer.pause_schedulers()
         for optimizer, rates in zip(trainer.optimizers, self._rates, strict=True):
-            # Another callback may have unfrozen weights in a group of their own meanwhile.
+            # Another callback may have added a group of unfrozen weights meanwhile.
             rates += [float(group["lr"]) for group in optimizer.param_groups[len(rates) :]]
         self._check_number(trainer)
         share = self._share(epoch - self._started)
@@ -170,7 +170,7 @@ class StochasticWeightAveraging(Callback):
             _set_rate(group, end * share + begin * (1 - share))
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take the weights in."""
+        """Add the weights to the mean."""
         if self._started is not None:
             self._averages.update(module, 1 / (self.num_averaged + 1))
             self.num_averaged += 1
@@ -181,7 +181,7 @@ class StochasticWeightAveraging(Callback):
             self._finish(trainer, module)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Put the mean in place if nobody could know that the last update was the last."""
+        """Put the mean in place if the last update was not known to be the last."""
         self._finish(trainer, module)
 
     def _finish(self, trainer: Trainer, module: TrainModule) -> None:
@@ -200,19 +200,19 @@ class StochasticWeightAveraging(Callback):
             )
 
     def _first_epoch(self, trainer: Trainer) -> int:
-        """The first epoch of the mean, from 0."""
+        """Return the first epoch of the mean, counted from 0."""
         start = self.swa_epoch_start
         if isinstance(start, float):
             if trainer.max_epochs is None:
                 raise ValueError(
-                    f"swa_epoch_start is {start}, a fraction of max_epochs, which the Trainer was "
-                    "not given; give the number of an epoch."
+                    f"swa_epoch_start is {start}, a fraction of max_epochs, but the Trainer has no "
+                    "max_epochs; give the number of an epoch."
                 )
             start = int(trainer.max_epochs * start)
         return max(int(start) - 1, 0)
 
     def _share(self, epochs: int) -> float:
-        """How far the rates have come from the beginning to the end after so many epochs."""
+        """Return how far the rates have moved to `swa_lrs` after so many epochs, from 0 to 1."""
         time = 1.0 if self.annealing_epochs == 0 else min(epochs / self.annealing_epochs, 1.0)
         return time if self.annealing_strategy == "linear" else (1 - math.cos(math.pi * time)) / 2
 
@@ -226,7 +226,7 @@ def _groups(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):  # a captured step reads it from there
+    if isinstance(group["lr"], Tensor):  # a captured step reads the rate from this tensor
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate

@@ -36,37 +36,37 @@ class _Mark(NamedTuple):
 
 
 class ThroughputMonitor(Callback):
-    """Log the speed over the last updates whenever the update's values are recorded.
+    """Log the speed over the last updates, at updates whose values are recorded.
 
     ====================================  =========================================================
     ``throughput/updates_per_sec``        optimizer updates
     ``throughput/samples_per_sec``        samples, over all processes
     ``throughput/items_per_sec``          what the loss averages over (tokens), over all processes
-    ``throughput/device/flops_per_sec``   of each process, with FLOPs known, see below
-    ``throughput/device/mfu``             model FLOPs utilisation: that ÷ the device's dense peak
+    ``throughput/device/flops_per_sec``   per process, if its FLOPs are known, see below
+    ``throughput/device/mfu``             model FLOPs utilisation: this ÷ the device's dense peak
     ====================================  =========================================================
 
-    The first update is a warm-up that nothing is said of. The clock stands still in validations. It
-    is the host's: nothing waits for the device, so a single update may look too fast, and the mean
+    The first update is a warm-up and is not measured. The clock is paused during validations. It is
+    the host's: nothing waits for the device, so a single update may look too fast, but the mean
     over the window is right.
 
-    FLOPs are those of forward and backward of one micro-batch, the second of each process, counted
-    by ``torch.utils.flop_counter`` (matrix products, convolutions, attention; an addition and a
-    multiplication are two), and taken for every micro-batch alike. It runs once without the graphs
-    of ``torch.compile``, in which nothing can be counted; the counting changes no number.
-    Recomputation for activation checkpointing counts, since it runs. What a custom kernel does is
-    not seen: say ``flops_per_batch`` then, by a formula such as that of Chowdhery et al., "PaLM",
-    2022, appendix B. A resumed run goes on with the number of its checkpoint.
+    FLOPs are those of the forward and backward pass of one micro-batch, the second of each process,
+    counted by ``torch.utils.flop_counter`` (matrix products, convolutions, attention; an addition
+    and a multiplication count as two) and assumed for every micro-batch. It runs without the graphs
+    of ``torch.compile``, in which nothing can be counted; counting changes no result.
+    Recomputation for activation checkpointing counts, since it runs. Custom kernels are not
+    counted: give ``flops_per_batch`` then, by a formula such as that of Chowdhery et al., "PaLM",
+    2022, appendix B. A resumed run keeps the number in its checkpoint.
 
     Args:
-        window_size: Updates that a speed is the mean over.
-        flops_per_batch: FLOPs of forward and backward of one micro-batch of one process. None
-            counts them; 0 leaves FLOPs and MFU out.
-        peak_flops: What one device can do, in FLOP/s. None looks it up by the device's name in
-            :mod:`callbacks.device_peaks`; of a device that is not there no MFU is logged.
+        window_size: The number of updates over which speeds are averaged.
+        flops_per_batch: FLOPs of the forward and backward pass of one micro-batch of one process.
+            None counts them; 0 leaves out FLOPs and MFU.
+        peak_flops: The peak of one device in FLOP/s. None looks it up by the device's name in
+            :mod:`callbacks.device_peaks`; for a device that is not listed no MFU is logged.
 
     Raises:
-        ValueError: If an argument makes no sense.
+        ValueError: If an argument is invalid.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class ThroughputMonitor(Callback):
 
     def _begin(self) -> None:
         self._marks: deque[_Mark] = deque(maxlen=self.window_size + 1)
-        self._batches = 0  # micro-batches of this process, as long as FLOPs are to be counted
+        self._batches = 0  # micro-batches of this process while FLOPs are still to be counted
         self._counting = False
         self._paused = 0.0  # seconds in validations
         self._paused_at = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """The FLOPs that were counted; speeds are those of each start."""
+        """Return the counted FLOPs; each start measures its own speeds."""
         return {"flops_per_batch": None if self._given else self.flops_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the FLOPs over, unless they were given."""
+        """Restore the counted FLOPs, unless they were given."""
         if not self._given:
             self.flops_per_batch = state["flops_per_batch"]
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Begin anew, and agree whether every process knows its device's peak."""
+        """Reset, and agree on whether every process knows its device's peak."""
         self._begin()
         if trainer.batches_seen == 0 and not self._given:
             self.flops_per_batch = None
@@ -136,19 +136,19 @@ class ThroughputMonitor(Callback):
         if not self._counting:
             return
         self._batches += 1
-        if self._batches == 2:  # the first may be what compiles, and is to be as without counting
+        if self._batches == 2:  # the first may compile, and must run as without counting
             self._counter = self._contexts.enter_context(counting_flops())
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """And no other."""
+        """Stop counting after the second micro-batch."""
         if self._counter is not None:
             self.flops_per_batch = float(self._counter.get_total_flops())
             self._stop_counting()
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Note the time, and log where the values of this update will be recorded."""
+        """Record the time, and log if this update's values will be recorded."""
         self._marks.append(
             _Mark(
                 time.monotonic() - self._paused,
@@ -167,7 +167,7 @@ class ThroughputMonitor(Callback):
             ("samples", last.samples - first.samples),
             ("items", last.items - first.items),
         ):
-            # All processes count alike; their clocks differ a little.
+            # The counts are the same on all processes; their clocks differ a little.
             self._log(module, f"{name}_per_sec", amount / seconds, 1)
         if self._given and not self.flops_per_batch:
             return
@@ -183,15 +183,15 @@ class ThroughputMonitor(Callback):
         module.log(name, value, on_step=True, on_epoch=False, batch_size=weight)
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Stop the clock."""
+        """Pause the clock."""
         self._paused_at = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Let it go on."""
+        """Resume the clock."""
         self._paused += time.monotonic() - self._paused_at
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Stop counting where an error left the micro-batch."""
+        """Stop counting if an error interrupted the micro-batch."""
         self._stop_counting()
 
     def _stop_counting(self) -> None:
@@ -201,7 +201,7 @@ class ThroughputMonitor(Callback):
 
 
 def _peak_of(device: torch.device, mixed_precision: str) -> float | None:
-    """The peak of the device that this process uses, None if unknown."""
+    """Return the peak of this process's device in FLOP/s, or None if it is unknown."""
     if device.type != "cuda":
         return None
     return peak_flops(

@@ -1,4 +1,4 @@
-"""How long a run has taken, and an end for it by the clock."""
+"""Measure how long a run takes, and stop it after a given time."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TimedStage = Literal["train", "validate", "test", "predict", "sanity_check"]
 
 
 class Timer(Callback):
-    """Measure the time of training, validation, test and prediction; stop the run when it is over.
+    """Measure the time of training, validation, test and prediction; stop after a duration.
 
-    The time of training is that of all starts of the run by rank 0's clock, validations included,
-    as ``max_time`` of the Trainer counts it. The end is asked for at a boundary, on all ranks at
-    the same one, and like every request it waits for ``min_epochs`` and ``min_steps``. A validation
-    that is under way is finished.
+    The training time is that of all starts of the run by rank 0's clock, including validations, as
+    ``max_time`` of the Trainer counts it. All ranks ask for the stop at the same boundary; like
+    every request to stop, it waits for ``min_epochs`` and ``min_steps``. A running validation is
+    finished first.
 
     Args:
         duration: How long to train: ``"30 minutes"``, ``"00:12:00:00"`` (days, hours, minutes,
             seconds), a ``timedelta``, or its arguments as a dict. None only measures.
-        interval: Look at the clock after each update (``"step"``) or epoch (``"epoch"``).
+        interval: Check the clock after each update (``"step"``) or epoch (``"epoch"``).
         verbose: Print that the time is over.
 
     Raises:
-        ValueError: The duration is no time above zero, or the interval is unknown.
+        ValueError: The duration is not a time above zero, or the interval is unknown.
         TypeError: The duration is of another type.
     """
 
@@ -47,15 +47,15 @@ class Timer(Callback):
         self.interval = interval
         self.verbose = verbose
         self._elapsed = dict.fromkeys(get_args(TimedStage), 0.0)
-        self._since: dict[str, float] = {}  # when the running ones were looked at last
+        self._since: dict[str, float] = {}  # when each running clock was last read
 
     @property
     def decides_by(self) -> tuple[str, ...]:
-        """What all processes must have alike; nothing where it only measures."""
+        """What must be the same on all processes; nothing if the callback only measures."""
         return () if self.duration is None else ("duration", "interval")
 
     def time_elapsed(self, stage: TimedStage = "train") -> float:
-        """Seconds spent in a stage so far; a checkpoint keeps them.
+        """Return the seconds spent in a stage so far, which checkpoints keep.
 
         Raises:
             ValueError: There is no such stage.
@@ -66,27 +66,27 @@ class Timer(Callback):
         return self._elapsed[stage] + now - self._since.get(stage, now)
 
     def time_remaining(self) -> float | None:
-        """Seconds of training until the run is asked to stop, 0 at least; None without duration."""
+        """Return the seconds of training left, at least 0, or None without a duration."""
         if self.duration is None:
             return None
         return max(self.duration - self.time_elapsed("train"), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The time spent in each stage, in seconds."""
+        """Return the time spent in each stage, in seconds."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in get_args(TimedStage)}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the times in ``state``."""
+        """Restore the times in ``state``."""
         self._elapsed.update(state["time_elapsed"])
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Start the clock, from zero where the run begins anew."""
+        """Start the clock, from zero unless the run resumes."""
         if trainer.batches_seen == 0:
             self._elapsed.update(train=0.0, validate=0.0)
         self._since["train"] = time.monotonic()
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take over the clock that all ranks share, and stop the run when it says so."""
+        """Read the clock that all ranks share, and stop the run when the time is over."""
         elapsed = self._elapsed["train"] = trainer.progress.seconds
         self._since["train"] = time.monotonic()
         if self.duration is None or elapsed < self.duration:
@@ -108,7 +108,7 @@ class Timer(Callback):
         self._since["sanity_check" if trainer.sanity_checking else "validate"] = time.monotonic()
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Stop it."""
+        """Stop the clock of validations, or of the sanity check."""
         self._stop("sanity_check" if trainer.sanity_checking else "validate")
 
     def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -116,7 +116,7 @@ class Timer(Callback):
         self._since["test"] = time.monotonic()
 
     def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Stop it."""
+        """Stop the clock of tests."""
         self._stop("test")
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -124,11 +124,11 @@ class Timer(Callback):
         self._since["predict"] = time.monotonic()
 
     def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Stop it."""
+        """Stop the clock of predictions."""
         self._stop("predict")
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Stop what an error left running."""
+        """Stop the clocks that an error left running."""
         for running in list(self._since):
             self._stop(running)
 

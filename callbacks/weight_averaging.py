@@ -17,38 +17,38 @@ Final = Literal["average", "trained"]
 
 
 class WeightAveraging(Callback):
-    """Keep an exponential moving average (EMA) of the weights beside those that are trained.
+    """Keep an exponential moving average (EMA) of the weights beside the trained ones.
 
     After an update the average becomes ``decay * average + (1 - decay) * weights``; the first one
-    is the weights themselves. Each validation of the fit sees the averages, which change places
-    with the weights for its time, and so does what it decides: a checkpoint's ``model.safetensors``
-    holds the averages, for ``load_from_checkpoint``, ``ckpt_path`` of `test` and other tools, and
-    ``trained.safetensors`` the weights that the run goes on with, to the last bit, also if it goes
-    on without this callback. Outside a fit, `validate`, `test` and `predict` use the module as it
-    is.
+    is the weights themselves. Each validation of the fit runs on the averages, which are swapped
+    with the weights meanwhile. Checkpoints match: ``model.safetensors`` holds the averages, for
+    ``load_from_checkpoint``, ``ckpt_path`` of `test` and other tools, and ``trained.safetensors``
+    the exact trained weights, from which the run resumes, with or without this callback. Outside a
+    fit, `validate`, `test` and `predict` use the module as it is.
 
     It needs memory for one copy of the trained weights (in float32 for 16-bit ones).
 
     Args:
-        decay: How much of the average stays at each update, from 0 to 1; 0.999 remembers about the
-            last 1000.
+        decay: The weight of the old average at each update, from 0 to 1; 0.999 remembers about the
+            last 1000 updates.
         decay_warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at the *n*-th
             update of the average, so that early weights are forgotten sooner (the rule of
             TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``).
-        update_every_n_steps: Take in the weights after every so many updates.
-        update_starting_at_step: The first update (``global_step``) after which they are; the
-            weights stand for the average until then.
-        update_starting_at_epoch: Likewise the first epoch, counted from 0; with both, both must be
-            reached.
+        update_every_n_steps: The number of optimizer updates from one update of the average to the
+            next.
+        update_starting_at_step: The first ``global_step`` at which to update the average; until
+            then the weights themselves are used.
+        update_starting_at_epoch: The first epoch, counted from 0, in which to update the average;
+            with both, both must be reached.
         use_buffers: Average floating-point buffers too, such as the statistics of batch
-            normalisation; otherwise the averaged weights use the trained ones' buffers.
+            normalisation; otherwise the averaged weights use the buffers of the trained ones.
         final_weights: What the module holds after the fit, ``"average"`` or ``"trained"``.
 
     Attributes:
-        num_updates: How often weights were taken in.
+        num_updates: How often the average was updated.
 
     Raises:
-        ValueError: An argument is outside its choices.
+        ValueError: An argument is invalid.
     """
 
     def __init__(
@@ -92,15 +92,15 @@ class WeightAveraging(Callback):
     def _begin(self) -> None:
         self.num_updates = 0
         self._averages = Averages(use_buffers=self.use_buffers)
-        self._seen_step = 0  # in manual optimisation not every step makes an update
+        self._seen_step = 0  # in manual optimisation not every training_step is an update
 
     @property
     def state_key(self) -> str:
-        """The same whatever the decay, which a resumed run may change."""
+        """The same for every decay, which a resumed run may change."""
         return WeightAveraging.__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What the saved weights do not tell."""
+        """Return what the saved weights do not contain."""
         if self._module is None or not self.num_updates:
             return {"num_updates": 0}
         return {
@@ -110,7 +110,7 @@ class WeightAveraging(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the averages back, which the module holds as this is called."""
+        """Restore the averages, which the module holds when this is called."""
         self._begin()
         self.num_updates = state["num_updates"]
         if self.num_updates:
@@ -120,22 +120,22 @@ class WeightAveraging(Callback):
     def weights_to_save(
         self, trainer: Trainer, module: TrainModule
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]] | None:
-        """The averages for others, the trained weights for going on."""
+        """Return the averages for others to load, and the trained weights to resume from."""
         return self._averages.state_dicts(module) if self.num_updates else None
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Forget the averages of another fit."""
+        """Forget the averages of an earlier fit."""
         self._fitting = stage == "fit"
         if self._fitting:
             self._module = module
             self._begin()
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take note of where the run stands."""
+        """Record the current step."""
         self._seen_step = trainer.global_step
 
     def on_train_step_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take the weights in, where they are due."""
+        """Update the average if due."""
         step = trainer.global_step
         if step == self._seen_step:
             return
@@ -156,32 +156,32 @@ class WeightAveraging(Callback):
         return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
 
     def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Evaluate the averages."""
+        """Swap the averages in."""
         if self._fitting and self.num_updates:
             self._put_in(trainer, module)
             self._evaluating = True
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Train on with the weights."""
+        """Swap the trained weights back in."""
         self._end_evaluation(module)
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
-        """Put the weights back if an evaluation raised: somebody may save them."""
+        """Swap the trained weights back in if a validation raised: they may be saved."""
         self._end_evaluation(module)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
-        """Leave the weights that were asked for."""
+        """Leave the module with the ``final_weights``."""
         if self.final_weights == "average" and self.num_updates:
             self._put_in(trainer, module)
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """Put the weights back if an evaluation was abandoned; averages stay, for a later save."""
+        """Swap the trained weights in if a validation was abandoned; keep averages to be saved."""
         self._end_evaluation(module)
         self._fitting = False
 
     def _put_in(self, trainer: Trainer, module: TrainModule) -> None:
         self._averages.put_in(module)
-        if self.use_buffers:  # each process averages its own; what counts are rank 0's
+        if self.use_buffers:  # each process averages its own; rank 0's are used
             trainer.broadcast_buffers()
 
     def _end_evaluation(self, module: TrainModule) -> None:

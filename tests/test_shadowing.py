@@ -43,7 +43,7 @@ def test_import_of_trainer_names_the_file_in_the_way(tmp_path, name, source):
     run = run_script(tmp_path, source)
     assert run.returncode == 1
     error = run.stderr.splitlines()[-1]
-    assert error.startswith(f"ImportError: {path} is in the place of the package")
+    assert error.startswith(f"ImportError: {path} shadows the package")
     assert str(ROOT / name.removesuffix(".py").removesuffix("/__init__")) in error
     assert "rename" in error
     assert "the file of the user ran" not in run.stdout
@@ -53,7 +53,7 @@ def test_a_file_that_was_imported_before_is_named_too(tmp_path):
     path = put(tmp_path, "callbacks.py")
     run = run_script(tmp_path, "import callbacks\nimport trainer")
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith(f"ImportError: {path} is in the place of")
+    assert run.stderr.splitlines()[-1].startswith(f"ImportError: {path} shadows")
 
 
 def test_a_folder_that_is_no_package_is_not_in_the_way(tmp_path):
@@ -151,4 +151,4 @@ def test_a_folder_in_the_place_of_a_missing_package_is_named(installed):
     (installed / "callbacks" / "__init__.py").unlink()
     run = import_from(installed)
     assert run.returncode == 1
-    assert f"ImportError: {installed / 'callbacks'} is in the place of" in run.stderr
+    assert f"ImportError: {installed / 'callbacks'} shadows" in run.stderr

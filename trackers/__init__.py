@@ -1,4 +1,4 @@
-"""Experiment trackers: where a run's metrics go. Importing this imports no tracker's SDK."""
+"""Experiment trackers, which record a run's metrics. Importing this imports no tracker's SDK."""
 
 from trackers.background import BackgroundTracker
 from trackers.base import GeneralTracker

@@ -15,14 +15,14 @@ from trackers.worker import Worker, log
 
 _logger = logging.getLogger("trackers")
 _T = TypeVar("_T")
-_KEPT = ("log_artifact", "log_model")  # they are few, and each is dear
+_KEPT = ("log_artifact", "log_model")  # never dropped: they are few and costly to lose
 
 
 def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
-    """Close trackers side by side: several that hang cost one time limit, not one each.
+    """Close trackers in parallel: several that hang cost one time limit, not one each.
 
     Args:
-        trackers: started; those that were finished before are left alone.
+        trackers: started trackers; finished ones are left alone.
         status: How the run ended; `finish` finds it in the tracker.
     """
     for tracker in trackers:
@@ -37,15 +37,15 @@ def finish_all(trackers: Sequence[GeneralTracker], status: Status) -> None:
 def _with_copies(
     what: str, values: Any, function: Callable[[GeneralTracker, Any], None], *, record: bool = True
 ) -> Call:
-    """A call of `function` with the values as they are now; one that fails where none can be had.
+    """Return a call of `function` with copies of the values, or one that raises if copying failed.
 
-    A figure that cannot be drawn, for one, must not end the run that it is about.
+    A figure that cannot be drawn, for example, must not end the run.
     """
     arrivals: list[Any] = []
     try:
         copies = frozen(values, arrivals)
         size = size_of(copies) if record else 0
-    except Exception as error:  # noqa: BLE001  # whatever their libraries raise
+    except Exception as error:  # noqa: BLE001  # their libraries may raise anything
         refused = ValueError(f"A value cannot be copied or drawn: {error!r}")
         refused.__cause__ = error
         return Call(what, partial(_refuse, refused), record)
@@ -68,7 +68,7 @@ def _finish(tracker: GeneralTracker, *, status: Status) -> None:
 
 
 def _mark(tracker: GeneralTracker, status: Status) -> None:
-    # A class may have a read-only `status` of its own; it does not look for ours.
+    # A class may have its own read-only `status`; it does not need ours.
     with contextlib.suppress(AttributeError):
         tracker.status = status
 
@@ -76,28 +76,29 @@ def _mark(tracker: GeneralTracker, status: Status) -> None:
 class BackgroundTracker(GeneralTracker):
     """Runs every call of a tracker on one daemon thread, in order, so that it cannot hurt the loop.
 
-    `log` and its kin copy the values, tensors too, put them into a queue and return. Nothing that
-    the tracker raises is raised here; the first failure is a warning of the logger "trackers".
+    `log` and the other `log_…` methods copy the values, including tensors, put them into a queue
+    and return. Errors of the tracker are not raised here; the first failure is logged as a warning
+    by the logger "trackers".
 
-    A call that fails as in an outage is made again with growing pauses while the others wait, so
-    that a service that returns has all in order. A value that the service cannot take is left out:
-    it raises one of Python's own errors, such as TypeError; or others get through ahead of it. A
-    full queue drops its oldest record; those of `log_recorded` are had from the local record when
-    their turn comes. Images, tables and so on that the tracker has no method for are left out, with
-    one warning. `finish` waits until all is recorded, at most `finish_timeout`, and reports what
-    was lost.
+    A call that fails as in an outage is retried with growing pauses while the others wait, so that
+    the service gets everything in order when it is back. A value that the service cannot take is
+    left out: it raises one of Python's own errors, such as TypeError, or keeps failing while others
+    get through. A full queue drops its oldest record; those of `log_recorded` are read from the
+    local record when their turn comes. Images, tables and so on for which the tracker has no method
+    are left out, with one warning. `finish` waits until all is recorded, at most `finish_timeout`,
+    and reports what was lost.
 
-    Public attributes that are not of the interface are the tracker's own, once it has started.
+    Public attributes beyond the interface are those of the tracker, once it has started.
 
     Args:
         tracker: the tracker, not started. From here on it belongs to the thread.
         capacity: how many records may wait.
         memory: about how many bytes of images, tables and so on may wait; one alone may be larger.
         finish_timeout: how long `finish` waits, in seconds.
-        first_pause: about how long to wait before a second attempt, in seconds.
-        longest_pause: the limit of the pauses, each of which is about twice the one before.
-        gathering: a record waits at most so many seconds for others, so that the thread takes the
-            training's time for many at once.
+        first_pause: about how long to wait before the first retry, in seconds.
+        longest_pause: the limit of the pauses, in seconds; each is about twice the one before.
+        gathering: how many seconds at most a record waits for others, so that the thread interrupts
+            the training once for many.
 
     Attributes:
         wrapped: the tracker.
@@ -151,40 +152,40 @@ class BackgroundTracker(GeneralTracker):
         )
         self._finished = False
         self._waited = False
-        self._unsupported: set[str] = set()  # what was warned of
+        self._unsupported: set[str] = set()  # what a warning was logged for
         self._started: Future[None] | None = None
         self._told_first: Callable[[GeneralTracker], None] | None = None  # before it starts
 
     @property
     def dropped(self) -> int:
-        """How many records were lost so far, by a full queue, an outage or behind `finish`."""
+        """How many records were lost so far: in a full queue, in an outage, or after `finish`."""
         return self._worker.pending.lost
 
     @property
     def failures(self) -> int:
-        """How many calls raised, each attempt counted."""
+        """How many calls raised, counting each attempt."""
         return self._worker.failures
 
     @property
     def replayed(self) -> int:
-        """How many records that a full queue dropped were had from the local record."""
+        """How many records that a full queue dropped were read from the local record."""
         return self._worker.replayed
 
     @property
     def tracker(self) -> Any:
-        """The object of the SDK underneath. Waits for `start` to end, at most `finish_timeout`.
+        """The underlying SDK object. Waits for `start` to end, at most `finish_timeout`.
 
         Raises:
             concurrent.futures.TimeoutError: `start` has not ended in that time.
-            Exception: what `start` raised, the last time that it was tried.
+            Exception: what the last attempt of `start` raised.
         """
         if self._started is not None:
             self._started.result(self.finish_timeout)
         return self.wrapped.tracker
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapped tracker's own, such as `writer`; called here, it runs on this thread."""
-        if name.startswith("_"):  # Python's own protocols, and whatever an unmade object lacks
+        """Return the wrapped tracker's attribute; methods of it run on the calling thread."""
+        if name.startswith("_"):  # Python's own protocols, and what is missing before `__init__`
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self._started is not None:
             self._started.result(self.finish_timeout)
@@ -192,34 +193,36 @@ class BackgroundTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:  # type: ignore[override]  # the tracker sets it
-        """The tracker's, as soon as it knows it; waits for nothing."""
+        """The tracker's `run_id`, once known; waits for nothing."""
         try:
             return self.wrapped.run_id
-        # A property of the tracker's own, which may know nothing before `start`. Its AttributeError
-        # would have Python ask `__getattr__`, which waits.
+        # The tracker's own property may fail before `start`. Its AttributeError would make Python
+        # call `__getattr__`, which waits.
         except Exception as error:  # noqa: BLE001
             started = self._started is not None and self._started.done()
             if started and "run_id" not in self._unsupported:
                 self._unsupported.add("run_id")
-                _logger.warning("The tracker %r does not tell its run_id: %r.", self.name, error)
+                _logger.warning("The run_id of the tracker %r is unknown: %r.", self.name, error)
             return None
 
     def resume(self, run_id: str | None, step: int | None) -> None:
-        """Tell the tracker, on the thread before it starts, that the run goes on."""
+        """Call `resume` of the tracker on the thread, before its `start`."""
         self._told_first = lambda tracker: tracker.resume(run_id, step)
 
     def begin_anew(self) -> None:
-        """Tell the tracker, on the thread before it starts, that the run goes on from none."""
+        """Call `begin_anew` of the tracker on the thread, before its `start`."""
         self._told_first = lambda tracker: tracker.begin_anew()
 
     def start(self) -> None:
-        """Start the thread, and on it the tracker.
+        """Start the thread, and the tracker on it.
 
         Raises:
             RuntimeError: it was started or finished before.
         """
         if self._worker.thread is not None or self._finished:
-            raise RuntimeError(f"The tracker {self.name!r} can be started once. Make another one.")
+            raise RuntimeError(
+                f"The tracker {self.name!r} can be started only once. Make another one."
+            )
         self._started = Future()
         self._worker.start(Call("start", self._begin, record=False), self.missed)
 
@@ -238,12 +241,12 @@ class BackgroundTracker(GeneralTracker):
         )
 
     def log_recorded(self, values: dict[str, Any], step: int, time: float) -> None:
-        """Queue values that the local record, which `missed` reads, has too.
+        """Queue values that are also in the local record, which `missed` reads.
 
         Args:
-            values: names and numbers, in a dict that nobody changes.
+            values: names and numbers, in a dict that must not change.
             step: the number of optimizer updates so far.
-            time: of the record there; later than that of the one before.
+            time: the field `time` of the local record; later than that of the one before.
         """
         self._worker.pending.put(Call("log", partial(log, values=values, step=step), time=time))
 
@@ -260,7 +263,7 @@ class BackgroundTracker(GeneralTracker):
         self._relay("log_histogram", "histograms", values, step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Draw figures, which the loop may go on with, and queue their pixels to be recorded."""
+        """Draw figures, which the caller may then change, and queue their pixels to be recorded."""
         self._relay("log_figure", "figures", values, step, **kwargs)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
@@ -276,18 +279,18 @@ class BackgroundTracker(GeneralTracker):
         self._relay("log_model", "models", path, *args, **kwargs)
 
     def submit(self, function: Callable[[GeneralTracker], _T]) -> "Future[_T]":
-        """Call a function with the tracker on the thread, after all that is queued by now.
+        """Call a function with the tracker on the thread, after all calls queued by now.
 
         A checkpoint syncs the local record up to its step in this way. Such calls are not dropped
-        by a full queue, and do not wait for the end of an outage: during one they come before what
-        is queued.
+        by a full queue, and do not wait for the end of an outage: during one they overtake the
+        queue.
 
         Args:
             function: takes the wrapped tracker.
 
         Returns:
-            The future of what the function returns or raises. It raises `TimeoutError` where
-            `finish` gave up first, and `RuntimeError` behind `finish`.
+            The future of what the function returns or raises. It raises `TimeoutError` if `finish`
+            gave up first, and `RuntimeError` after `finish`.
         """
         future: Future[_T] = Future()
         future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -296,7 +299,7 @@ class BackgroundTracker(GeneralTracker):
         return future
 
     def settle(self, timeout: float) -> None:
-        """Wait until all that is queued by now is recorded or lost; not on the tracker's thread.
+        """Wait until all calls queued by now are made or lost; not on the tracker's thread.
 
         Args:
             timeout: the longest wait, in seconds.
@@ -304,7 +307,7 @@ class BackgroundTracker(GeneralTracker):
         self._worker.settle(timeout)
 
     def begin_finish(self) -> None:
-        """Ask for the end and return; the time limit of `finish` runs from here."""
+        """Request the end and return; the time limit of `finish` runs from here."""
         if self._finished:
             return
         status: Status = "finished" if self.status == "running" else self.status
@@ -315,8 +318,8 @@ class BackgroundTracker(GeneralTracker):
     def finish(self) -> None:
         """Wait until all is recorded and the tracker closed, at most `finish_timeout` seconds.
 
-        The tracker's `status` is then this object's, or "finished" where nobody set that. What was
-        lost is reported by a warning. Calls behind it only count what they drop.
+        The tracker's `status` is then this object's, or "finished" if that was not set. A warning
+        reports what was lost. Later calls record nothing, and only count what they drop.
         """
         self.begin_finish()
         if self._waited:
@@ -335,10 +338,10 @@ class BackgroundTracker(GeneralTracker):
             )
 
     def _begin(self, tracker: GeneralTracker) -> None:
-        if self._started is None or self._started.done():  # it failed before
+        if self._started is None or self._started.done():  # a retry
             self._started = Future()
         try:
-            _mark(tracker, "running")  # an instance may have been through a run before
+            _mark(tracker, "running")  # an instance may have been used for a run before
             if self._told_first is not None:
                 self._told_first(tracker)
             tracker.start()
@@ -364,5 +367,7 @@ class BackgroundTracker(GeneralTracker):
             return True
         if method not in self._unsupported:
             self._unsupported.add(method)
-            _logger.warning("The tracker %r takes no %s. They are left out there.", self.name, what)
+            _logger.warning(
+                "The tracker %r does not support %s. They are left out there.", self.name, what
+            )
         return False

@@ -1,4 +1,4 @@
-"""What an experiment tracker is."""
+"""The interface of experiment trackers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 # What a tracker class must define, and how.
 _REQUIRED = {
-    "name": 'name = "my_tracker"  # what log_with and init_kwargs call it',
+    "name": 'name = "my_tracker"  # its name in log_with and init_kwargs',
     "requires_logging_directory": "requires_logging_directory = False  # True if it writes files",
-    "tracker": "tracker = property(lambda self: self.run)  # the object of the SDK underneath",
+    "tracker": "tracker = property(lambda self: self.run)  # the underlying SDK object",
 }
 
 _Instance = TypeVar("_Instance", bound="GeneralTracker")
@@ -19,7 +19,7 @@ Status: TypeAlias = Literal["running", "finished", "failed", "preempted"]
 
 
 def python_number(value: Any) -> Any:
-    """The Python number in a tensor or an array of one element; anything else as it is."""
+    """Return a tensor or an array of one element as a Python number, anything else as it is."""
     shape = getattr(value, "shape", None)
     return value.item() if shape is not None and math.prod(shape) == 1 else value
 
@@ -27,8 +27,9 @@ def python_number(value: Any) -> Any:
 class GeneralTracker:
     """The interface of every experiment tracker.
 
-    A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides what it can
-    do; making an instance without them is an error that says how to define them.
+    A subclass defines `name`, `requires_logging_directory` and `tracker`, and overrides the methods
+    that it supports; making an instance without these attributes is an error that shows how to
+    define them.
 
     ```python
     @register_tracker
@@ -42,20 +43,20 @@ class GeneralTracker:
     ```
 
     `log_with` makes one as `cls(run_name, **init_kwargs)`, or `cls(run_name, logging_dir,
-    **init_kwargs)` if it requires a directory. A constructor should only remember its arguments:
-    files and connections are opened in `start`, which runs where no one waits for it.
+    **init_kwargs)` if it requires a directory. A constructor should only store its arguments:
+    files and connections are opened in `start`, which runs where nothing waits for it.
 
     Attributes:
-        name: what `log_with`, `init_kwargs` and `get_tracker` call it.
+        name: its name in `log_with`, `init_kwargs` and `get_tracker`.
         requires_logging_directory: whether it writes files, and so takes a directory.
         main_process_only: whether only the main process has a run of it.
         requires_package: the import name of the package that it needs, or None.
         has_projects: whether its service keeps runs in projects: the first argument is then the
             name of the project, and the run's own name is given as `name`.
-        status: "running" until `finish` is called, which finds "finished" here, "failed" if an
-            error ended the run, or "preempted" if a signal did, after a save. It is set from
-            outside: read it in `finish` to close the run at the service accordingly.
-        run_id: what the service knows the run by; `start` sets it, checkpoints keep it.
+        status: "running" during the run; when `finish` is called, it is "finished", "failed" if an
+            error ended the run, or "preempted" if a signal did, after a save. The caller sets it;
+            `finish` reads it to close the run at the service accordingly.
+        run_id: the service's identifier of the run; `start` sets it, checkpoints keep it.
 
     Raises:
         NotImplementedError: a required attribute is missing.
@@ -79,28 +80,28 @@ class GeneralTracker:
 
     @property
     def tracker(self) -> Any:
-        """The object of the SDK underneath, for what this interface does not cover."""
+        """The underlying SDK object, for what this interface does not cover."""
         raise NotImplementedError
 
     def resume(self, run_id: str | None, step: int | None) -> None:
-        """Be told, before `start`, that the run goes on from an earlier one.
+        """Prepare to continue an earlier run; called before `start`.
 
         Args:
-            run_id: what `run_id` was then; None if it was not known, as to an evaluation in a
-                process of its own.
-            step: the update that it goes on from; what was logged for later ones by a run that was
-                killed is logged again. None if nothing is: an evaluation of what was trained.
+            run_id: the `run_id` of the earlier run; None if it is not known, as in an evaluation in
+                a separate process.
+            step: the update from which the run resumes; what a killed run logged for later updates
+                is logged again. None if nothing is logged again, as in an evaluation.
         """
 
     def begin_anew(self) -> None:
-        """Be told, before `start`, that a training begins that goes on from none.
+        """Prepare for training that does not resume; called before `start`.
 
-        What an earlier one left at the same place, such as one that was killed before its first
-        checkpoint, is of another run.
+        What is left in the same place, such as by a run that was killed before its first
+        checkpoint, belongs to another run.
         """
 
     def start(self) -> None:
-        """Open the run: after `resume` or `begin_anew`, before all else; again where it raised."""
+        """Open the run; called after `resume` or `begin_anew`, before all else, and in retries."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration of the run.
@@ -115,7 +116,7 @@ class GeneralTracker:
         Args:
             values: names and numbers or texts.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
             NotImplementedError: the subclass does not override it.
@@ -128,12 +129,12 @@ class GeneralTracker:
         Args:
             values: names and tensors or arrays: one image, or a batch of them.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no images.
+            NotImplementedError: this tracker does not support images.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no images.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support images.")
 
     def log_table(
         self,
@@ -149,45 +150,46 @@ class GeneralTracker:
         Args:
             table_name: its name.
             columns: the names of the columns; numbers from 1 by default.
-            data: the rows, each as long as the others.
+            data: the rows, all of the same length.
             dataframe: of pandas or polars, instead of `columns` and `data`.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no tables.
-            ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
+            NotImplementedError: this tracker does not support tables.
+            ValueError: there is neither `data` nor `dataframe`, or a row is not as long as
+                `columns`.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no tables.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support tables.")
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record how numbers are distributed.
+        """Record the distributions of numbers.
 
         Args:
-            values: names and tensors or arrays of any shape; what is not finite is left out.
+            values: names and tensors or arrays of any shape; non-finite numbers are left out.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no histograms.
+            NotImplementedError: this tracker does not support histograms.
             ValueError: there is no finite value.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no histograms.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support histograms.")
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record figures as images.
 
         Args:
-            values: names and figures of matplotlib, or their pixels: bytes of shape (height, width,
-                channels). `BackgroundTracker` draws a figure when it is called, and hands on those.
+            values: names and matplotlib figures, or their pixels: bytes of shape (height, width,
+                channels). `BackgroundTracker` draws figures when called, and passes on the pixels.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no figures.
-            TypeError: a value is no figure.
+            NotImplementedError: this tracker does not support figures.
+            TypeError: a value is not a figure.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no figures.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support figures.")
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record texts to be read, such as samples of a language model.
@@ -195,12 +197,12 @@ class GeneralTracker:
         Args:
             values: names and texts.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no texts.
+            NotImplementedError: this tracker does not support texts.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no texts.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support texts.")
 
     def log_artifact(
         self,
@@ -213,18 +215,18 @@ class GeneralTracker:
         """Record a file or a folder, such as a checkpoint.
 
         Args:
-            path: the file or the folder. It is read on the tracker's own thread: leave it there
-                for a while.
-            name: what the service calls it, over its versions; that of the path by default.
-            kind: what sort of thing it is, such as "dataset".
+            path: the file or the folder. It is read later, on the tracker's own thread: keep it for
+                a while.
+            name: its name at the service, across its versions; by default that of the path.
+            kind: its type, such as "dataset".
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no files.
+            NotImplementedError: this tracker does not support files.
             FileNotFoundError: there is nothing at the path.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no files.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support files.")
 
     def log_model(
         self,
@@ -237,25 +239,25 @@ class GeneralTracker:
 
         Args:
             path: the file or the folder, see `log_artifact`.
-            name: of the model at the service, which has one for the run by default.
+            name: the model's name at the service, by default one for this run.
             step: the number of optimizer updates so far.
-            **kwargs: for the SDK underneath.
+            **kwargs: passed to the underlying SDK.
 
         Raises:
-            NotImplementedError: this tracker takes no models.
+            NotImplementedError: this tracker does not support models.
             FileNotFoundError: there is nothing at the path.
         """
-        raise NotImplementedError(f"The tracker {self.name!r} takes no models.")
+        raise NotImplementedError(f"The tracker {self.name!r} does not support models.")
 
     def finish(self) -> None:
-        """Write what is pending and close the run. Called once, last; see `status`."""
+        """Write pending records and close the run. Called once, last; see `status`."""
 
 
 def is_installed(cls: type[GeneralTracker]) -> bool:
-    """Whether the package that a tracker needs is there; it is not imported."""
+    """Return whether the package that a tracker needs is installed, without importing it."""
     if cls.requires_package is None:
         return True
-    # A mere folder of that name is no package: wandb makes one where it runs.
+    # A bare folder of that name is not the package: wandb makes one where it runs.
     spec = importlib.util.find_spec(cls.requires_package)
     return spec is not None and spec.origin is not None
 
@@ -274,7 +276,7 @@ def check_installed(cls: type[GeneralTracker]) -> None:
 
 
 def check_complete(cls: type[GeneralTracker]) -> None:
-    """Raise a NotImplementedError that says what a tracker class lacks, if it does."""
+    """Raise a NotImplementedError that says what a tracker class lacks, if anything."""
     inherited = object()
     missing = [
         how

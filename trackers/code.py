@@ -1,4 +1,4 @@
-"""Which version of the code a run is of."""
+"""The version of the code that a run uses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def git_commit(folder: str | os.PathLike[str]) -> str | None:
-    """The commit that the git repository around a folder is at; git itself need not be there.
+    """Return the commit of the git repository around a folder; git need not be installed.
 
-    Changes that are not committed cannot be seen in this way.
+    Uncommitted changes are not detected.
 
     Args:
         folder: a folder in the working tree.
@@ -23,7 +23,7 @@ def git_commit(folder: str | os.PathLike[str]) -> str | None:
     here = Path(folder).resolve()
     for parent in (here, *here.parents):
         git = parent / ".git"
-        if git.is_file():  # of a submodule or another working tree: it says where the real one is
+        if git.is_file():  # in a submodule or another working tree, it points to the real folder
             git = parent / _text(git).removeprefix("gitdir:").strip()
         if (git / "HEAD").is_file():
             return _resolve(git)
@@ -46,5 +46,5 @@ def _resolve(git: Path) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """What a file says, of whose letters none is lost: it may name a folder."""
+    """Return the text of a file, decoded as file names are, since it may be a path."""
     return os.fsdecode(path.read_bytes())

@@ -15,15 +15,15 @@ from trackers.base import GeneralTracker
 from trackers.media import finite, one_level, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 
-# Comet would patch torch and work inside the training's own calls; what to record is said here.
+# Comet would patch torch and work inside the training's own calls; only explicit calls record.
 _QUIET = {"auto_metric_logging": False, "auto_param_logging": False, "log_graph": False}
 
 
 def _draw_apart() -> None:
-    """Let comet_ml draw from a generator of its own.
+    """Let comet_ml draw from its own random generator.
 
-    It would shift that of the training, and, where a run and the one that resumes it begin with the
-    same seed, give their archives the same name: the second would replace the first.
+    Otherwise it would advance that of the training and, if a run and the one that resumes it begin
+    with the same seed, give their archives the same name: the second would replace the first.
     """
     own = random.SystemRandom()
     for name, module in list(sys.modules.items()):
@@ -32,7 +32,7 @@ def _draw_apart() -> None:
 
 
 def _picture(image: Any) -> Any:
-    """An array as a picture: comet_ml would first try it as the name of a file."""
+    """Return an array as a PIL image: comet_ml would first try it as the name of a file."""
     from PIL import Image
 
     return Image.fromarray(image.squeeze()) if hasattr(image, "shape") else image
@@ -40,9 +40,9 @@ def _picture(image: Any) -> Any:
 
 @register_tracker
 class CometMLTracker(GeneralTracker):
-    """An experiment at Comet, or in an archive on the disk with ``online=False``.
+    """An experiment at Comet, or in an archive on disk with ``online=False``.
 
-    A run that resumes goes on in the same experiment. Comet itself records the version of the code,
+    A run that resumes continues the same experiment. Comet itself records the version of the code,
     the output and the machine; it does not hook into torch here unless asked to.
 
     Args:
@@ -70,7 +70,7 @@ class CometMLTracker(GeneralTracker):
         """The experiment of comet_ml.
 
         Raises:
-            RuntimeError: the tracker is not started, or finished.
+            RuntimeError: the tracker is not started, or is finished.
         """
         if self._experiment is None:
             raise RuntimeError(
@@ -80,18 +80,18 @@ class CometMLTracker(GeneralTracker):
 
     @property
     def writer(self) -> Any:
-        """The experiment, by the name that scripts of the documented API use."""
+        """The experiment, under the name that scripts for the documented API use."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
-        """Go on with an experiment, unless the arguments name another one."""
+        """Continue an experiment, unless the arguments name another one."""
         self._previous = run_id
 
     def start(self) -> None:
-        """Begin the experiment, or go on with it.
+        """Begin the experiment, or continue it.
 
         Raises:
-            ConnectionError: Comet has not begun it; its own log says why.
+            ConnectionError: Comet did not begin it; Comet's own log says why.
         """
         previous, self._previous = self._previous, None
         self.run_id = previous
@@ -106,10 +106,10 @@ class CometMLTracker(GeneralTracker):
         if options or "experiment_config" not in direct:
             direct["experiment_config"] = comet_ml.ExperimentConfig(**{**_QUIET, **options})
         experiment = comet_ml.start(**direct)
-        # It would take all that is logged, and drop it; one that is disabled is meant to.
+        # It would accept and drop everything, as only a disabled experiment is meant to.
         if not (experiment.alive or experiment.disabled):
             experiment.end()
-            raise ConnectionError("Comet has not begun the experiment; its log says why.")
+            raise ConnectionError("Comet did not begin the experiment; its own log says why.")
         self._experiment = experiment
         self.run_id = experiment.get_key()
 
@@ -117,13 +117,13 @@ class CometMLTracker(GeneralTracker):
         """Store the configuration as parameters.
 
         Args:
-            values: names and values; what is not a number, a text, a truth value or a nest of these
-                is stored as its text.
+            values: names and values; what is not a number, a string, a bool or a dict or list of
+                these is stored as its `str`.
         """
         self.tracker.log_parameters(plain(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers as metrics, texts as others, and a dict under names "outer/inner".
+        """Record numbers as metrics, texts by `log_other`, and dicts under names "outer/inner".
 
         Args:
             values: names and numbers, tensors or arrays of one element, texts, or dicts of these.
@@ -135,8 +135,8 @@ class CometMLTracker(GeneralTracker):
         """
         if rejected := self._add(values, step, kwargs):
             raise TypeError(
-                f"Comet takes numbers, tensors of one element, texts and dicts of these, which "
-                f"these values are not: {', '.join(rejected)}. Use log_images for images."
+                f"Comet takes numbers, tensors of one element, texts and dicts of these, but not "
+                f"{', '.join(rejected)}. Use log_images for images."
             )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class CometMLTracker(GeneralTracker):
             **kwargs: for `log_image` of the experiment.
 
         Raises:
-            ValueError: a shape is none of an image.
+            ValueError: a shape is not that of an image.
         """
         for name, images in values.items():
             arrays = hasattr(images, "shape") or isinstance(images, (list, tuple))
@@ -171,7 +171,7 @@ class CometMLTracker(GeneralTracker):
         names, rows = table_of(table_name, columns, data, dataframe)
         text = io.StringIO(newline="")
         csv.writer(text).writerows([names, *rows])
-        # Its own log_table would take a file of that name in the working folder instead.
+        # Comet's log_table would take a file of that name in the working directory instead.
         options = {"name": f"{table_name}.csv", "step": step, **kwargs}
         self.tracker.log_asset_data(text.getvalue(), **options)
 
@@ -203,8 +203,8 @@ class CometMLTracker(GeneralTracker):
 
         Args:
             path: the file or the folder.
-            name: of the artifact; that of the path by default.
-            kind: what Comet calls its type.
+            name: the name of the artifact; by default that of the path.
+            kind: the artifact's type at Comet.
             step: the number of optimizer updates so far.
             **kwargs: for `comet_ml.Artifact`, for example `aliases`.
 
@@ -215,13 +215,13 @@ class CometMLTracker(GeneralTracker):
 
         path = Path(path)
         if not path.exists():
-            raise FileNotFoundError(f"There is no file and no folder at {path} for an artifact.")
+            raise FileNotFoundError(f"There is no file or folder at {path} for an artifact.")
         if not isinstance(self.tracker, comet_ml.OfflineExperiment):
             artifact = comet_ml.Artifact(name or path.name, kind, **kwargs)
             artifact.add(str(path))
             self.tracker.log_artifact(artifact)
             return
-        # An archive holds no artifacts. Copies: the folder may be gone before the archive is made.
+        # An archive holds no artifacts. Copy the files: they may be gone before it is made.
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
                 label = f"{name or path.name}/{file.relative_to(path)}" if file != path else name
@@ -240,7 +240,7 @@ class CometMLTracker(GeneralTracker):
             FileNotFoundError: there is nothing at the path.
         """
         if not Path(path).exists():
-            raise FileNotFoundError(f"There is no file and no folder at {path} for a model.")
+            raise FileNotFoundError(f"There is no file or folder at {path} for a model.")
         about = {**({} if step is None else {"step": step}), **kwargs.pop("metadata", {})}
         self.tracker.log_model(name or "model", str(path), metadata=about, **kwargs)
 
@@ -249,7 +249,7 @@ class CometMLTracker(GeneralTracker):
         experiment, self._experiment = self._experiment, None
         if experiment is None:
             return
-        if self.status != "running":  # nobody says how it ended
+        if self.status != "running":  # otherwise it is unknown how the run ended
             experiment.log_other("status", self.status)
         experiment.end()
 

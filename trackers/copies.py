@@ -1,4 +1,4 @@
-"""Copies of logged values, which a loop may go on writing to."""
+"""Copies of logged values, whose originals a loop may go on changing."""
 
 import copy
 import math
@@ -10,40 +10,39 @@ from typing import Any
 
 from trackers.media import rendered
 
-_HOLDERS = (Namespace, SimpleNamespace, set, deque, bytearray)  # as configurations have them
+_HOLDERS = (Namespace, SimpleNamespace, set, deque, bytearray)  # found in configurations
 
 
 def frozen(value: Any, arrivals: list[Any]) -> Any:
-    """A copy that later changes of the original do not reach; waits for no device.
+    """Return a copy that later changes of the original do not affect, without waiting for a device.
 
-    Tensors of devices are sent to the host.
+    Tensors on devices are copied to the host.
 
     Args:
-        value: a tensor, an array, a picture of PIL, a data frame, or dicts, lists and tuples of
-            these; a figure of matplotlib, in whose place its pixels are; a namespace, a dataclass
-            or a set, of which only what is put in its fields later is kept out; other objects are
-            taken as they are.
-        arrivals: gets an event for each tensor on its way: its copy may be read after the event's
-            `synchronize()`.
+        value: a tensor, an array, a PIL image, a data frame, or dicts, lists and tuples of these; a
+            matplotlib figure, which is replaced by its pixels; a namespace, a dataclass or a set,
+            of which the copy is shallow; other objects are returned as they are.
+        arrivals: gets an event for each tensor that is still being copied: read the copy after the
+            event's `synchronize()`.
     """
     if isinstance(value, dict):
         return {key: frozen(item, arrivals) for key, item in value.items()}
-    if type(value) in (list, tuple):  # a subclass may not be made from its items
+    if type(value) in (list, tuple):  # a subclass may have another constructor
         return type(value)(frozen(item, arrivals) for item in value)
     if hasattr(value, "detach"):
         return _to_host(value.detach(), arrivals)
     if hasattr(value, "set_canvas"):
         return rendered(value)
     if isinstance(value, _HOLDERS) or (is_dataclass(value) and not isinstance(value, type)):
-        return copy.copy(value)  # not what they hold: that may be a model
+        return copy.copy(value)  # shallow: it may hold a model
     if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
         return value
-    # Frames of polars have no `copy`, and the general one would share the numbers of an array.
+    # Data frames of polars have no method `copy`; `copy.copy` of others may share their data.
     return value.copy() if hasattr(value, "copy") else copy.copy(value)
 
 
 def size_of(value: Any) -> int:
-    """About how much memory a copy takes, in bytes; a number by itself takes nothing."""
+    """Return about how much memory a copy takes, in bytes; 0 for a number alone."""
     if value is None or isinstance(value, (bool, int, float)):
         return 0
     if isinstance(value, dict):
@@ -52,9 +51,10 @@ def size_of(value: Any) -> int:
         return sum(map(size_of, value)) + 32 * len(value)
     if isinstance(value, (str, bytes)):
         return len(value)
-    if hasattr(value, "getbands"):  # a picture
+    if hasattr(value, "getbands"):  # a PIL image
         return int(value.width * value.height * len(value.getbands()))
-    size = None if hasattr(value, "columns") else getattr(value, "nbytes", None)  # of a data frame
+    # The size of a data frame is estimated from its shape.
+    size = None if hasattr(value, "columns") else getattr(value, "nbytes", None)
     return size if isinstance(size, int) else 8 * math.prod(getattr(value, "shape", None) or (0,))
 
 

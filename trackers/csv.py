@@ -1,4 +1,4 @@
-"""A table for spreadsheets and data frames: one row a step, one column a metric."""
+"""A table for spreadsheets and data frames: one row per step, one column per metric."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class CSVTracker(GeneralTracker):
     """Writes `logging_dir/run_name/metrics.csv`, with a column for each name logged so far.
 
     Values of one step share a row, whichever call they come from. A name that was not seen before
-    adds a column: the file is written anew beside the old one, which it then replaces, so that a
-    reader always finds a whole table. The local record, `metrics.jsonl`, is what a run resumes
-    from; this file is for reading.
+    adds a column: a new file is written and atomically replaces the old one, so that a reader
+    always finds a complete table. The local record, `metrics.jsonl`, is what a run resumes from;
+    this file is for reading.
 
     Several processes may add to one table, as a fit and an evaluation do: each changes it under a
-    lock on ``.metrics.csv.lock`` beside it. Where the system has no such locks (Windows, some
-    network file systems, which a warning says) rows of two that write at once may be lost.
+    lock on ``.metrics.csv.lock`` beside it. Without such locks (on Windows, and on some network
+    file systems, where a warning is logged), concurrent writers may lose rows.
 
-    Only a run that says that it goes on adds to a table that is there: what resumes, or evaluates,
-    by a `Trainer`, and what gives a `purge_step`. Any other keeps it under another name, because
-    rows of two runs could not be told apart; where no `Trainer` says so a warning does.
+    Only a run that continues another one adds to an existing table: a `Trainer` that resumes or
+    evaluates, or a run with a `purge_step`. Any other run renames the table first, because rows of
+    two runs could not be told apart; it logs a warning, unless it is a fit of a `Trainer`.
 
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.
-        purge_step: for a loop of one's own that resumes, the first step that it logs again: the
-            rows from there on are dropped.
+        purge_step: for a custom loop that resumes, the first step that it logs again: the rows from
+            there on are dropped.
     """
 
     name = "csv"
@@ -53,13 +53,13 @@ class CSVTracker(GeneralTracker):
     ) -> None:
         self.path = Path(logging_dir).expanduser().absolute() / run_name / "metrics.csv"
         self.purge_step = purge_step
-        self._kept: int | None = None  # the same, as `resume` says
+        self._kept: int | None = None  # the same, from `resume`
         self._anew = False
-        self._shares = True  # the last row that is there with values of its step
+        self._shares = True  # whether the last row of the table takes more values of its step
         self._file: io.FileIO | None = None
         self._columns = ["step"]
         self._last: dict[str, Any] = {}  # the row that values of the same step are added to
-        self._last_at = self._end = 0  # where it begins and ends, in bytes
+        self._last_at = self._end = 0  # the offsets of its beginning and end, in bytes
 
     @property
     def tracker(self) -> Path:
@@ -69,21 +69,18 @@ class CSVTracker(GeneralTracker):
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
         """Keep the rows up to a step, or all, unless the arguments give a `purge_step`.
 
-        What an evaluation logs then has rows of its own: the one before it may have been at the
-        same step, on other data.
+        The values of an evaluation then get their own rows: the last row may be of the same step,
+        on other data.
         """
         self._kept = sys.maxsize if step is None else step + 1
         self._shares = step is not None
 
     def begin_anew(self) -> None:
-        """Let `start` keep a table that is there under another name, unless `purge_step` is given.
-
-        That is what it does where nothing is said, but without a warning.
-        """
+        """Let `start` rename an existing table without a warning, unless `purge_step` is given."""
         self._anew = True
 
     def start(self) -> None:
-        """Open the table, after dropping what is logged again."""
+        """Open the table, after dropping the rows that are logged again."""
         rows: list[dict[str, Any]] = []
         self._columns = ["step"]  # this object may have written another table
         purge_step = self._kept if self.purge_step is None else self.purge_step
@@ -102,30 +99,30 @@ class CSVTracker(GeneralTracker):
         """Add values to the row of their step.
 
         Args:
-            values: names and numbers or texts; of a dict each entry becomes ``"outer/inner"``.
-            step: the number of optimizer updates so far. Without one, values have a row of their
-                own, or that of a value "step" which is an int.
+            values: names and numbers or texts; each entry of a dict becomes ``"outer/inner"``.
+            step: the number of optimizer updates so far. Without it, the values get their own row,
+                or that of the step given by a value "step" that is an int.
 
         Raises:
-            RuntimeError: the tracker is not started, or finished.
-            ValueError: a value "step" is another than the step. The others are recorded.
-            OSError: the disk refused.
+            RuntimeError: the tracker is not started, or is finished.
+            ValueError: a value "step" differs from the step. The others are recorded.
+            OSError: the disk failed.
         """
         values = one_level(values)
         named = values.pop("step", step)
-        if step is None and type(named) is int:  # what a run that goes on can read
+        if step is None and type(named) is int:  # which a resumed run can read
             step = named
         row: dict[str, Any] = {"step": step, **values}
         if self._file is None:
             raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
         with _locked(self.path):
-            if not is_at(self._file, self.path):  # what is written there now would be lost
+            if not is_at(self._file, self.path):  # what is written to the open file would be lost
                 self._open_anew()
             self._add(row, self._file)
         if named != step:
             raise ValueError(
-                f"A value 'step' is {named!r}, but the column of this name has the step, {step}. "
-                "Log it under another name."
+                f"The value 'step' is {named!r}, but the column of this name holds the step, "
+                f"{step}. Log it under another name."
             )
 
     def finish(self) -> None:
@@ -137,8 +134,8 @@ class CSVTracker(GeneralTracker):
     def _add(self, row: dict[str, Any], file: io.FileIO) -> None:
         step = row["step"]
         at = file.seek(0, os.SEEK_END)
-        # As texts: a row that a resumed run has read is of these. Another process may have added to
-        # the table, as an evaluation does.
+        # Compared as texts, since a resumed run reads its rows as such. The last row may no longer
+        # be at the end: another process may have added to the table, as an evaluation does.
         same = step is not None and str(self._last.get("step")) == str(step) and at == self._end
         merged = {**self._last, **row} if same else row
         at = self._last_at if same else at
@@ -152,8 +149,8 @@ class CSVTracker(GeneralTracker):
         aside = self.path.rename(unused_name(self.path))
         if not self._anew:
             _logger.warning(
-                "The table %s was there and is %s now: this run begins another. One that goes on "
-                "says so by `purge_step`, the first step that it logs again.",
+                "The existing table %s was renamed to %s: this run begins another one. To continue "
+                "a table, pass `purge_step`, the first step that is logged again.",
                 self.path,
                 aside.name,
             )
@@ -162,17 +159,17 @@ class CSVTracker(GeneralTracker):
         line = _line(row, self._columns)
         file.seek(at)
         written = file.write(line)
-        if written != len(line):  # a full disk: leave no half of a row, and the one that was there
+        if written != len(line):  # a full disk: leave no partial row, and restore the old one
             file.truncate(at)
             if self._last and at == self._last_at:
                 file.seek(at)
                 file.write(_line(self._last, self._columns))
-            raise OSError(f"{self.path}: {written} of {len(line)} bytes could be written.")
+            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written.")
         file.truncate(at + len(line))
         self._last, self._last_at, self._end = row, at, at + len(line)
 
     def _write_anew(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
-        """Replace the table by these rows under these columns."""
+        """Replace the table with these rows under these columns."""
         lines = [_line(row, columns) for row in ({name: name for name in columns}, *rows)]
         beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
         try:
@@ -187,9 +184,9 @@ class CSVTracker(GeneralTracker):
         self._last_at = self._end - len(lines[-1]) if rows else 0
 
     def _read(self) -> list[dict[str, Any]]:
-        text = self.path.read_bytes().decode()  # with the line ends that texts have in them
+        text = self.path.read_bytes().decode()  # keeps line ends inside texts as they are
         whole = text[: text.rfind("\n") + 1]  # a crash may have torn the last row
-        limit = csv.field_size_limit(sys.maxsize)  # of a cell: there are longer texts
+        limit = csv.field_size_limit(sys.maxsize)  # texts may be longer than the default for cells
         try:
             table = csv.DictReader(io.StringIO(whole, newline=""))
             rows = list(table)
@@ -199,12 +196,12 @@ class CSVTracker(GeneralTracker):
         return rows
 
     def _open_anew(self) -> None:
-        """Go on in the table that another process has put there, or begin one where none is."""
+        """Continue in the table that another process has put there, or begin one if none is."""
         if not self.path.exists():
             self._write_anew([], self._columns)
             _logger.warning(
-                "The table %s was deleted or moved while it was written. Another one has the rows "
-                "from here on.",
+                "The table %s was deleted or moved while it was open. A new one has the rows from "
+                "here on.",
                 self.path,
             )
             return
@@ -212,15 +209,15 @@ class CSVTracker(GeneralTracker):
         self.finish()
         self._file = other
         self._read()
-        self._last = {}  # of the file that is gone, whatever is as long in this one
+        self._last = {}  # it was in the old file, even if the new one has the same length
 
 
 @contextlib.contextmanager
 def _locked(table: Path) -> Iterator[None]:
-    """Keep other processes, and other trackers in this one, from a table.
+    """Keep other processes, and other trackers in this one, from changing a table.
 
-    The lock's file is opened each time and never deleted: who waits for it would have the lock of
-    another file than who comes next.
+    The lock file is opened each time and never deleted: otherwise, a process that waits for it
+    would get the lock of another file than one that comes later.
     """
     table.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -232,7 +229,7 @@ def _locked(table: Path) -> Iterator[None]:
     with open(lock, "ab", buffering=0) as file, contextlib.ExitStack() as held:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing it is not enough: a process that was forked meanwhile has it open too.
+            # Closing the file is not enough: a process that was forked meanwhile has it open too.
             held.callback(fcntl.flock, file, fcntl.LOCK_UN)
         except OSError as error:
             _tell_without_lock(table, str(error))
@@ -242,8 +239,8 @@ def _locked(table: Path) -> Iterator[None]:
 @functools.cache
 def _tell_without_lock(table: Path, why: str) -> None:
     _logger.warning(
-        "The table %s cannot be locked (%s): where another process writes it at the same time, as "
-        "an evaluation beside a fit does, rows may be lost.",
+        "The table %s cannot be locked (%s): if another process writes to it at the same time, as "
+        "an evaluation during a fit does, rows may be lost.",
         table,
         why,
     )

@@ -1,4 +1,4 @@
-"""The local record: one JSON object a line, appended, readable whatever happened to the writer."""
+"""The local record: one JSON object per line, appended, readable even if the writer was killed."""
 
 import io
 import json
@@ -14,9 +14,9 @@ from trackers.base import GeneralTracker, python_number
 
 _logger = logging.getLogger("trackers")
 
-# JSON has no such numbers: they are written as these texts, which `float` takes back.
+# JSON has no such numbers: they are written as these strings, which `float` parses.
 _NON_FINITE = {"NaN", "Infinity", "-Infinity"}
-FIELDS = frozenset({"step", "epoch", "time"})  # of every record, beside its metrics
+FIELDS = frozenset({"step", "epoch", "time"})  # in every record, beside its metrics
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -44,20 +44,20 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def parse_record(line: bytes, where: str) -> dict[str, Any]:
-    """The record in a line.
+    """Return the record in a line.
 
     Raises:
-        ValueError: it is not JSON; the message says where it is.
+        ValueError: the line is not JSON; the message says where it is.
     """
     try:
         record: dict[str, Any] = _from_json(json.loads(line))
-    except (ValueError, RecursionError) as error:  # the second: brackets without end
+    except (ValueError, RecursionError) as error:  # the latter for excessively nested brackets
         raise ValueError(f"{where} is not JSON ({error}): {line!r}") from error
     return record
 
 
 def to_json(value: Any) -> Any:
-    """The value as JSON has it: numbers that are not finite as texts, arrays as lists."""
+    """Return a value as JSON represents it: non-finite numbers as strings, arrays as lists."""
     value = python_number(value)
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -67,8 +67,8 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
-    # Arrays and tensors become lists. What JSON has no form for is recorded as its text: a record
-    # of the other metrics is worth more than none.
+    # Arrays and tensors become lists. What JSON cannot represent is recorded as its `str`, rather
+    # than losing the other metrics of the record.
     return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
@@ -81,7 +81,7 @@ def _from_json(value: Any) -> Any:
 
 
 def unused_name(path: Path) -> Path:
-    """A numbered name beside a file, for one of another run that is kept: ``metrics.1.jsonl``."""
+    """Return an unused numbered name to keep another run's file under: ``metrics.1.jsonl``."""
     number = 1
     while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -89,7 +89,7 @@ def unused_name(path: Path) -> Path:
 
 
 def is_at(file: io.FileIO, path: Path) -> bool:
-    """Whether an open file is the one at a path: it may have been deleted, moved or replaced."""
+    """Return whether an open file is still at a path, not deleted, moved or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -97,25 +97,25 @@ def is_at(file: io.FileIO, path: Path) -> bool:
 
 
 class JsonlTracker(GeneralTracker):
-    """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object a line.
+    """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object per line.
 
     Every line is valid JSON: non-finite numbers are the texts "NaN", "Infinity" and "-Infinity",
     tensors and arrays of one element are numbers, longer ones lists, and other objects their `str`.
-    Each record is one write to the operating system, so a crash can tear the last line alone, and
-    `start` cuts a torn one off. Where the file is deleted or moved away meanwhile, the next record
-    begins another, which a warning says.
+    Each record is one write to the operating system, so a crash can tear only the last line, and
+    `start` cuts off a torn one. If the file is deleted or moved away meanwhile, the next record
+    begins a new one, with a warning.
 
     Args:
-        path: the file; it and its directory are made by `start` if they do not exist.
+        path: the file; `start` creates it and its directory if they do not exist.
     """
 
     name = "jsonl"
     requires_logging_directory = False  # it takes the path of its file instead
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).absolute()  # who changes the working folder leaves the file in its
+        self.path = Path(path).absolute()  # the working directory may change
         self._file: io.FileIO | None = None
-        self._lacks = False  # the record that was to be written last
+        self._lacks = False  # whether the last record could not be written
 
     @property
     def tracker(self) -> Path:
@@ -132,7 +132,7 @@ class JsonlTracker(GeneralTracker):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = io.FileIO(self.path, "a+")
         size = self.offset
-        if size == 0:  # nothing cannot be mapped
+        if size == 0:  # an empty file cannot be mapped
             return
         with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
             whole = content.rfind(b"\n") + 1
@@ -149,17 +149,17 @@ class JsonlTracker(GeneralTracker):
             values: names and values.
             step: the number of optimizer updates so far.
             **kwargs: further fields of the record: `epoch` (None by default), `time` (in seconds
-                since 1970; the present by default), and any other.
+                since 1970; now by default), and any other.
 
         Raises:
-            ValueError: a name in `values` is that of another field.
-            RuntimeError: the tracker is not started, or finished.
+            ValueError: a name in `values` is also that of a field.
+            RuntimeError: the tracker is not started, or is finished.
             OSError: the record could not be written. The file is left without it.
         """
         fields = {"step": step, "epoch": None, "time": time(), **kwargs}
         if clash := values.keys() & fields.keys():
             raise ValueError(
-                f"The metrics {sorted(clash)} have the names of fields of the record "
+                f"The metrics {sorted(clash)} have the names of record fields "
                 f"({sorted(FIELDS | fields.keys())}). Log them under other names."
             )
         line = json.dumps(to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
@@ -167,21 +167,21 @@ class JsonlTracker(GeneralTracker):
         self._lacks = True
         written = file.write(line)
         if written != len(line):
-            # A full disk: leave no half of a line for the next record to be glued to.
+            # A full disk: leave no partial line, to which the next record would be appended.
             file.truncate(self.offset - (written or 0))
-            raise OSError(f"{self.path}: {written} of {len(line)} bytes could be written.")
+            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written.")
         self._lacks = False
 
     def sync(self) -> int:
-        """Wait until every record is on the disk itself.
+        """Wait until every record is synced to the disk.
 
         Returns:
-            The offset behind the last record, in bytes.
+            The offset after the last record, in bytes.
 
         Raises:
-            RuntimeError: the tracker is not started, or finished.
-            OSError: the disk refused; or it refused the last record, which may yet come: whoever
-                cuts at this offset would cut that off.
+            RuntimeError: the tracker is not started, or is finished.
+            OSError: the disk failed; or the last record could not be written, but may be later:
+                truncating at this offset would then remove it.
         """
         os.fsync(self._opened().fileno())
         if self._lacks:
@@ -189,7 +189,7 @@ class JsonlTracker(GeneralTracker):
         return self.offset
 
     def ends_record(self, offset: int) -> bool:
-        """Whether a record of the file ends at an offset in bytes; at 0 none has begun."""
+        """Return whether a record ends at an offset in bytes, or the first one begins there (0)."""
         if not 0 < offset <= self.offset:
             return offset == 0
         with open(self.path, "rb") as content:
@@ -197,13 +197,13 @@ class JsonlTracker(GeneralTracker):
             return content.read(1) == b"\n"
 
     def truncate(self, offset: int) -> None:
-        """Cut off the records behind an offset, as a run does that resumes from before them.
+        """Cut off the records after an offset, as a run does that resumes from before them.
 
-        A file without any record has nothing to cut: a run that resumes in another folder begins a
-        record there, which a warning says.
+        A file without records has nothing to cut off: a run that resumes in another folder begins a
+        new record there, with a warning.
 
         Args:
-            offset: in bytes, as `offset` or `sync` gave it.
+            offset: in bytes, as returned by `offset` or `sync`.
 
         Raises:
             ValueError: the file is shorter than that, or no record ends there.
@@ -216,15 +216,15 @@ class JsonlTracker(GeneralTracker):
         if not self.ends_record(offset):
             raise ValueError(
                 f"{self.path} of {size} bytes has no record that ends at byte {offset}. It is not "
-                f"the file that the offset was taken from: put that back or move this one away."
+                f"the file that the offset refers to: put that one back or move this one away."
             )
         os.truncate(self.path, offset)
 
     def offset_behind(self, step: int) -> int:
-        """Where the records of later steps begin, in bytes; for `truncate` without an offset.
+        """Return the offset at which records of later steps begin, in bytes, for `truncate`.
 
         Args:
-            step: the last one whose records are wanted.
+            step: the last step whose records are wanted.
         """
         offset = 0
         with open(self.path, "rb") as lines:
@@ -235,24 +235,24 @@ class JsonlTracker(GeneralTracker):
         return offset
 
     def finish(self) -> None:
-        """Put the records on the disk and close the file."""
+        """Sync the records to the disk and close the file."""
         if self._file is not None:
             try:
                 os.fsync(self._file.fileno())
-            finally:  # a disk that refuses must not keep the file open
+            finally:  # close the file even if the disk fails
                 self._file.close()
                 self._file = None
 
     def _opened(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
-        if not is_at(self._file, self.path):  # what is written there now would be lost
+        if not is_at(self._file, self.path):  # what is written to the open file would be lost
             left = self._file
             self.start()
             left.close()
             _logger.warning(
-                "%s was deleted, moved or replaced while it was written. The records go on in the "
-                "file that is there now; the earlier ones are where it was taken.",
+                "%s was deleted, moved or replaced while it was open. The records continue in the "
+                "file that is there now; the earlier ones are in the old file.",
                 self.path,
             )
         return self._file

@@ -10,23 +10,23 @@ from trackers.base import python_number
 
 _logger = logging.getLogger("trackers")
 _CHANNELS = (1, 3, 4)
-# Of pictures whose numbers are no pixels.
+# Modes of PIL images whose numbers are not pixel values.
 _MODES = ("P", "PA", "LA", "CMYK", "YCbCr", "HSV", "LAB")
 
 
 def plain(value: Any) -> Any:
-    """A nest of dicts, lists and primitive values; everything else as its text."""
+    """Return nested dicts, lists and primitive values as such; everything else as its `str`."""
     value = python_number(value)
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    # The exact types: YAML's safe writer knows no subclasses.
+    # The exact types: YAML's safe dumper does not accept subclasses.
     return value if value is None or type(value) in (bool, int, float, str) else str(value)
 
 
 def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
-    """A nest of dicts as one, with names such as "outer/inner"; numbers are Python's own."""
+    """Flatten nested dicts to names such as "outer/inner"; one-element tensors become numbers."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         value = python_number(value)
@@ -39,7 +39,7 @@ def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
 
 
 def array_of(value: Any) -> Any:
-    """The NumPy array of a tensor, an array or a list; bfloat16, which NumPy lacks, as float32."""
+    """Return a tensor, an array or a list as a NumPy array; tensors of floats as float32."""
     import numpy as np
 
     if hasattr(value, "detach"):
@@ -49,18 +49,18 @@ def array_of(value: Any) -> Any:
 
 
 def image_layout(name: str, images: Any) -> str:
-    """What the dimensions of an image or a batch of them are.
+    """Return the layout of an image or a batch of images.
 
     Args:
-        name: of the images, for the error.
+        name: the name of the images, for the error.
         images: a tensor or an array.
 
     Returns:
         "HW", "CHW", "HWC", "NCHW" or "NHWC". Channels come first, unless only the last dimension
-        can be theirs, being 1, 3 or 4.
+        is 1, 3 or 4.
 
     Raises:
-        ValueError: it has not two to four dimensions, or not 1, 3 or 4 channels.
+        ValueError: there are not two to four dimensions, or not 1, 3 or 4 channels.
     """
     shape = tuple(images.shape)
     if len(shape) == 2:
@@ -69,14 +69,14 @@ def image_layout(name: str, images: Any) -> str:
     if not (first or last):
         raise ValueError(
             f"The images {name!r} have the shape {shape}; give (height, width), (channels, height, "
-            "width) or (batch, channels, height, width), or the same with the channels last: 1, 3 "
-            "or 4 of them. A batch without channels gets one by images[:, None]."
+            "width) or (batch, channels, height, width), or the same with the channels last, with "
+            "1, 3 or 4 channels. For a batch without channels, give images[:, None]."
         )
     return ("N" if len(shape) == 4 else "") + ("CHW" if first else "HWC")
 
 
 def image_bytes(images: Any) -> Any:
-    """The bytes of images that are floats in [0, 1], masks of booleans, or integers up to 255."""
+    """Return images of floats in [0, 1], bools, or integers up to 255 as an array of bytes."""
     import numpy as np
 
     if getattr(images, "mode", None) in _MODES:
@@ -88,15 +88,15 @@ def image_bytes(images: Any) -> Any:
 
 
 def pixels(name: str, images: Any) -> list[Any]:
-    """Bytes of shape (height, width) or (height, width, channels), for each of some images.
+    """Return each image as bytes of shape (height, width) or (height, width, channels).
 
     Args:
-        name: of the images, for the error.
+        name: the name of the images, for the error.
         images: a tensor or an array of one image or a batch, see `image_layout`: floats in
-            [0, 1], integers up to 255 or masks of booleans; a picture of PIL; or a list of these.
+            [0, 1], integers up to 255 or boolean masks; a PIL image; or a list of these.
 
     Raises:
-        ValueError: the shape is none of an image.
+        ValueError: the shape is not that of an image.
     """
     import numpy as np
 
@@ -110,7 +110,7 @@ def pixels(name: str, images: Any) -> list[Any]:
 
 
 def rendered(figure: Any) -> Any:
-    """Draw a figure of matplotlib.
+    """Draw a matplotlib figure.
 
     Args:
         figure: the figure, or its pixels, which are returned as they are.
@@ -119,20 +119,20 @@ def rendered(figure: Any) -> Any:
         Bytes of shape (height, width, 3).
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `figure` is neither.
     """
     if hasattr(figure, "shape"):
         return figure
     if not hasattr(figure, "set_canvas"):
         raise TypeError(
-            f"log_figure takes figures of matplotlib, got {type(figure).__name__}. For other "
-            "libraries give their image to log_images, or use the service's own object."
+            f"log_figure takes matplotlib figures, got {type(figure).__name__}. For other "
+            "libraries, pass an image to log_images, or use the service's own object."
         )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     own = figure.canvas
     try:
-        canvas: Any = FigureCanvasAgg(figure)  # it takes the figure's own canvas away
+        canvas: Any = FigureCanvasAgg(figure)  # it replaces the figure's own canvas
         canvas.draw()
         return array_of(canvas.buffer_rgba())[..., :3].copy()
     finally:
@@ -140,7 +140,7 @@ def rendered(figure: Any) -> Any:
 
 
 def finite(name: str, values: Any) -> Any:
-    """The values of a histogram in one dimension; NaN and infinity are left out, which is told.
+    """Return the values of a histogram in one dimension; warn if non-finite ones are left out.
 
     Raises:
         ValueError: there is no finite value.
@@ -164,7 +164,7 @@ def finite(name: str, values: Any) -> Any:
 def table_of(
     name: str, columns: Sequence[Any] | None, data: Any, dataframe: Any
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The columns and the rows of a table.
+    """Return the columns and the rows of a table.
 
     Args:
         name: its name.
@@ -173,17 +173,19 @@ def table_of(
         dataframe: of pandas or polars, instead of `columns` and `data`.
 
     Raises:
-        ValueError: there is neither `data` nor `dataframe`, or a row is of another length.
+        ValueError: there is neither `data` nor `dataframe`, or a row is not as long as `columns`.
     """
     if dataframe is not None:
         columns = list(dataframe.columns)
-        # Of pandas row by row, so that integers beside floats stay what they are; and first, since
-        # a column of it may be called "rows".
+        # For pandas row by row, so that integers beside floats stay integers; checked first, since
+        # a pandas column may be called "rows".
         of_pandas = hasattr(dataframe, "itertuples")
         data = dataframe.itertuples(False, None) if of_pandas else dataframe.rows()
     if data is None:
-        raise ValueError(f"The table {name!r} is empty: give `data`, a list of rows, or a frame.")
-    data = list(data)  # of an array too, which is neither true nor false
+        raise ValueError(
+            f"The table {name!r} is empty: give `data`, a list of rows, or `dataframe`."
+        )
+    data = list(data)  # an array has no truth value
     if columns is None:
         columns = range(1, len(data[0]) + 1) if data else []
     for number, row in enumerate(data):

@@ -1,4 +1,4 @@
-"""What a tracker missed, read from the local record."""
+"""The records that a tracker missed, read from the local record."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _PATIENCE = 120.0  # seconds for the local record to be written: twice its longe
 
 
 class Missed:
-    """The records of a run between two times, in the order written.
+    """Reads the records of a run between two times, in the order written.
 
-    Each tracker has one of its own, which goes on where it was: what it is asked for is later each
-    time.
+    Each tracker has its own instance, which continues where it stopped: each request must be for
+    later records than the one before.
 
     Args:
         record: the local record, a `JsonlTracker` on its thread.
-        begin: gives the offset in bytes at which this run began in it.
-        private: names that the trackers are not told.
+        begin: resolves to the offset in bytes at which this run began in the record.
+        private: names of values that trackers do not get.
 
     Attributes:
-        path: the file.
+        path: the path of the record.
     """
 
     def __init__(self, record: BackgroundTracker, begin: Future[int], private: Set[str]) -> None:
@@ -41,14 +41,14 @@ class Missed:
     def between(
         self, first: float, last: float
     ) -> Generator[tuple[dict[str, Any], int], None, None]:
-        """Read records; called on the thread of the tracker, where it waits for the writer.
+        """Read records, after waiting for the writer; to be called on the tracker's thread.
 
         Args:
-            first: the time of the first record, as it has it.
-            last: that of the last.
+            first: the field `time` of the first record.
+            last: the field `time` of the last record.
 
         Yields:
-            The values, without those that are private, and the step.
+            The values, without private ones, and the step.
 
         Raises:
             OSError: the file cannot be read.
@@ -60,7 +60,7 @@ class Missed:
         with open(self.path, "rb") as lines:
             lines.seek(self._offset)
             for line in lines:
-                if not line.endswith(b"\n"):  # behind what is asked for: it is being written
+                if not line.endswith(b"\n"):  # being written, so later than `last`
                     return
                 record = parse_record(line, f"{self.path}, byte {self._offset}")
                 if record["time"] > last:

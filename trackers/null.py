@@ -1,4 +1,4 @@
-"""What stands for a tracker on the processes that have none, so that nobody has to ask."""
+"""A tracker that does nothing, for processes without a run, so that scripts need no checks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,14 +7,14 @@ from trackers.base import GeneralTracker
 
 
 class Nothing:
-    """In place of an SDK's object: false and empty; every attribute, item and call is itself.
+    """Replaces an SDK's object: false and empty; its attributes, items and calls give it again.
 
-    A script may then go through a run's object on every process, such as
-    `get_tracker("wandb", unwrap=True).summary["best"] = 1`, and only the one that has a run acts.
+    A script may then use a run's object on every process, as in
+    `get_tracker("wandb", unwrap=True).summary["best"] = 1`, with an effect only where a run is.
     """
 
     def __getattr__(self, name: str) -> "Nothing":
-        # Python's own protocols, such as copying and the conversion to an array, must not find it.
+        # Python's own protocols, such as copying and conversion to an array, must not find it.
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -52,7 +52,7 @@ class NullTracker(GeneralTracker):
     """A tracker that does nothing, for the processes that have no run.
 
     Args:
-        name: that of the tracker in whose place it is.
+        name: the name of the tracker that it replaces.
     """
 
     name = "none"
@@ -67,7 +67,7 @@ class NullTracker(GeneralTracker):
         return Nothing()
 
     def __getattr__(self, name: str) -> Any:
-        """What the tracker in whose place it is may have beyond the interface."""
+        """Return `Nothing` for what the replaced tracker may have beyond the interface."""
         return getattr(Nothing(), name)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What waits for a tracker: a bounded queue, and the gap that a full one leaves."""
+"""The calls that wait for a tracker: a bounded queue, and the gap that a full one leaves."""
 
 import math
 import threading
@@ -16,10 +16,10 @@ class Call(NamedTuple):
     Attributes:
         what: its name, for messages.
         function: takes the tracker.
-        record: whether it is one of many, which a full queue drops.
-        time: of the same record in the local one, which has it if it is dropped here.
-        future: what who asked for it waits for.
-        size: about how much memory its values take, in bytes; those of numbers alone nothing.
+        record: whether a full queue may drop it.
+        time: the field `time` of the same record in the local one, to read it there if dropped.
+        future: what the caller waits for.
+        size: about how much memory its values take, in bytes; 0 for numbers alone.
     """
 
     what: str
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Records that follow on each other in the local one, by their times."""
+    """Consecutive records of the local record: the first and last time, and how many."""
 
     first: float
     last: float
@@ -39,38 +39,38 @@ class Gap(NamedTuple):
 
 
 class Pending:
-    """The calls that wait, in order.
+    """The queue of waiting calls, in order.
 
-    A full one drops its oldest record. What is dropped lies between the record that the tracker is
-    at and the oldest that waits, so that all of it is one gap, to be filled before the next call.
+    A full queue drops its oldest record. What is dropped lies between the record that the tracker
+    is at and the oldest waiting one, so it forms one gap, to be filled before the next call.
 
     Args:
-        capacity: how many calls wait until a further record drops one.
-        memory: how many bytes the values of records may take until a further one drops older ones
-            of those that take any.
-        gathering: for so many seconds the first record waits for others. To wake a thread for each
-            takes several times what a record does, of the training's time too.
+        capacity: how many calls may wait before another record drops the oldest one.
+        memory: how many bytes the values of records may take before another such record drops the
+            oldest ones that take any.
+        gathering: how many seconds the first record waits for others. Waking the thread for each
+            one costs several times as much as the record itself, also in training time.
 
     Attributes:
-        fills: whether what is dropped can be had from the local record.
+        fills: whether dropped records can be read from the local record.
         lost: how many dropped records cannot, or came after the end.
     """
 
     def __init__(self, capacity: int, gathering: float = 0.0, memory: int = 2**30) -> None:
         self.capacity = capacity
         self.memory = memory
-        self._size = 0  # of all that waits
+        self._size = 0  # of all waiting calls
         self._gathering = gathering
         self.fills = False
         self.lost = 0
         self._calls: deque[Call] = deque()
         self._gap: Gap | None = None
         self._ended = False
-        self._urgent = False  # a call that is no record has come, or many records
+        self._urgent = False  # whether a call that is not a record, or many records, have come
         self._changed = threading.Condition()
 
     def put(self, call: Call, *, last: bool = False) -> bool:
-        """Add a call, unless the last one was added before."""
+        """Add a call and return True, or return False if the last call was added before."""
         with self._changed:
             if self._ended:
                 self.lost += call.record
@@ -84,7 +84,7 @@ class Pending:
             self._size += call.size
             filling = 2 * len(self._calls) >= self.capacity
             self._urgent = self._urgent or not call.record or filling
-            if self._urgent or len(self._calls) == 1:  # else a thread gathers, or has not come yet
+            if self._urgent or len(self._calls) == 1:  # else the thread gathers, or is busy
                 self._changed.notify()
             return True
 
@@ -99,18 +99,18 @@ class Pending:
             return gap or self._remove_at(0)
 
     def oldest_record(self) -> Call | None:
-        """The record that comes next; None where a gap or nothing does."""
+        """Return the next record; None if a gap, or nothing, comes first."""
         with self._changed:
             return None if self._gap else next((c for c in self._calls if c.record), None)
 
     def remove(self, call: Call) -> None:
-        """Take a record out that the tracker got before its turn."""
+        """Remove a record that the tracker got before its turn."""
         with self._changed:
             for position, waiting in enumerate(self._calls):
                 if waiting is call:
                     self._remove_at(position)
                     return
-            # It was dropped meanwhile, as the first of what was.
+            # It was dropped meanwhile, as the first of the dropped ones.
             if self._gap is None or call.time is None:
                 self.lost -= 1
             elif self._gap.size == 1:
@@ -120,14 +120,14 @@ class Pending:
                 self._gap = Gap(behind, self._gap.last, self._gap.size - 1)
 
     def take_awaited(self) -> list[Call]:
-        """Remove the calls of `submit`, whose future is waited for."""
+        """Remove and return the calls of `submit`, for whose futures callers wait."""
         with self._changed:
             awaited = [call for call in self._calls if call.what == "submit"]
             self._calls = deque(call for call in self._calls if call.what != "submit")
             return awaited
 
     def clear(self) -> list[Call]:
-        """Remove all but the last call, `finish`; records count as lost."""
+        """Remove and return all calls but the last, `finish`; records count as lost."""
         with self._changed:
             cleared = [call for call in self._calls if call.what != "finish"]
             self._calls = deque(call for call in self._calls if call.what == "finish")
@@ -138,7 +138,7 @@ class Pending:
             return cleared
 
     def lose(self, count: int) -> None:
-        """Count records that were taken and will not reach the tracker."""
+        """Count records that were taken and will not reach the tracker as lost."""
         with self._changed:
             self.lost += count
 
@@ -149,7 +149,7 @@ class Pending:
         return call
 
     def _make_room(self, size: int) -> None:
-        """Drop the oldest records that take memory, until another one has room."""
+        """Drop the oldest records that take memory until `size` bytes have room."""
         kept: deque[Call] = deque()
         for call in self._calls:
             if call.record and call.size and self._size + size > self.memory:

@@ -15,18 +15,18 @@ _logger = logging.getLogger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
 _ALL = "all"
 _GROUP = "cadence.trackers"
-# Services that scripts name and that no tracker here speaks to.
+# Services that scripts may name and that no tracker here supports.
 _ELSEWHERE = ("aim", "clearml", "dvclive", "mlflow")
 
 _Class = TypeVar("_Class", bound="type[GeneralTracker]")
-# Names last: what reads a configuration tries the first that fits, and a class path is a text too.
+# str last: configuration readers try the types in order, and a class path is a string too.
 TrackerChoice: TypeAlias = GeneralTracker | type[GeneralTracker] | str
 
 
 def register_tracker(cls: _Class) -> _Class:
     """Make a tracker class known to `log_with` by its `name`; usable as a decorator.
 
-    Registering a class again replaces it, so that the cell of a notebook can be run twice.
+    Registering a class again replaces it, so that a notebook cell can be run twice.
 
     Args:
         cls: a subclass of `GeneralTracker`.
@@ -55,16 +55,16 @@ def register_tracker(cls: _Class) -> _Class:
 
 
 def available_trackers() -> list[str]:
-    """The sorted names of the registered trackers whose package is installed.
+    """Return the sorted names of the registered trackers whose package is installed.
 
-    Other packages' trackers are among them: those that their entry points name in the group
-    "cadence.trackers". One that cannot be loaded, or whose name is taken, is told in the log.
+    They include trackers of other packages, which declare them as entry points in the group
+    "cadence.trackers". A warning is logged for one that cannot be loaded or whose name is taken.
     """
     for entry in _entries():
         taken = _REGISTRY.get(entry.name)
         if taken is not None and entry.value != f"{taken.__module__}:{taken.__qualname__}":
             _logger.warning(
-                "The tracker %r of %s is not used: %s.%s has the name.",
+                "The tracker %r of %s is not used: its name is taken by %s.%s.",
                 entry.name,
                 _package_of(entry),
                 taken.__module__,
@@ -83,26 +83,27 @@ def select_trackers(
     *,
     logging_dir: str | os.PathLike[str] | None = None,
 ) -> list[GeneralTracker | type[GeneralTracker]]:
-    """Check `log_with` and turn it into tracker instances and classes; makes no tracker.
+    """Check `log_with` and turn it into tracker instances and classes, without making a tracker.
 
     Args:
         log_with: None, a registered name, "all" (every registered tracker whose package is
             installed), a tracker class, a tracker instance, or a list of these. A class is dropped
-            where an instance of it is given as well, and so are repetitions.
+            if an instance of it is given as well, and so are repetitions.
         logging_dir: the directory for trackers that write files.
 
     Returns:
-        Instances as they were given and classes, in the order given.
+        The given instances, and classes, in the order given.
 
     Raises:
         TypeError: an entry is none of the above.
-        ValueError: an unknown name, or a tracker that needs a directory and has none.
+        ValueError: a name is unknown, or a tracker needs a directory and `logging_dir` is None.
         ImportError: the package of a tracker is not installed.
     """
     if log_with is None:
         return []
-    entries = log_with if isinstance(log_with, (list, tuple)) else [log_with]
-    found = [one for entry in entries for one in _lookup(entry)]
+    if not isinstance(log_with, Sequence) or isinstance(log_with, str):
+        log_with = [log_with]
+    found = [one for entry in log_with for one in _lookup(entry)]
     instantiated = [type(one) for one in found if isinstance(one, GeneralTracker)]
     # By identity: a tracker that is a dataclass can be compared, but not hashed.
     unique = {id(one): one for one in found}.values()
@@ -128,7 +129,7 @@ def resolve_trackers(
     logging_dir: str | os.PathLike[str] | None = None,
     init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[GeneralTracker]:
-    """Make the trackers that `log_with` asks for. The caller starts them.
+    """Make the trackers that `log_with` names; the caller starts them.
 
     A class is called as `cls(run_name, logging_dir, **init_kwargs[cls.name])`, without the
     directory if it requires none. If it `has_projects`, it is called with the name of the project,
@@ -190,13 +191,13 @@ def _lookup(entry: Any) -> Sequence[GeneralTracker | type[GeneralTracker]]:
         raise ValueError(
             f"log_with={str(entry)!r} is not a known tracker. Choose from {choices}"
             + (f"; did you mean {nearest[0]!r}?" if nearest else ".")
-            + " register_tracker adds a class of your own."
+            + " Add a class of your own with register_tracker."
         )
     return [_REGISTRY[entry]]
 
 
 def _entries() -> Sequence[EntryPoint]:
-    """The trackers that other packages say they have; none of them is imported."""
+    """Return the trackers that other packages declare, without importing any."""
     return sorted(entry_points(group=_GROUP), key=lambda entry: entry.name)
 
 
@@ -208,12 +209,12 @@ def _load(entry: EntryPoint) -> None:
     """Register the tracker of another package.
 
     Raises:
-        ImportError: it cannot be loaded or is no tracker of that name.
+        ImportError: it cannot be loaded, or is not a tracker of that name.
     """
     where = f"The tracker {entry.name!r} of {_package_of(entry)} cannot be used"
     try:
         cls = register_tracker(entry.load())
-    # Whatever a foreign module raises; the others are none the worse for it.
+    # A foreign module may raise anything; it must not affect the other trackers.
     except Exception as error:
         raise ImportError(f"{where}: {type(error).__name__}: {error}") from error
     if cls.name != entry.name:

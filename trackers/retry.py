@@ -1,10 +1,10 @@
-"""Which errors of a tracker may pass, and how long to wait for that."""
+"""Which errors of a tracker are worth a retry, and how long to wait before it."""
 
 import errno
 import random
 
-# What these say of a call is so the next time too. Some errors of networks are among their
-# subclasses: those that are an OSError as well.
+# A call that raised one of these would raise it again, except for network errors, which may be
+# subclasses of these but are an OSError as well.
 _FOR_GOOD = (
     ArithmeticError,
     AssertionError,
@@ -17,18 +17,18 @@ _FOR_GOOD = (
     ValueError,
 )
 _FILES = ("log_artifact", "log_model")
-_own = random.SystemRandom()  # not the generator of the training
+_own = random.SystemRandom()  # not the RNG of the training
 
 
 def may_pass(error: BaseException, what: str) -> bool:
-    """Whether a call that raised is worth another try.
+    """Return whether a call that raised is worth a retry.
 
-    A value that a service cannot take is not. An outage is: of a network, a server or a disk, and
-    whatever else an SDK has errors of its own for.
+    A call with a value that the service cannot take is not. One that fails in an outage of a
+    network, a server or a disk is, and so is one that raises an error defined by an SDK.
 
     Args:
-        error: what it raised.
-        what: the method's name.
+        error: the error that the call raised.
+        what: the name of the method.
     """
     if isinstance(error, FileNotFoundError) and what in _FILES:
         return False
@@ -38,14 +38,14 @@ def may_pass(error: BaseException, what: str) -> bool:
 
 
 def pause(attempt: int, first: float, longest: float) -> float:
-    """How long to wait behind an attempt, in seconds: twice as long behind each, up to a limit.
+    """Return how long to wait after an attempt, in seconds: twice as long each time, up to a limit.
 
-    Up to a half of it is left to chance: runs that lost the same server should not all come back
-    to it at once.
+    Up to half of the pause is random: runs that lost the same server should not all return to it at
+    once.
 
     Args:
-        attempt: its number, from 1.
-        first: the pause behind the first, in seconds.
+        attempt: the number of the attempt, from 1.
+        first: the pause after the first attempt, in seconds.
         longest: the limit, in seconds.
     """
     return min(longest, first * 2.0 ** min(attempt - 1, 60)) * _own.uniform(0.5, 1.0)

@@ -14,7 +14,7 @@ from trackers.jsonl import unused_name
 from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 
-_PROBE = 4096  # bytes that a disk takes before a file is begun on it
+_PROBE = 4096  # bytes that are written to test the disk before a file is begun
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
@@ -25,7 +25,7 @@ def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
 def _is_float(value: float) -> bool:
     try:
         float(value)
-    except OverflowError:  # an integer beyond them
+    except OverflowError:  # an integer too large for a float
         return False
     return True
 
@@ -36,7 +36,7 @@ def _cell(value: Any) -> str:
 
 
 def _shown(name: str, value: Any) -> dict[str, Any]:
-    """The images under the names that they get: a batch is one where torch's writer can join it."""
+    """Return the images to write by name: one entry for a batch that torch's writer can join."""
     import numpy as np
 
     each = [np.atleast_3d(image) for image in pixels(name, value)]
@@ -48,7 +48,7 @@ def _shown(name: str, value: Any) -> dict[str, Any]:
 
 
 def _set_aside(folder: Path) -> None:
-    """Rename a folder's event files: TensorBoard reads all files whose names have "tfevents"."""
+    """Rename a folder's event files: TensorBoard reads all files with "tfevents" in their names."""
     for path in sorted(folder.glob("*tfevents*")):
         aside = path.with_name(path.name.replace("tfevents", "earlier"))
         path.rename(unused_name(aside) if aside.exists() else aside)
@@ -58,14 +58,14 @@ def _set_aside(folder: Path) -> None:
 class TensorBoardTracker(GeneralTracker):
     """Writes event files for TensorBoard to `logging_dir/run_name`.
 
-    A fit of the `Trainer` that begins anew keeps event files that are there under other names
+    A fit of the `Trainer` that does not resume renames existing event files
     (``events.out.earlier.…``), unless a `purge_step` is given. Any other start adds to them.
 
     Args:
         run_name: the name of the run and of its folder.
         logging_dir: the folder of all runs.
         purge_step: for a run that resumes, the first step that it logs again: TensorBoard hides
-            what was logged before at this step and behind it.
+            what was logged before at this step and later ones.
         **writer_options: for `torch.utils.tensorboard.SummaryWriter`.
 
     Raises:
@@ -84,21 +84,21 @@ class TensorBoardTracker(GeneralTracker):
         purge_step: int | None = None,
         **writer_options: Any,
     ) -> None:
-        # The writer opens its file for each record, wherever the process is then.
+        # Absolute: the writer opens its file for each record, and the working directory may change.
         self.log_dir = Path(logging_dir).expanduser().absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False
         self._writer: Any = None
         self._success: Any = None
-        self._refused = False  # by the disk: the writer is of no use any more
+        self._refused = False  # whether the disk failed: the writer is then unusable
 
     @property
     def tracker(self) -> Any:
         """The `SummaryWriter`.
 
         Raises:
-            RuntimeError: the tracker is not started, or finished.
+            RuntimeError: the tracker is not started, or is finished.
         """
         if self._writer is None:
             raise RuntimeError(
@@ -108,16 +108,16 @@ class TensorBoardTracker(GeneralTracker):
 
     @property
     def writer(self) -> Any:
-        """The `SummaryWriter`, by the name that scripts of the documented API use."""
+        """The `SummaryWriter`, under the name that scripts for the documented API use."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
-        """Hide what was logged before behind a step, unless the arguments give a `purge_step`."""
+        """Hide what was logged after `step`, unless the arguments give a `purge_step`."""
         if step is not None and self.writer_options["purge_step"] is None:
             self._purge_step = step + 1
 
     def begin_anew(self) -> None:
-        """Let `start` rename the event files that are there, unless a `purge_step` is given."""
+        """Let `start` rename existing event files, unless a `purge_step` is given."""
         self._anew = self.writer_options["purge_step"] is None
 
     def start(self) -> None:
@@ -136,15 +136,15 @@ class TensorBoardTracker(GeneralTracker):
 
         Args:
             values: names and values. Nested names are joined by dots in the table of
-                hyperparameters; what is no number is stored as its text.
+                hyperparameters; what is not a number is stored there as its `str`.
         """
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
         values = plain(values)
-        # The writer's own add_hparams opens a run of its own, in a folder named by the time. Its
-        # description of the whole experiment is left out: TensorBoard would take that of one run
-        # for all, and show no metrics. Without it, it finds the names of both by itself.
+        # The writer's own add_hparams opens a separate run, in a folder named by the time. The
+        # summary of the experiment is left out: TensorBoard would use that of one run for all, and
+        # show no metrics. Without it, it finds the names of hyperparameters and metrics itself.
         table = one_level(values, ".")
         shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
         _, begun, self._success = hparams(shown, {})
@@ -166,33 +166,33 @@ class TensorBoardTracker(GeneralTracker):
 
         Raises:
             TypeError: a value is none of these. The others are recorded.
-            OSError: the disk refused. Further values go to another file of the folder.
+            OSError: the disk failed. Further values go to another file in the folder.
         """
         with self._written():
             rejected = self._add(values, step, kwargs)
         if rejected:
             raise TypeError(
-                f"TensorBoard takes numbers, tensors of one element, texts and dicts of these, "
-                f"which these values are not: {', '.join(rejected)}. Use log_images for images."
+                f"TensorBoard takes numbers, tensors of one element, texts and dicts of these, but "
+                f"not {', '.join(rejected)}. Use log_images for images."
             )
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record images; those of a batch as one, unless their sizes differ: "name/0", "name/1".
+        """Record images; those of a batch as one, or as "name/0", "name/1" if they do not fit.
 
         Args:
             values: names and tensors or arrays of shape (height, width), (channels, height, width)
                 or (batch, channels, height, width), or the same with the channels last: floats in
-                [0, 1], integers up to 255 or masks of booleans; or lists of these.
+                [0, 1], integers up to 255 or boolean masks; or lists of these.
             step: the number of optimizer updates so far.
             **kwargs: for `add_image` or `add_images`, for example `dataformats="HWC"`.
 
         Raises:
-            ValueError: a shape is none of an image.
+            ValueError: a shape is not that of an image.
         """
         given = kwargs.get("dataformats")
         with self._written():
             for name, value in values.items():
-                # Bytes all: torch's writer multiplies other integers by 255.
+                # Always bytes: torch's writer multiplies other integers by 255.
                 shown = {name: image_bytes(value)} if given else _shown(name, value)
                 for label, images in shown.items():
                     layout = given or ("HWC" if images.ndim == 3 else "NHWC")
@@ -233,11 +233,11 @@ class TensorBoardTracker(GeneralTracker):
                 self.tracker.add_text(name, value, global_step=step, **kwargs)
 
     def log_graph(self, model: Any, example: Any) -> None:
-        """Record the graph of a model, which is traced where this is called.
+        """Record the graph of a model, which is traced in the calling thread.
 
         Args:
-            model: a `torch.nn.Module`, in the mode that it is to be shown in. Batch norms in
-                training mode count the example.
+            model: a `torch.nn.Module`, in the mode in which to show it. Batch norms in training
+                mode update their statistics with the example.
             example: its argument, or a tuple of them.
 
         Raises:
@@ -255,33 +255,33 @@ class TensorBoardTracker(GeneralTracker):
             return
         try:
             with self._written():
-                if self.status != "running":  # nobody says how it ended
+                if self.status != "running":  # otherwise it is unknown how the run ended
                     self._writer.add_text("status", self.status)
-                # Of several ends TensorBoard knows the first: a run that may go on has none.
+                # TensorBoard reads only the first end: write none for a run that may continue.
                 if self.status == "finished" and self._success is not None:
                     self._writer.file_writer.add_summary(self._success)
             self._writer.close()
-        finally:  # also where the disk refuses
+        finally:  # also if the disk fails
             self._writer = None
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Flush behind what is added inside; where the disk refuses, go on in another file."""
+        """Flush what is added in the block; after the disk failed, continue in another file."""
         try:
             if self._refused:
                 self._open(**{**self.writer_options, "purge_step": None})
             yield
             self.tracker.flush()
         except OSError:
-            # The writer's own thread ended with it: only another writer, and file, can go on.
+            # It ended the writer's own thread: only another writer, with another file, can go on.
             self._refused = True
             raise
 
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # The writer's thread would end by what the disk refuses, with its traceback, and leave an
-        # empty file, at each attempt of an outage.
+        # Without this test, each retry while the disk fails would end the writer's thread with a
+        # traceback and leave an empty file.
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.log_dir) as probe:
             probe.write(bytes(_PROBE))

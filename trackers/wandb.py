@@ -16,29 +16,29 @@ from trackers.registry import register_tracker
 
 
 class Rows:
-    """Which row of a W&B history each record goes to.
+    """Assigns each record to a row of a W&B history.
 
-    Rows can only be appended, and W&B drops what comes for an earlier one. A row has the number of
-    its step, and so have all records of a step that follow on each other. Values that arrive late,
-    for a step that is past, get a row of their own at the end, whose ``global_step`` says what they
-    belong to; what is behind it moves on by one until the steps leave room again.
+    Rows can only be appended, and W&B drops values for an earlier one. The number of a row is its
+    step, and consecutive records of a step share a row. Values that arrive late, for a past step,
+    get their own row at the end, whose ``global_step`` is the step that they belong to; later rows
+    move by one until the steps leave room again.
 
     Args:
-        begun: how many rows the service has from before.
-        step: the update that the run goes on from, if it resumes.
-        told: the last update that the service has, where it says so. Late values have rows too:
-            the number of rows may be larger.
+        begun: how many rows the service already has.
+        step: the update from which the run resumes, if it does.
+        told: the last update that the service has, if it reports it. The number of rows may be
+            larger, since late values have rows too.
     """
 
     def __init__(self, begun: int = 0, step: int | None = None, told: int | None = None) -> None:
         self._last = begun - 1
         self._step: int | None = None
-        # What a killed run told after its last checkpoint. Its last row may not be whole.
+        # What a killed run logged after its last checkpoint. Its last row may be incomplete.
         end = begun - 1 if told is None else min(begun - 1, told)
         self._known = range(0) if step is None else range(step + 1, end)
 
     def place(self, step: int | None) -> int | None:
-        """The row for a record of a step; None where the service has it from before."""
+        """Return the row for a record of a step; None if the service already has it."""
         if step in self._known:
             return None
         if step is None or step != self._step:
@@ -48,17 +48,17 @@ class Rows:
 
 
 def _cell(value: Any) -> Any:
-    """A cell of a table; what W&B has no form for, such as a path, is its text."""
+    """Return a value as W&B takes it in a table; what W&B cannot represent becomes a string."""
     kept = hasattr(value, "shape") or isinstance(value, date)
     kept = kept or type(value).__module__.partition(".")[0] == "wandb"
     return value if kept else plain(value)
 
 
 def _forget_what_failed() -> bool:
-    """End W&B's own process, which refuses the id of a run that could not begin.
+    """End W&B's own process, which refuses to reuse the id of a run that failed to start.
 
     Returns:
-        Whether it did: it does not while it has another run.
+        Whether the process was ended, which is not done while it has another run.
     """
     import wandb
 
@@ -70,15 +70,15 @@ def _forget_what_failed() -> bool:
 
 @register_tracker
 class WandBTracker(GeneralTracker):
-    """A run at Weights & Biases, or on the disk with ``mode="offline"``.
+    """A run at Weights & Biases, or on disk with ``mode="offline"``.
 
     Every value is recorded under its ``global_step``, which is the horizontal axis of the charts.
-    A run that resumes goes on in the same W&B run, and tells no step again that W&B has. W&B itself
+    A run that resumes continues the same W&B run, and logs no step again that W&B has. W&B itself
     records the version of the code, the output and the machine.
 
-    A W&B run that the script has open already is taken over, as `wandb.init` does; give
-    `reinit="create_new"` for one of its own. In a notebook W&B ends such a run and begins another;
-    there `reinit="return_previous"` takes it over.
+    A W&B run that the script already has open is reused, as `wandb.init` does; pass
+    `reinit="create_new"` for a separate one. In a notebook, W&B ends such a run and begins another;
+    there, `reinit="return_previous"` reuses it.
 
     Args:
         run_name: the name of the project.
@@ -99,7 +99,7 @@ class WandBTracker(GeneralTracker):
         self._run: Any = None
         self._previous: tuple[str | None, int | None] = (None, None)
         self._new_id: str | None = None  # of a run that has not begun yet
-        self._tried = False  # to begin the run
+        self._tried = False  # whether `start` failed before
         self._rows = Rows()
 
     @property
@@ -107,7 +107,7 @@ class WandBTracker(GeneralTracker):
         """The `wandb.Run`.
 
         Raises:
-            RuntimeError: the tracker is not started, or finished.
+            RuntimeError: the tracker is not started, or is finished.
         """
         if self._run is None:
             raise RuntimeError(f"The W&B run of {self.run_name!r} is not open: call `start` first.")
@@ -115,15 +115,15 @@ class WandBTracker(GeneralTracker):
 
     @property
     def run(self) -> Any:
-        """The `wandb.Run`, by the name that scripts of the documented API use."""
+        """The `wandb.Run`, under the name that scripts for the documented API use."""
         return self.tracker
 
     def resume(self, run_id: str | None, step: int | None) -> None:
-        """Go on with a run, unless the arguments of `wandb.init` name another one."""
+        """Continue a run, unless the arguments of `wandb.init` name another one."""
         self._previous = (run_id, step)
 
     def start(self) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or continue it."""
         (previous, step), self._previous = self._previous, (None, None)
         self.run_id = previous
         import wandb
@@ -133,9 +133,9 @@ class WandBTracker(GeneralTracker):
         options = {"project": self.run_name, **self.init_kwargs}
         if previous is not None:
             options = {"id": previous, "resume": "allow", **options}
-        elif wandb.setup().settings.run_id is None:  # the environment does not say it
-            # Known before W&B has answered, which may take longer than the first checkpoint. The
-            # same at each attempt: W&B may have begun the run and failed to say so.
+        elif wandb.setup().settings.run_id is None:  # the environment does not set it
+            # Known before W&B responds, which may take longer than the first checkpoint. The same
+            # in each attempt: W&B may have begun the run although the call failed.
             self._new_id = self._new_id or secrets.token_hex(4)
             options.setdefault("id", self._new_id)
         self.run_id = options.get("id")
@@ -151,8 +151,8 @@ class WandBTracker(GeneralTracker):
         """Store the configuration in the run's `config`.
 
         Args:
-            values: names and values; what is not a number, a text, a truth value or a nest of these
-                is stored as its text.
+            values: names and values; what is not a number, a string, a bool or a dict or list of
+                these is stored as its `str`.
         """
         self.tracker.config.update(plain(values), allow_val_change=True)
 
@@ -160,7 +160,7 @@ class WandBTracker(GeneralTracker):
         """Record values.
 
         Args:
-            values: names and what `wandb.Run.log` takes: numbers, texts, objects of wandb, dicts of
+            values: names and what `wandb.Run.log` takes: numbers, texts, wandb objects, dicts of
                 these.
             step: the number of optimizer updates so far.
             **kwargs: for `wandb.Run.log`, for example `commit`.
@@ -183,7 +183,7 @@ class WandBTracker(GeneralTracker):
             **kwargs: for `wandb.Run.log`.
 
         Raises:
-            ValueError: a shape is none of an image.
+            ValueError: a shape is not that of an image.
         """
         import wandb
 
@@ -214,7 +214,7 @@ class WandBTracker(GeneralTracker):
         cells = [[_cell(one) for one in row] for row in rows]
         try:
             table = wandb.Table(columns=headers, data=cells)
-        except TypeError:  # W&B gives each column a type, which one of numbers and texts has not
+        except TypeError:  # W&B wants one type per column, but one mixes numbers and texts
             table = wandb.Table(columns=headers, data=cells, allow_mixed_types=True)
         self.log({table_name: table}, step, **kwargs)
 
@@ -253,9 +253,9 @@ class WandBTracker(GeneralTracker):
 
         Args:
             path: the file or the folder.
-            name: of the artifact; that of the path by default, with dashes for what W&B takes in
-                no name.
-            kind: what W&B calls its type.
+            name: the name of the artifact; by default that of the path, with dashes in place of
+                characters that W&B does not allow.
+            kind: the artifact's type at W&B.
             step: the number of optimizer updates so far: the version has the alias ``step-100``.
             **kwargs: for `wandb.Artifact`, for example `metadata`.
 
@@ -266,7 +266,7 @@ class WandBTracker(GeneralTracker):
 
         path = Path(path)
         if not path.exists():
-            raise FileNotFoundError(f"There is no file and no folder at {path} for an artifact.")
+            raise FileNotFoundError(f"There is no file or folder at {path} for an artifact.")
         name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name)
         artifact = wandb.Artifact(name, type=kind, **kwargs)
         if path.is_dir():
@@ -293,7 +293,7 @@ class WandBTracker(GeneralTracker):
         if run is None:
             return
         if self.status == "preempted":
-            run.mark_preempting()  # with an exit code that is not 0, W&B then shows it as such
-        if self.status != "running":  # nobody says how it ended
+            run.mark_preempting()  # with a non-zero exit code, W&B then shows it as preempted
+        if self.status != "running":  # otherwise it is unknown how the run ended
             run.summary["status"] = self.status
         run.finish(exit_code=0 if self.status in ("running", "finished") else 1)

@@ -1,4 +1,4 @@
-"""The thread that makes a tracker's calls, one behind the other, over outages."""
+"""The thread that makes a tracker's calls, one after the other, and retries them in outages."""
 
 import contextlib
 import logging
@@ -14,37 +14,37 @@ from trackers.missed import Missed
 from trackers.pending import Call, Gap, Pending
 
 _logger = logging.getLogger("trackers")
-_ONCE = ("submit", "settle", "finish")  # whoever asked is told; a run at a service closes once
-_MANY = 5  # so many attempts fail before others are tried ahead of a call
-_SURE = 3  # so many others get through before it is given up: with one the service just returned
-_SILENT = 5.0  # seconds of the end that nobody wonders about
-_LAST = 0.5  # of the time limit of the end is left to the tracker's own `finish`
+_ONCE = ("submit", "settle", "finish")  # callers get the error; a run at a service closes once
+_MANY = 5  # attempts that fail before others are tried ahead of a call
+_SURE = 3  # others that pass before a call is given up: after one, the service may just be back
+_SILENT = 5.0  # seconds to wait for the end before a warning
+_LAST = 0.5  # share of the time limit of the end that is left to the tracker's own `finish`
 
 
 def log(tracker: GeneralTracker, *, values: dict[str, Any], step: int | None) -> None:
-    """Let the tracker log a copy: others have the same dict."""
+    """Let the tracker log a copy, since others share the dict."""
     tracker.log(dict(values), step)
 
 
 class Worker:
-    """Makes the calls that are put to it, on a daemon thread.
+    """Makes queued calls on a daemon thread.
 
-    A call that fails as in an outage is made again, with growing pauses, and all others wait behind
-    it, but for those of `submit`. One that fails while the next records get through is left out.
+    A call that fails as in an outage is retried, with growing pauses, while all others wait, except
+    those of `submit`. A call that keeps failing while the next records get through is left out.
 
     Args:
         tracker: the tracker.
-        capacity: how many calls may wait until a further record drops one.
+        capacity: see `Pending`.
         memory: see `Pending`.
         limit: how long the end may take, in seconds.
-        pauses: the first and the longest one, in seconds.
+        pauses: the first and the longest pause, in seconds.
         gathering: see `Pending`.
 
     Attributes:
-        pending: what waits.
-        missed: where to find what `pending` dropped.
-        running: the name of the call that is made.
-        thread: None until `start`.
+        pending: the waiting calls.
+        missed: where to find the records that `pending` dropped.
+        running: the name of the current call.
+        thread: the thread, None until `start`.
         failures: how many attempts raised.
         replayed: how many records came from `missed`.
     """
@@ -68,15 +68,15 @@ class Worker:
         self._tracker = tracker
         self._limit = limit
         self._pauses = pauses
-        self._deadline: float | None = None  # once the end was asked for
-        self._gave_up = False  # on an outage, at the end
+        self._deadline: float | None = None  # set when the end is requested
+        self._gave_up = False  # whether an outage lasted beyond the end
         self._left_behind = False
-        self._refused = False  # `start`, for good: nothing behind it is worth a second attempt
+        self._refused = False  # whether `start` failed for good: no later call is retried
         self._hurry = threading.Event()  # ends a pause
-        self._untold = 0  # records of the gap that is being filled
+        self._untold = 0  # records of the current gap that were not logged yet
 
     def start(self, call: Call, missed: Missed | None) -> None:
-        """Begin, with a call that comes before all that waits."""
+        """Start the thread with a call that precedes all waiting ones."""
         self.missed = missed
         self.pending.fills = missed is not None
         self.thread = threading.Thread(
@@ -85,27 +85,27 @@ class Worker:
         self.thread.start()
 
     def submit(self, call: Call) -> bool:
-        """Put a call that does not wait for the end of an outage; False behind the last one."""
+        """Queue a call that does not wait for the end of an outage; False after the last call."""
         taken = self.pending.put(call)
         self._hurry.set()
         return taken
 
     def settle(self, timeout: float) -> None:
-        """Wait until all that waits by now is made or lost, at most `timeout` seconds."""
+        """Wait until all calls queued by now are made or lost, at most `timeout` seconds."""
         done: Future[None] = Future()
         if self.submit(Call("settle", lambda _: None, record=False, future=done)):
             wait([done], timeout)
-        elif self.thread is not None:  # nothing is put behind the last call
+        elif self.thread is not None:  # nothing can be queued after the last call
             self.thread.join(timeout)
 
     def end(self, call: Call) -> None:
-        """Put the last call; the time limit runs from here."""
+        """Queue the last call; the time limit runs from here."""
         self._deadline = time.monotonic() + self._limit
         self.pending.put(call, last=True)
         self._hurry.set()
 
     def join(self) -> bool:
-        """Wait for the end, within its limit; whether the tracker hangs, and is left behind."""
+        """Wait for the end, within its limit; return whether the tracker hangs, and give it up."""
         assert self._deadline is not None
         if self.thread is not None:
             self.thread.join(max(0.0, min(_SILENT, self._deadline - time.monotonic())))
@@ -122,18 +122,18 @@ class Worker:
                 return False
         self._left_behind = True
         self.abandon()
-        # Where the thread comes to tell them after all it counts them back.
+        # If the thread logs these records after all, it subtracts them again.
         untold, self._untold = self._untold, 0
         self.pending.lose(untold)
         return self.thread is not None
 
     def abandon(self) -> None:
-        """Drop what waits, but for `finish`: a thread that hangs may yet come to close the run."""
+        """Drop all waiting calls but `finish`: a thread that hangs may still close the run."""
         for call in self.pending.clear():
             if call.future is not None:
                 call.future.set_exception(
                     TimeoutError(
-                        f"The tracker {self._tracker.name!r} did not come to this before its end."
+                        f"The tracker {self._tracker.name!r} was finished before it made this call."
                     )
                 )
 
@@ -150,7 +150,7 @@ class Worker:
             call = self.pending.take()
 
     def _make(self, call: Call) -> None:
-        """Make a call, again and again while it fails as in an outage."""
+        """Make a call, and retry it while it fails as in an outage."""
         self.running = call.what
         attempt = 0  # since the pauses began to grow
         failed = passed_over = 0
@@ -176,7 +176,7 @@ class Worker:
                 attempt = 0
 
     def _pause(self, attempt: int) -> bool:
-        """Wait before another attempt, or until someone asks for one; False if it is too late."""
+        """Wait before a retry, or until one is requested; return False if it is too late."""
         seconds = retry.pause(max(attempt, 1), *self._pauses)
         if self._deadline is not None and not self._hurry.is_set():
             left = self._deadline - _LAST * self._limit - time.monotonic()
@@ -187,9 +187,9 @@ class Worker:
         return True
 
     def _others_pass(self) -> bool:
-        """Whether the service takes the next record: then it is not away, or no longer.
+        """Return whether the service takes the next record, and so is available.
 
-        That record so comes ahead of what it was tried for, and of some that are replayed.
+        That record thus gets ahead of the call that fails, and of some that are replayed.
         """
         other = self.pending.oldest_record()
         if other is None:
@@ -200,7 +200,7 @@ class Worker:
         return error is None
 
     def _replay(self, gap: Gap) -> None:
-        """Tell the tracker what a full queue dropped."""
+        """Let the tracker log the records that a full queue dropped."""
         assert self.missed is not None  # or there would be no gap
         self._untold = gap.size
         self.running = "log"
@@ -212,18 +212,18 @@ class Worker:
                     if self._gave_up:
                         break
                     self.replayed += 1
-        # Whatever reading the local record raises: it would end the thread without a word.
+        # Reading the local record may raise anything, which would end the thread silently.
         except Exception as error:  # noqa: BLE001
             self._report("log", error)
         self.pending.lose(self._untold)
         self._untold = 0
 
     def _attempt(self, call: Call) -> BaseException | None:
-        """Make a call once; gives what it raised."""
+        """Make a call once; return what it raised, if anything."""
         try:
             result = call.function(self._tracker)
-        # SystemExit too, which some SDKs raise: it would end the thread without a word, and who
-        # waits for a future would wait for ever.
+        # SystemExit too, which some SDKs raise: it would end the thread silently, and whoever waits
+        # for a future would wait forever.
         except BaseException as error:  # noqa: BLE001
             self._report(call.what, error)
             if call.future is not None:
@@ -249,8 +249,8 @@ class Worker:
             )
         else:
             _logger.warning(
-                "The tracker %r failed in `%s`: %r. The run goes on; in an outage what comes next "
-                "waits. Further failures are only counted.",
+                "The tracker %r failed in `%s`: %r. The run continues; in an outage, later records "
+                "wait. Further failures are only counted.",
                 self._tracker.name,
                 what,
                 error,

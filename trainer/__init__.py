@@ -1,7 +1,7 @@
 """Cadence: a PyTorch trainer that resumes, accumulates and evaluates exactly.
 
-The names here are loaded when they are first used, so that a script that needs the `Accelerator`
-does not load the `Trainer`, and ``import trainer`` costs next to nothing beside ``import torch``.
+Public names are imported lazily, on first use: a script that only needs the `Accelerator` does not
+load the `Trainer`, and ``import trainer`` costs next to nothing compared with ``import torch``.
 """
 
 from importlib import import_module

@@ -1,13 +1,13 @@
-"""Is another file in the place of `callbacks` or `trackers`? Found out before it does harm.
+"""Detect user files that shadow the packages `callbacks` and `trackers`.
 
-Cadence is three packages with everyday names, and Python looks for a name in the folder of the
-user's script first. A `callbacks.py` there is imported instead of ours, and the error comes much
-later, about a name that it lacks. `check_siblings` notices it when `trainer` is imported.
+Cadence is three packages with everyday names, and Python searches the folder of the user's script
+first. A `callbacks.py` there is imported instead of ours, and the error comes much later, about a
+name that it lacks. `check_siblings` detects this when `trainer` is imported.
 
-What it cannot notice is a user's own `trainer.py`: then `import trainer` is that file, and nothing
-of ours runs. Python's error at least names the file (`cannot import name 'Trainer' from ...
-/trainer.py`). `trainer env` lists such files in the current folder before they are met: the command
-itself is found by its own path, not by the folder.
+It cannot detect a user's own `trainer.py`: `import trainer` then runs that file, and none of our
+code. Python's error at least names the file (`cannot import name 'Trainer' from ...
+/trainer.py`). `trainer env` lists such files in the current folder: the command is started by its
+own path, so they do not shadow it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ PACKAGES = ("callbacks", "trackers", "trainer")
 
 
 def check_siblings() -> None:
-    """Raise if `callbacks` or `trackers` is not the package that lies beside `trainer`.
+    """Raise if `callbacks` or `trackers` is not the package installed next to `trainer`.
 
-    Nothing is imported to find out.
+    Nothing is imported for the check.
 
     Raises:
-        ImportError: naming the file or folder that is in the way, or the package that is missing,
-            and what to do about it.
+        ImportError: A file or folder shadows a package, or a package is missing.
     """
     for name in PACKAGES:
         if name == __package__:
@@ -42,19 +41,19 @@ def check_siblings() -> None:
             )
         if not _same(found, expected):
             raise ImportError(
-                f"{found} is in the place of the package {name!r} of {DISTRIBUTION}, which is at "
+                f"{found} shadows the package {name!r} of {DISTRIBUTION}, which is at "
                 f"{expected.parent}. Python searches the script's folder and PYTHONPATH first: "
                 f"rename {found.name if found.name != '__init__.py' else found.parent.name!r}, or "
-                "start the script from where it is not found.",
+                "start the script from a folder where it is not on the search path.",
                 name=name,
                 path=str(found),
             )
 
 
 def locate(name: str) -> Path | None:
-    """Return the file that `import name` runs, without running it.
+    """Return the file that `import name` would run, without running it.
 
-    A folder with no `__init__.py` is returned itself; None stands for a name that is nowhere.
+    For a folder without an `__init__.py`, return the folder; for a name that is not found, None.
     """
     module = sys.modules.get(name)
     spec = module.__spec__ if module is not None else importlib.util.find_spec(name)
@@ -67,7 +66,7 @@ def locate(name: str) -> Path | None:
 
 
 def shadows(folder: Path) -> list[Path]:
-    """Return what in `folder` would be imported in place of one of the three packages."""
+    """Return the files in `folder` that would be imported instead of one of the three packages."""
     here = Path(__file__).parent.parent
     candidates = [
         candidate
@@ -78,5 +77,5 @@ def shadows(folder: Path) -> list[Path]:
 
 
 def _same(one: Path, other: Path) -> bool:
-    # First as they are spelt: each package may be a link to a place of its own.
+    # Unresolved paths first: each package may be a symlink to a different location.
     return one.absolute() == other.absolute() or one.resolve() == other.resolve()

@@ -1,6 +1,6 @@
 """The `Accelerator`: process state, prepared objects and collectives behind one object.
 
-Each method is short: the work is done, and documented in detail, in the modules that it calls.
+Each method is short: the modules that it calls do the work and document it in detail.
 """
 
 from __future__ import annotations
@@ -74,51 +74,51 @@ _HANDLERS = (
 
 
 class Accelerator:
-    """Runs a training loop of your own on whatever devices and processes there are.
+    """Runs your own training loop on any device and any number of processes.
 
     Args:
         device_placement: Put models, batches and optimizer states on the device.
-        split_batches: Option of `dataloader_config`; said here it wins.
+        split_batches: Option of `dataloader_config`; given here, it takes precedence.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
-        gradient_accumulation_steps: Micro-batches for one update, with `accumulate`; None takes
+        gradient_accumulation_steps: Micro-batches per update, with `accumulate`; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
-        cpu: Use the CPU though an accelerator is there. Several CPU processes work together too.
-        dataloader_config: How loaders share the data out.
+        cpu: Use the CPU even if an accelerator is available, also with several processes.
+        dataloader_config: How loaders divide the data among the processes.
         deepspeed_plugin: Not supported yet: refused, never ignored.
-        fsdp_plugin: Likewise.
-        megatron_lm_plugin: Likewise.
-        rng_types: Generators that are given rank 0's state at the beginning of each pass through a
+        fsdp_plugin: Not supported yet.
+        megatron_lm_plugin: Not supported yet.
+        rng_types: Generators that take rank 0's state at the beginning of each pass through a
             prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"generator"``; None
             is ``["generator"]``.
         log_with: Trackers for `init_trackers`: a name, class or instance, or a list of them, or
             ``"all"``.
-        project_dir: Where trackers and numbered checkpoints go, unless `project_config` says so.
+        project_dir: Folder of trackers and numbered checkpoints, if `project_config` has none.
         project_config: How states are saved.
-        gradient_accumulation_plugin: In place of `gradient_accumulation_steps`, for more options.
-        dispatch_batches: Option of `dataloader_config`; said here it wins.
-        even_batches: Likewise.
-        use_seedable_sampler: Likewise.
-        step_scheduler_with_optimizer: False advances a prepared scheduler once a call, whatever
-            its optimizer did.
-        kwargs_handlers: Arguments for objects that are made here, one of each type at most.
+        gradient_accumulation_plugin: Replaces `gradient_accumulation_steps`, with more options.
+        dispatch_batches: Option of `dataloader_config`; given here, it takes precedence.
+        even_batches: Option of `dataloader_config`; given here, it takes precedence.
+        use_seedable_sampler: Option of `dataloader_config`; given here, it takes precedence.
+        step_scheduler_with_optimizer: False advances a prepared scheduler once per ``step()`` call,
+            whatever its optimizer did.
+        kwargs_handlers: Arguments of the objects created here, at most one handler of each type.
         dynamo_backend: Compile prepared models with ``torch.compile`` and this backend; None takes
             ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
-        dynamo_plugin: In place of `dynamo_backend`, for more options.
-        scheduler_tick: How often a prepared scheduler advances for one update: ``"process"``, once
-            a process, as scripts for the documented API expect; or ``"update"``, once.
+        dynamo_plugin: Replaces `dynamo_backend`, with more options.
+        scheduler_tick: How often a prepared scheduler advances per update: ``"process"``, once for
+            each process, as scripts for the documented API expect; or ``"update"``, once.
 
     Attributes:
         state: The process, its peers and the precision.
-        gradient_state: Where the run stands in its window of micro-batches.
-        step: Micro-batches counted by `accumulate` in the window at hand.
+        gradient_state: The run's position in its window of micro-batches.
+        step: Micro-batches counted by `accumulate` in the current window.
         dynamo_plugin: How prepared models are compiled.
 
     Raises:
         ValueError: An argument is outside its choices, or contradicts another or an earlier
             `Accelerator`.
-        TypeError: An argument is of another type.
-        NotImplementedError: An engine or precision is asked for that is not supported yet.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: The requested engine or precision is not supported yet.
         ImportError: The package of a tracker is not installed.
     """
 
@@ -194,7 +194,7 @@ class Accelerator:
             )
             self.gradient_state = GradientState(window)
         except BaseException:
-            if is_first:  # the next one may ask for something else
+            if is_first:  # the next Accelerator may ask for other settings
                 AcceleratorState._reset_state()
             AcceleratorState._shared_state = before
             raise
@@ -202,7 +202,7 @@ class Accelerator:
         self.step = 0
         self._trigger = Trigger()
         self._models: list[nn.Module] = []
-        self._frozen: list[nn.Parameter] = []  # of models that train together: not averaged
+        self._frozen: list[nn.Parameter] = []  # parameters of DDP models that DDP does not average
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
@@ -219,42 +219,42 @@ class Accelerator:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The kind of processes that work together."""
+        """The kind of devices that the processes run on, and whether there are several."""
         return self.state.distributed_type
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.state.num_processes
 
     @property
     def process_index(self) -> int:
-        """The rank of this one among all."""
+        """The global rank of this process."""
         return self.state.process_index
 
     @property
     def local_process_index(self) -> int:
-        """Its rank on this machine."""
+        """The rank of this process on its machine."""
         return self.state.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """This is rank 0 of all."""
+        """Whether this process is global rank 0."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """This is rank 0 of its machine."""
+        """Whether this process is rank 0 of its machine."""
         return self.state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
-        """This is the highest rank of all."""
+        """Whether this process is the highest global rank."""
         return self.state.is_last_process
 
     @property
     def use_distributed(self) -> bool:
-        """Several processes work together."""
+        """Whether there are several processes."""
         return self.state.use_distributed
 
     @property
@@ -264,14 +264,14 @@ class Accelerator:
 
     @property
     def native_amp(self) -> bool:
-        """The forward pass computes in a mixed precision."""
+        """Whether the forward pass runs in mixed precision."""
         return self.mixed_precision != "no"
 
-    # -- what it was told ----------------------------------------------------------------------
+    # -- its configuration ---------------------------------------------------------------------
 
     @property
     def split_batches(self) -> bool:
-        """See `DataLoaderConfiguration`; so are the following ones."""
+        """See `DataLoaderConfiguration`."""
         return self.dataloader_config.split_batches
 
     @property
@@ -281,7 +281,7 @@ class Accelerator:
 
     @property
     def even_batches(self) -> bool:
-        """See `DataLoaderConfiguration`; what is set here holds for loaders prepared later."""
+        """See `DataLoaderConfiguration`; a value set here applies to loaders prepared later."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -310,17 +310,17 @@ class Accelerator:
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next numbered checkpoint; set ``project_configuration.iteration``."""
+        """The number of the next numbered checkpoint, from ``project_configuration.iteration``."""
         return self.project_configuration.iteration
 
     @property
     def log_with(self) -> list[Any]:
-        """The trackers that `init_trackers` begins: instances and classes."""
+        """The trackers that `init_trackers` starts: instances and classes."""
         return self._tracking.log_with
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """Those that run."""
+        """The running trackers."""
         return self._tracking.trackers
 
     # -- who runs what -------------------------------------------------------------------------
@@ -342,59 +342,59 @@ class Accelerator:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on that rank only."""
+        """Decorator: run the function on rank `process_index` only."""
         return self.state.on_process(function, process_index)
 
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: run the function on that rank of each machine only."""
+        """Decorator: run the function on rank `local_process_index` of each machine only."""
         return self.state.on_local_process(function, local_process_index)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Inside, rank 0 is through before the others begin."""
+        """Return a context whose block rank 0 finishes before the other ranks enter it."""
         return self.state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Inside, rank 0 of each machine is through before the others of it begin."""
+        """As `main_process_first`, for rank 0 of each machine and the other ranks of it."""
         return self.state.local_main_process_first()
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """This process's part of the inputs; see `PartialState.split_between_processes`."""
+        """Return this process's part of the inputs; see `PartialState.split_between_processes`."""
         return self.state.split_between_processes(inputs, apply_padding=apply_padding)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
+        """Wait until every process has called this method."""
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, once a machine."""
+        """``print``, on the local main process of each machine only."""
         self.state.print(*args, **kwargs)
 
     def set_trigger(self) -> None:
-        """Let the next `check_trigger` be true on every process."""
+        """Make the next `check_trigger` return True on every process."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last call; collective."""
+        """Return whether any process called `set_trigger` since the last check; collective."""
         return self._trigger.check()
 
     # -- prepare -------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models, optimizers, schedulers and loaders; other objects stay as they are.
+        """Prepare models, optimizers, schedulers and loaders; return other objects unchanged.
 
         Args:
-            *args: In any order and number.
-            device_placement: For each of them, in place of the constructor's.
+            *args: The objects, in any order and number.
+            device_placement: One value per object; overrides the constructor's.
 
         Returns:
-            The prepared objects in the same order; the object itself for one.
+            The prepared objects in the same order, as a tuple; the bare object if there is one.
 
         Raises:
-            ValueError: Nothing was passed, or `device_placement` has another length.
+            ValueError: Nothing was passed, or `device_placement` has a different length.
         """
         if not args:
             raise ValueError("prepare() was called without anything to prepare.")
@@ -408,7 +408,7 @@ class Accelerator:
         first = [
             self._prepare_one(obj, place) for obj, place in zip(args, device_placement, strict=True)
         ]
-        prepared = tuple(  # schedulers last, when their optimizers are there
+        prepared = tuple(  # schedulers last: they need their prepared optimizers
             self.prepare_scheduler(obj)
             if isinstance(obj, (LRScheduler, ReduceLROnPlateau))
             else obj
@@ -435,12 +435,12 @@ class Accelerator:
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Put a model on the device, under autocast, in DDP among several processes; compile it.
+        """Move a model to the device, add autocast, wrap it in DDP (several processes), compile it.
 
         Args:
-            model: Preparing it a second time returns what the first time did.
-            device_placement: In place of the constructor's.
-            evaluation_mode: It is only evaluated: no DDP.
+            model: The model; preparing it again returns the same prepared model.
+            device_placement: Overrides the constructor's.
+            evaluation_mode: The model is only evaluated: no DDP.
         """
         for known in self._models:
             if model is known or models.unwrap_model(known) is model:
@@ -461,7 +461,7 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Let an optimizer step only when its window is full and its gradients are finite."""
+        """Wrap an optimizer to step only when its window is complete and its gradients finite."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         for known in self._optimizers:
@@ -476,7 +476,7 @@ class Accelerator:
     def prepare_scheduler(
         self, scheduler: LRScheduler | AcceleratedScheduler
     ) -> AcceleratedScheduler:
-        """Let a scheduler follow the updates of its optimizer; see `scheduler_tick`."""
+        """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self._schedulers:
@@ -503,7 +503,7 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Give this process its part of a loader, its batches on the device."""
+        """Return a loader of this process's part of the data, with its batches on the device."""
         device = self._placed(device_placement)
         prepared = prepare_data_loader(
             data_loader,
@@ -524,55 +524,55 @@ class Accelerator:
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
-        """A loader that begins behind so many batches; see `trainer.data.skip_first_batches`."""
+        """Return a loader that skips `num_batches`; see `trainer.data.skip_first_batches`."""
         return skip_first_batches(dataloader, num_batches)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, processes may have different numbers of batches; see `strategies.join`."""
+        """Let processes have different numbers of batches in a block; see `strategies.join`."""
         return join.join_uneven_inputs(joinables, self._dataloaders, even_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the model's parts were put on several devices before."""
+        """Return whether a device map has already spread the model over several devices."""
         return models.verify_device_map(model)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
-        """The user's module inside what `prepare` returned."""
+        """Return the user's module from inside a prepared model."""
         return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's state dict, under the user's own names unless `unwrap` is False."""
+        """Return the model's state dict, with the wrappers' key names if `unwrap` is False."""
         return models.get_state_dict(model, unwrap=unwrap)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget everything that was prepared, and empty the device's cache.
+        """Drop the references to all prepared objects, and empty the device's cache.
 
         Args:
             *objects: Assign the result to their names: ``a, b = accelerator.free_memory(a, b)``.
 
         Returns:
-            None for each of them.
+            None for each object.
         """
         for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             group.clear()
         self._frozen.clear()
         self.step = 0
-        self.sync_gradients = True  # a window that was given up holds no later update back
+        self.sync_gradients = True  # an abandoned window must not delay a later update
         self.precision.begin()
-        if self.scaler is not None:  # it knows optimizers by ids, which new ones may get
+        if self.scaler is not None:  # its state is keyed by id(optimizer), and ids are reused
             self.scaler._per_optimizer_states.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """Another name of `free_memory`."""
+        """Alias of `free_memory`."""
         return self.free_memory(*objects)
 
     # -- the step ------------------------------------------------------------------------------
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches for one update; may be set during training."""
+        """Micro-batches per update; may be set during training."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -581,7 +581,7 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """This micro-batch ends its window: gradients are synchronised and used."""
+        """Whether this micro-batch ends its window: gradients are synchronised and applied."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -590,7 +590,7 @@ class Accelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """The last update was left out because gradients overflowed; the schedule should wait."""
+        """Whether the last update was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @property
@@ -600,9 +600,9 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Count a micro-batch; inside, gradients are synchronised only if it ends its window.
+        """Count a micro-batch; in the block, synchronise gradients only if it ends its window.
 
-        The window also ends with the prepared loader that is being read.
+        The last batch of the prepared loader being read also ends the window.
         """
         state = self.gradient_state
         if state.sync_with_dataloader and state.end_of_dataloader:
@@ -621,10 +621,10 @@ class Accelerator:
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Inside, backward does not average the model's gradients over the processes.
+        """Disable gradient averaging over the processes for backward passes in the block.
 
         Args:
-            model: None stands for all that were prepared.
+            model: The model; None means all prepared models.
         """
         with ExitStack() as stack:
             for each in self._models if model is None else [model]:
@@ -633,17 +633,17 @@ class Accelerator:
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, backward averages the gradients though the forward pass ran under `no_sync`."""
+        """Make backward average the gradients although the forward pass ran under `no_sync`."""
         return models.trigger_sync_in_backward(model)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
-        """Inside, operations compute in the mixed precision."""
+        """Return a context in which operations run in the mixed precision."""
         return self.precision.autocast(autocast_handler)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward on the loss divided by the accumulation steps; for ``loss.backward()``.
+        """Divide the loss by the accumulation steps, scale it in fp16, and run backward on it.
 
         Args:
             loss: A scalar with a graph.
@@ -651,7 +651,7 @@ class Accelerator:
                 prepared.
 
         Raises:
-            RuntimeError: Among several processes, parameters were unfrozen after `prepare`.
+            RuntimeError: With several processes, parameters were unfrozen after `prepare`.
         """
         if self.sync_gradients:
             self._refuse_unfrozen()
@@ -663,7 +663,7 @@ class Accelerator:
             self.precision.scale(scaled).backward(**kwargs)
 
     def _refuse_unfrozen(self) -> None:
-        """DDP has left out what was frozen: each process would train that by itself."""
+        """Refuse parameters unfrozen after `prepare`: DDP would not average their gradients."""
         count = sum(parameter.requires_grad for parameter in self._frozen)
         if count:
             raise RuntimeError(
@@ -674,20 +674,20 @@ class Accelerator:
             )
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Backward and update in one, with a LOMO optimizer; see `trainer.optim.lomo`."""
+        """Run backward and the update in one, with a LOMO optimizer; see `trainer.optim.lomo`."""
         lomo_backward(loss, learning_rate, self._optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Undo the loss scaling of fp16 in the gradients; nothing in other precisions.
+        """Undo the loss scaling of fp16 in the gradients; a no-op in other precisions.
 
         Raises:
-            ValueError: A window of micro-batches goes on, whose gradients are scaled.
+            ValueError: Called inside a window, whose later gradients would be added scaled.
         """
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if scaled and not self.sync_gradients:
             raise ValueError(
-                "Gradients were to be unscaled or clipped in the middle of a window of "
-                "micro-batches; those of the next one would be added with the scale of fp16. "
+                "Gradients cannot be unscaled or clipped in the middle of a window of "
+                "micro-batches: the next micro-batch adds gradients that carry the fp16 scale. "
                 "Do it under `if accelerator.sync_gradients:`."
             )
         chosen = self._optimizers if optimizer is None else optimizer
@@ -700,7 +700,7 @@ class Accelerator:
         max_norm: float,
         norm_type: float = 2,
     ) -> Tensor:
-        """Clip the norm of the gradients, unscaled first; for ``torch.nn.utils.clip_grad_norm_``.
+        """Unscale the gradients, then clip them as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Returns:
             The norm before clipping.
@@ -711,13 +711,13 @@ class Accelerator:
         return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip each element of the gradients, unscaled first."""
+        """Unscale the gradients, then clip each of their elements."""
         clip_(self._unscaled(parameters), max_value=clip_value)
 
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-        """The parameters, the gradients of the optimizers that own one of them unscaled.
+        """Unscale the gradients of the optimizers that own a parameter; return the parameters.
 
-        Those of the others may wait for a later backward that adds to them, scaled.
+        Other optimizers are left alone: a later backward may still add scaled gradients to theirs.
         """
         chosen = as_list(parameters)
         if self.scaler is not None:
@@ -730,14 +730,14 @@ class Accelerator:
             self.unscale_gradients(owners)
         return chosen
 
-    # -- together ------------------------------------------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
         """See `trainer.distributed.collectives.gather`."""
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather without the samples that were repeated to fill the last batches."""
+        """Gather, and drop the samples that were repeated to fill the last batches."""
         return gather_for_metrics(input_data, use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -753,12 +753,12 @@ class Accelerator:
     # -- saving --------------------------------------------------------------------------------
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """``torch.save``, once: on the main process, or that of each machine.
+        """``torch.save``, on the main process only (or, if so configured, that of each machine).
 
         Args:
-            obj: Anything; a dict of tensors with `safe_serialization`.
-            f: The file; it is there whole or not at all.
-            safe_serialization: Write safetensors, which holds no code.
+            obj: Any object; with `safe_serialization`, a dict of tensors.
+            f: The file, written atomically.
+            safe_serialization: Write safetensors, a format that cannot contain code.
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -769,8 +769,8 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights once, under its own names; see `checkpoint.save_model`."""
-        parse_size(max_shard_size, "max_shard_size")  # refused by all, not by those that write
+        """Write a model's weights once, under the unwrapped names; see `checkpoint.save_model`."""
+        parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         if self._writes:
             save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
 
@@ -780,11 +780,11 @@ class Accelerator:
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """Save everything prepared and registered, and the generators of each process; collective.
+        """Save all prepared and registered objects and each process's RNG states; collective.
 
         Args:
             output_dir: The folder; not needed where `ProjectConfiguration` names it.
-            safe_serialization: Weights as safetensors, else by ``torch.save``.
+            safe_serialization: Save weights as safetensors instead of with ``torch.save``.
             **save_model_func_kwargs: For engines that are not supported yet.
 
         Returns:
@@ -792,13 +792,13 @@ class Accelerator:
 
         Raises:
             ValueError: There is no `output_dir`, or the next numbered folder exists.
-            CheckpointError: On every process alike, if any could not write its part.
-            TypeError: There are further arguments.
+            CheckpointError: Some process could not write its part; raised on every process.
+            TypeError: Further arguments were passed.
         """
         if save_model_func_kwargs:
             raise TypeError(
-                f"save_state was given {', '.join(save_model_func_kwargs)}, which belong to an "
-                "engine that this release does not support."
+                f"save_state got {', '.join(save_model_func_kwargs)}, arguments of an engine that "
+                "this release does not support. Remove them."
             )
         hooks = self._save_hooks.values()
         return states.save_state(
@@ -813,19 +813,20 @@ class Accelerator:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Put everything prepared and registered back to what `save_state` saved; collective.
+        """Restore all prepared and registered objects from a `save_state` folder; collective.
 
-        Folders written by accelerate are read too. Nothing is loaded unless all of it is sound.
+        Folders written by accelerate can be loaded too. The folder is checked before any object
+        changes.
 
         Args:
-            input_dir: The folder; None takes the newest that `ProjectConfiguration` named.
+            input_dir: The folder; None takes the newest one that `ProjectConfiguration` named.
             **load_model_func_kwargs: Arguments of the models' ``load_state_dict`` such as `strict`,
                 and `map_location`: None, ``"cpu"`` or ``"on_device"``.
 
         Raises:
             ValueError: There is no such folder.
-            CheckpointError: Something that is prepared is missing in it, damaged, or does not fit.
-            TypeError: `map_location` is something else.
+            CheckpointError: The state of a prepared object is missing, damaged or does not fit.
+            TypeError: `map_location` is none of these.
         """
         self.step = states.load_state(
             input_dir,
@@ -835,7 +836,7 @@ class Accelerator:
             hooks=self._load_hooks.values(),
             **load_model_func_kwargs,
         )
-        # Inside the window that was saved: nothing drops its gradients before the next micro-batch.
+        # Resume inside the saved window, so that its restored gradients are not zeroed.
         self.sync_gradients = self.step % self.gradient_state.num_steps == 0
 
     def register_for_checkpointing(self, *objects: Any) -> None:
@@ -859,8 +860,8 @@ class Accelerator:
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` before a save.
 
-        What it writes to `output_dir` is part of the checkpoint; weights that it removes from the
-        list are not saved.
+        Files that it writes to `output_dir` become part of the checkpoint; weights that it removes
+        from the list are not saved.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
@@ -874,7 +875,7 @@ class Accelerator:
 
     @property
     def _writes(self) -> bool:
-        """This process writes what is written once."""
+        """Whether this process writes the files that are not per rank."""
         if self.project_configuration.save_on_each_node:
             return self.is_local_main_process
         return self.is_main_process
@@ -900,19 +901,19 @@ class Accelerator:
         config: Mapping[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Begin the runs of the trackers in `log_with`.
+        """Start the runs of the trackers in `log_with`.
 
-        Every process calls it, or the main one alone.
+        Call it on every process, or on the main process alone.
 
         Args:
             project_name: The name of the run or project.
-            config: Hyper-parameters to be stored with it.
-            init_kwargs: Constructor arguments, by the tracker's name.
+            config: Hyper-parameters to store with it.
+            init_kwargs: Constructor arguments, by tracker name.
         """
         self._tracking.init_trackers(project_name, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The running tracker of that name, or with `unwrap` the service's own object."""
+        """Return the running tracker of that name or, with `unwrap`, the service's own object."""
         return self._tracking.get_tracker(name, unwrap)
 
     def log(
@@ -921,7 +922,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record values; `log_kwargs` are further arguments by the tracker's name."""
+        """Record values; `log_kwargs` holds further arguments by tracker name."""
         self._tracking.log(values, step, log_kwargs)
 
     def log_images(
@@ -930,7 +931,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record images: names and tensors or arrays."""
+        """Record images: names mapped to tensors or arrays."""
         self._tracking.log(values, step, log_kwargs, method="log_images")
 
     def log_table(
@@ -957,7 +958,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record how numbers are distributed: names and tensors or arrays."""
+        """Record histograms: names mapped to tensors or arrays of numbers."""
         self._tracking.log(values, step, log_kwargs, method="log_histogram")
 
     def log_figure(
@@ -966,7 +967,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record figures of matplotlib, drawn now: names and figures."""
+        """Record matplotlib figures, rendered at once: names mapped to figures."""
         self._tracking.log(values, step, log_kwargs, method="log_figure")
 
     def log_text(
@@ -975,7 +976,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record texts to be read, such as samples: names and texts."""
+        """Record texts, such as generated samples: names mapped to texts."""
         self._tracking.log(values, step, log_kwargs, method="log_text")
 
     def log_artifact(
@@ -986,7 +987,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record a file or a folder, which is read a little later: leave it there for a while."""
+        """Record a file or folder; it is read asynchronously, so do not delete it at once."""
         self._tracking.record(
             "log_artifact", os.fspath(path), name, kind, step=step, log_kwargs=log_kwargs
         )
@@ -998,15 +999,15 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record weights or a whole checkpoint as a version of a model, see `log_artifact`."""
+        """Record weights or a checkpoint as a version of a model; see `log_artifact`."""
         self._tracking.record("log_model", os.fspath(path), name, step=step, log_kwargs=log_kwargs)
 
     def end_training(self) -> None:
-        """Write what is pending and end the trackers' runs; the processes stay together."""
+        """Flush pending records and end the trackers' runs; the process group stays up."""
         self._tracking.end_training()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        # What it stands for, the process and its peers, cannot be there twice.
+        # It represents the process and its peers, which cannot be copied.
         return self
 
     def __repr__(self) -> str:
@@ -1020,7 +1021,7 @@ def _bare(model: nn.Module) -> nn.Module:
 def _with_options(
     config: DataLoaderConfiguration | None, **options: bool | None
 ) -> DataLoaderConfiguration:
-    """The configuration with the options that are said; the caller's own is left as it is."""
+    """Return a copy of the configuration with the options that are not None replaced."""
     said = {name: value for name, value in options.items() if value is not None}
     return replace(config or DataLoaderConfiguration(), **said)
 
@@ -1039,7 +1040,7 @@ def _chosen_window(
 
 
 def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """What was said, else what the environment says: never what another `Accelerator` was told."""
+    """Return the plugin from the arguments or the environment, never another `Accelerator`'s."""
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:

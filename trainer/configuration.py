@@ -1,4 +1,4 @@
-"""Configurations and enumerations: keyword-only dataclasses that validate themselves when made."""
+"""Configurations and enumerations: keyword-only dataclasses that validate their values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.errors import choose
 
 
 class _Choices(EnumMeta):
-    """Makes ``"fp16" in PrecisionType`` an answer on Python 3.10 and 3.11 too, not an error."""
+    """Makes ``"fp16" in PrecisionType`` work on Python 3.10 and 3.11, where it raises."""
 
     def __contains__(cls, value: object) -> bool:
         try:
@@ -28,22 +28,22 @@ class _Choices(EnumMeta):
 
 
 class Choice(str, Enum, metaclass=_Choices):
-    """An enumeration of strings: its members compare, print and are looked up as their values."""
+    """A string enumeration: members compare, print and are looked up as their values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """Every value."""
+        """Return all values."""
         return [member.value for member in cls]
 
     @classmethod
     def parse(cls, value: object, what: str) -> str:
-        """The value of the member that `value` names.
+        """Return `value` as a string if it is the value of a member.
 
         Raises:
-            ValueError: No member has it; the text gives the choices.
+            ValueError: No member has this value; the message lists the choices.
         """
         if str(value) not in cls.list():
             raise ValueError(choose(what, value, cls.list()))
@@ -51,7 +51,7 @@ class Choice(str, Enum, metaclass=_Choices):
 
 
 class _Renamed:
-    """A member of the documented API under its earlier name."""
+    """Deprecated alias of an enumeration member."""
 
     def __init__(self, earlier: str, now: str) -> None:
         self.earlier, self.now = earlier, now
@@ -59,7 +59,7 @@ class _Renamed:
     def __get__(self, instance: Any, owner: Any) -> Any:
         warnings.warn(
             f"{owner.__name__}.{self.earlier} is the earlier name of {owner.__name__}.{self.now}; "
-            "use that.",
+            "use the new name.",
             FutureWarning,
             stacklevel=2,
         )
@@ -67,10 +67,10 @@ class _Renamed:
 
 
 class DistributedType(Choice):
-    """What kind of processes work together.
+    """The kind of distributed run: the device type of its processes, or ``NO`` with one process.
 
-    Cadence forms ``MULTI_CPU``, ``MULTI_GPU`` and ``MULTI_XPU``, or ``NO`` with one process; the
-    others are names of the documented API that scripts compare with.
+    Cadence uses ``MULTI_CPU``, ``MULTI_GPU``, ``MULTI_XPU`` and ``NO``; the others are names of the
+    documented API that scripts compare with.
     """
 
     NO = "NO"
@@ -90,7 +90,7 @@ class DistributedType(Choice):
 
 
 class PrecisionType(Choice):
-    """The precision that the forward pass computes in; ``fp8`` is known but not supported yet."""
+    """The precision of the forward pass; ``fp8`` is recognised but not supported yet."""
 
     NO = "no"
     FP8 = "fp8"
@@ -99,7 +99,7 @@ class PrecisionType(Choice):
 
 
 class RNGType(Choice):
-    """A random number generator that all processes can be given alike."""
+    """A random number generator whose state can be synchronised across processes."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -125,7 +125,7 @@ class LoggerType(Choice):
 
 
 class DynamoBackend(Choice):
-    """What ``torch.compile`` compiles with; ``NO`` is to leave the model as it is."""
+    """A backend of ``torch.compile``; ``NO`` does not compile the model."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -145,10 +145,10 @@ class DynamoBackend(Choice):
 
 
 class DDPCommunicationHookType(Choice):
-    """What ``DistributedDataParallel`` sends instead of gradients as they are; ``NO`` is these.
+    """How ``DistributedDataParallel`` compresses gradients to send them; ``NO`` does not.
 
-    ``FP16`` and ``BF16`` are 16 bits of each, ``POWER_SGD`` products of thin matrices of each
-    layer's, ``BATCHED_POWER_SGD`` of each bucket's.
+    ``FP16`` and ``BF16`` cast to 16 bits; ``POWER_SGD`` sends a low-rank approximation of each
+    layer's gradient, ``BATCHED_POWER_SGD`` of each bucket's.
     """
 
     NO = "no"
@@ -159,7 +159,7 @@ class DDPCommunicationHookType(Choice):
 
 
 class SchedulerTick(Choice):
-    """How often a prepared scheduler advances when an update is made."""
+    """How often a prepared scheduler advances per update."""
 
     PROCESS = "process"
     UPDATE = "update"
@@ -181,10 +181,10 @@ def _expect_bools(configuration: object, *names: str) -> None:
 
 
 def refuse_fp8(what: str) -> None:
-    """Say that 8-bit training is not there yet, and what is.
+    """Raise an error that 8-bit training is not supported yet and names the alternatives.
 
     Args:
-        what: What asked for it, as the user wrote it.
+        what: The setting that asked for it, as the user wrote it.
 
     Raises:
         NotImplementedError: Always.
@@ -197,21 +197,21 @@ def refuse_fp8(what: str) -> None:
 
 @dataclass(kw_only=True)
 class DataLoaderConfiguration:
-    """How prepared data loaders share the data between processes.
+    """How prepared data loaders divide the data among processes.
 
     Attributes:
-        split_batches: A batch of the user's loader is divided among the processes, so that its size
-            is that of all of them together; False gives each process whole ones.
+        split_batches: Divide each batch of the user's loader among the processes, so that its size
+            is the global batch size; False gives each process whole batches.
         dispatch_batches: The main process reads for all; None does so for iterable datasets.
-        even_batches: Every process gets the same number of full batches; samples of the beginning
-            are repeated for that. `gather_for_metrics`-like code must then drop them. The `Trainer`
-            never repeats samples, whatever is said here.
+        even_batches: Give every process the same number of full batches by repeating samples from
+            the beginning; `gather_for_metrics` drops the repeats. The `Trainer` never repeats
+            samples, whatever this option says.
         use_seedable_sampler: The order of a shuffling loader is a function of a seed and the epoch.
-        non_blocking: Copy batches to the device asynchronously, a batch ahead and beside what it
-            computes; useful from pinned memory.
+        non_blocking: Copy batches to the device asynchronously, one batch ahead and overlapping
+            with computation; useful with pinned memory.
 
     Raises:
-        TypeError: A value is none of those.
+        TypeError: A value is not a bool (or, for `dispatch_batches`, None).
     """
 
     split_batches: bool = False
@@ -221,7 +221,7 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what is neither yes nor no."""
+        """Check the types."""
         _expect_bools(self, "split_batches", "even_batches", "use_seedable_sampler", "non_blocking")
         if self.dispatch_batches is not None:
             _expect_bools(self, "dispatch_batches")
@@ -229,20 +229,20 @@ class DataLoaderConfiguration:
 
 @dataclass(kw_only=True)
 class ProjectConfiguration:
-    """Where a run keeps what it writes.
+    """Where a run writes its files.
 
     Attributes:
-        project_dir: The folder of the run; None until something asks for one.
+        project_dir: The folder of the run, or None.
         logging_dir: The folder of the trackers that write files; None is `project_dir`.
         automatic_checkpoint_naming: `save_state` numbers its folders by itself, below
             ``<project_dir>/checkpoints``.
         total_limit: How many numbered checkpoints are kept; None keeps all.
         iteration: The number of the next numbered checkpoint.
-        save_on_each_node: The first process of every machine writes, not only that of the first;
-            for machines that do not share a disk.
+        save_on_each_node: Local rank 0 of every machine writes, not only global rank 0; for
+            machines that do not share a disk.
 
     Raises:
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
         ValueError: `total_limit` is below 1, or `iteration` below 0.
     """
 
@@ -254,7 +254,7 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse numbers that count nothing, and fill in `logging_dir`."""
+        """Check types and ranges, and fill in `logging_dir`."""
         _expect_bools(self, "automatic_checkpoint_naming", "save_on_each_node")
         if self.total_limit is not None:
             _at_least(1, "total_limit", self.total_limit)
@@ -266,7 +266,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | PathLike[str] | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` with it where it has not been given."""
+        """Set `project_dir`, and `logging_dir` too if it is None."""
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -274,14 +274,14 @@ class ProjectConfiguration:
 
 @dataclass(kw_only=True)
 class KwargsHandler:
-    """Arguments for an object that `Accelerator` makes on its own."""
+    """Arguments for an object that `Accelerator` creates itself."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument, copied."""
+        """Return a deep copy of all arguments."""
         return copy.deepcopy(vars(self))
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments that differ from their defaults."""
+        """Return the arguments that differ from their defaults."""
         given = self.to_dict()
         return {
             field.name: given[field.name]
@@ -295,15 +295,15 @@ class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
 
     Attributes:
-        num_steps: Micro-batches for one update; None takes
+        num_steps: Micro-batches per update; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else 1.
         adjust_scheduler: A prepared scheduler counts the calls to its ``step`` in which it waits.
         sync_with_dataloader: The end of a prepared loader ends the window, however short it is.
-        sync_each_batch: Gradients are reduced over the processes for every micro-batch, which
-            spares the memory of unreduced ones where the engine keeps them.
+        sync_each_batch: Reduce gradients over the processes after every micro-batch, which saves
+            the memory of unreduced gradients where the engine keeps them.
 
     Raises:
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
         ValueError: `num_steps` is below 1.
     """
 
@@ -313,7 +313,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
-        """Find the length of the window, and refuse one without a batch."""
+        """Resolve `num_steps`, and check types and ranges."""
         what = "num_steps"
         if self.num_steps is None:
             what = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -328,7 +328,7 @@ class AutocastKwargs(KwargsHandler):
     """Arguments of ``torch.autocast``.
 
     Attributes:
-        enabled: False computes in full precision.
+        enabled: False disables autocast: operations run in full precision.
         cache_enabled: Keep the cast weights within one context; None leaves it to torch.
     """
 
@@ -336,7 +336,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is neither yes nor no."""
+        """Check the types."""
         _expect_bools(self, "enabled")
         if self.cache_enabled is not None:
             _expect_bools(self, "cache_enabled")
@@ -347,19 +347,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of torch's ``DistributedDataParallel``; its documentation explains them.
 
     Attributes:
-        comm_hook: How gradients are sent, a `DDPCommunicationHookType` or its value. Of gradients
-            in float32 ``"fp16"`` and ``"bf16"`` send half the bytes, ``"power_sgd"`` far fewer;
-            what is averaged is not the gradient to the last bit any more. ``"bf16"`` needs NCCL or
-            XCCL. One process sends nothing.
-        comm_wrapper: ``"fp16"`` or ``"bf16"``: what PowerSGD sends and keeps is in 16 bits too.
+        comm_hook: How gradients are sent, a `DDPCommunicationHookType` or its value. For float32
+            gradients ``"fp16"`` and ``"bf16"`` send half the bytes, ``"power_sgd"`` far fewer; the
+            averaged gradient is then no longer bit-exact. ``"bf16"`` needs NCCL or XCCL. With one
+            process nothing is sent.
+        comm_wrapper: ``"fp16"`` or ``"bf16"``: PowerSGD sends and keeps its tensors in 16 bits too.
         comm_state_option: Arguments of torch's ``PowerSGDState``, such as
-            ``matrix_approximation_rank`` (1) and ``start_powerSGD_iter``, the updates before it
-            begins to compress (1000).
+            ``matrix_approximation_rank`` (1) and ``start_powerSGD_iter``, the number of updates
+            before compression begins (1000).
 
     Raises:
-        TypeError: A value is of another type.
-        ValueError: A value is out of range, a hook or an option has no such name, or there is a
-            wrapper or an option without the hook that it is for.
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range, a hook or option is unknown, or a wrapper or option is
+            given without the hook that it is for.
     """
 
     dim: int = 0
@@ -374,7 +374,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse buckets without room, what is neither yes nor no, and hooks that are none."""
+        """Check types, ranges and the combination of hooks."""
         _at_least(0, "dim", self.dim)
         _at_least(1, "bucket_cap_mb", self.bucket_cap_mb)
         _expect_bools(
@@ -392,8 +392,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         self.comm_wrapper = kind(self.comm_wrapper)
         if self.comm_wrapper != kind.NO and self.comm_hook == kind.NO:
             raise ValueError(
-                f"comm_wrapper is {self.comm_wrapper.value!r} with no comm_hook that it could "
-                f"wrap. To send gradients in 16 bits pass comm_hook={self.comm_wrapper.value!r}."
+                f"comm_wrapper is {self.comm_wrapper.value!r} without a comm_hook to wrap. To send "
+                f"gradients in 16 bits pass comm_hook={self.comm_wrapper.value!r}."
             )
         self._check_state_option()
 
@@ -405,7 +405,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             if options:
                 raise ValueError(
                     f"comm_state_option is {options}, but comm_hook={self.comm_hook.value!r} has "
-                    "no state; 'power_sgd' has."
+                    "no state; only 'power_sgd' and 'batched_power_sgd' have one."
                 )
             return
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -429,10 +429,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 raise TypeError(f"comm_state_option[{name!r}] is {value!r}; it must be a number.")
             if value < 0:
                 raise ValueError(f"comm_state_option[{name!r}] is {value}; it must be 0 or more.")
-        PowerSGDState(None, **options)  # what it refuses is refused here
+        PowerSGDState(None, **options)  # raises for options that torch itself refuses
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument of DDP itself, copied: none of its hooks."""
+        """Return a copy of the arguments of DDP's constructor, without those of its hooks."""
         hooks = ("comm_hook", "comm_wrapper", "comm_state_option")
         return {name: value for name, value in super().to_dict().items() if name not in hooks}
 
@@ -442,7 +442,7 @@ class GradScalerKwargs(KwargsHandler):
     """Arguments of ``torch.amp.GradScaler``, used with ``mixed_precision="fp16"``.
 
     Raises:
-        ValueError: The scale could not grow, or not shrink.
+        ValueError: A factor would keep the scale from growing or shrinking.
     """
 
     init_scale: float = 65536.0
@@ -452,7 +452,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse factors under which the scale cannot adapt."""
+        """Check types and ranges."""
         for name, sound, range_ in (
             ("init_scale", self.init_scale > 0, "above 0"),
             ("growth_factor", self.growth_factor > 1, "above 1"),
@@ -469,12 +469,12 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of ``torch.distributed.init_process_group``.
 
     Attributes:
-        backend: None chooses by the device: nccl, xccl or gloo.
-        init_method: None means the launcher's address.
-        timeout: How long a collective may take; None is torch's default.
+        backend: The backend; None chooses nccl, xccl or gloo by the device.
+        init_method: The rendezvous URL; None means the launcher's address.
+        timeout: The time limit of a collective; None is torch's default.
 
     Raises:
-        TypeError: `timeout` is no ``timedelta``.
+        TypeError: `timeout` is not a ``timedelta``.
         ValueError: `timeout` is not above 0.
     """
 
@@ -483,7 +483,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a limit that is none."""
+        """Check `timeout`."""
         if self.timeout is None:
             return
         if not isinstance(self.timeout, timedelta):
@@ -497,16 +497,16 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass(kw_only=True)
 class FP8RecipeKwargs(KwargsHandler):
-    """How 8-bit training would scale its numbers; `Accelerator` refuses it for now.
+    """Options of 8-bit training, which `Accelerator` does not support yet and refuses.
 
     Attributes:
         backend: ``"MSAMP"``, or ``"TE"`` for TransformerEngine.
         optimization_level: ``"O1"`` or ``"O2"``, of MS-AMP.
-        margin: Powers of two that the scale stays below the largest representable number.
-        interval: Steps between two scales.
+        margin: Margin of the scale below the largest representable number, in powers of two.
+        interval: Steps between updates of the scale.
         fp8_format: ``"E4M3"``, or ``"HYBRID"`` with E5M2 for gradients.
-        amax_history_len: Steps over which the largest value is remembered.
-        amax_compute_algo: ``"most_recent"`` or ``"max"`` of them.
+        amax_history_len: Length of the history of largest values, in steps.
+        amax_compute_algo: Value taken from the history: ``"most_recent"`` or ``"max"``.
         override_linear_precision: Which of forward, input gradient and weight gradient run in a
             higher precision.
 
@@ -524,7 +524,7 @@ class FP8RecipeKwargs(KwargsHandler):
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
 
     def __post_init__(self) -> None:
-        """Refuse names that no recipe has."""
+        """Check names and ranges."""
         self.backend = self.backend.upper()
         self.fp8_format = self.fp8_format.upper()
         for name, choices in (

@@ -1,4 +1,4 @@
-"""What users subclass to keep data and its preparation apart from the model."""
+"""The base class for users who keep data and its preparation apart from the model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class DataModule:
-    """The loaders of each phase, and what they need; pass it as ``datamodule``.
+    """The loaders of each phase and their setup; pass it as ``datamodule``.
 
-    Any object with some of these methods will do in its place. What a method of this class leaves
-    out the module may have: its loaders and its batch hooks are used then.
+    Any object with some of these methods works too. For loaders and batch hooks that it does not
+    define, the module's are used.
 
     Attributes:
-        trainer: The Trainer of the run at hand; None outside one.
+        trainer: The Trainer of the current run; None outside a run.
     """
 
     trainer: Trainer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy for a worker, such as one that is spawned with a method of it, is in no run.
+        # A pickled copy, such as one sent to a spawned worker, does not belong to the run.
         return {**self.__dict__, "trainer": None}
 
     def save_hyperparameters(
@@ -40,36 +40,36 @@ class DataModule:
     ) -> None:
         """Keep the arguments of ``__init__`` in `hparams`; see `TrainModule.save_hyperparameters`.
 
-        Trackers are told at the beginning of a fit. Checkpoints do not hold them: what a resumed
-        run needs goes into `state_dict`.
+        Trackers record them at the beginning of a fit. Checkpoints do not hold them: return what a
+        resumed run needs from `state_dict`.
         """
         keep(self, names, sys._getframe(1), ignore=ignore, private=not logger)
 
     @property
     def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept: a dict whose items are attributes too."""
+        """The arguments kept by `save_hyperparameters`: a dict whose items are also attributes."""
         return kept_by(self).values
 
     def prepare_data(self) -> None:
         """Download and prepare; the first process of each machine runs it before the others."""
 
     def setup(self, stage: str) -> None:
-        """Before the module's; `stage` is fit, validate, test or predict."""
+        """Called before the module's `setup`; `stage` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """After everything, also after an error."""
+        """Called at the end of a run, also after an error."""
 
     def train_dataloader(self) -> Any:
-        """The training loader."""
+        """Return the training loader."""
 
     def val_dataloader(self) -> Any:
-        """The validation loader or a list of them."""
+        """Return the validation loader or a list of them."""
 
     def test_dataloader(self) -> Any:
-        """The test loader or a list of them."""
+        """Return the test loader or a list of them."""
 
     def predict_dataloader(self) -> Any:
-        """The prediction loader or a list of them."""
+        """Return the prediction loader or a list of them."""
 
     def on_before_batch_transfer(
         self,
@@ -97,15 +97,15 @@ class DataModule:
         return batch
 
     def on_exception(self, exception: BaseException) -> None:
-        """After an error, which is raised afterwards; other processes may be gone."""
+        """Called when the run failed, before `exception` is re-raised; other ranks may be gone."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loaders depend on, such as a vocabulary or a split: tensors and plain values.
+        """Return what the loaders depend on, such as a vocabulary or split: tensors, plain values.
 
-        A checkpoint holds what rank 0 returns; every process must return the same. The position in
-        the data and the order are not part of it: the run itself knows them.
+        A checkpoint holds what rank 0 returns; every process must return the same. Leave out the
+        position in the data and its order: the run saves them itself.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned: after ``setup``, before the loaders are made."""
+        """Restore what `state_dict` returned; called after ``setup``, before loaders are made."""

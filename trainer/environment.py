@@ -1,7 +1,7 @@
-"""The process's environment variables; nothing else in Cadence reads them.
+"""The process's environment variables; no other module of Cadence reads them.
 
-Who started this process decides which variables describe it: ``torchrun`` (and every launcher that
-sets its names), SLURM's ``srun``, an MPI, or nobody. `detect_launch` answers with one value type.
+The launcher decides which variables describe a process: ``torchrun`` (and every launcher that sets
+the same names), SLURM's ``srun``, an MPI, or none. `detect_launch` returns a `Launch` for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_PORT = 29500  # torchrun's own default
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Where this process stands among those that were started together."""
+    """The position of this process among those that one launcher started."""
 
     launcher: str
     rank: int = 0
@@ -48,7 +48,7 @@ class Launch:
     master_port: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that contradict each other."""
+        """Check that the rank fits the number of processes."""
         if not (self.world_size >= 1 and 0 <= self.rank < self.world_size):
             raise ValueError(
                 f"{self.launcher} says rank {self.rank} of {self.world_size} processes; the rank "
@@ -58,15 +58,15 @@ class Launch:
 
 
 def read(name: str) -> str | None:
-    """The variable's text; None if it is not set."""
+    """Return the variable's text; None if it is not set."""
     return os.environ.get(name)
 
 
 def read_int(name: str) -> int | None:
-    """The variable as a whole number; None if it is not set.
+    """Return the variable as an integer; None if it is not set or empty.
 
     Raises:
-        ValueError: It is set to something else.
+        ValueError: The variable is not an integer.
     """
     text = os.environ.get(name)
     if text is None or text == "":
@@ -80,10 +80,10 @@ def read_int(name: str) -> int | None:
 
 
 def read_flag(name: str, default: bool = False) -> bool:
-    """The variable as a yes or no.
+    """Return the variable as a bool; `default` if it is not set.
 
     Raises:
-        ValueError: It is set to something that means neither.
+        ValueError: The variable is neither a true nor a false value.
     """
     text = os.environ.get(name)
     if text is None:
@@ -95,12 +95,18 @@ def read_flag(name: str, default: bool = False) -> bool:
     raise ValueError(f"The environment variable {name} is {text!r}; it must be true or false.")
 
 
+def share_of_cores(processes: int) -> int:
+    """Return the cores for each of this machine's processes, of those that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes)
+
+
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Inside, these variables have these values; afterwards they are as they were.
+    """Set environment variables in the block, and restore them afterwards.
 
     Args:
-        **kwargs: Names, which are put in upper case, and values, which are put as their text.
+        **kwargs: Names, which are upper-cased, and values, which are converted with ``str``.
     """
     before = {name.upper(): os.environ.get(name.upper()) for name in kwargs}
     os.environ.update({name.upper(): str(value) for name, value in kwargs.items()})
@@ -116,7 +122,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Inside, there are no variables; afterwards there are those of before, and no others."""
+    """Clear the environment in the block, and restore exactly the previous one afterwards."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -128,7 +134,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def defaulting(name: str, value: str) -> Iterator[None]:
-    """Inside, a variable that is not set has this value."""
+    """Set a variable in the block unless it is set already."""
     if name in os.environ:
         yield
         return
@@ -141,7 +147,7 @@ def defaulting(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """Inside, a variable is not set."""
+    """Unset a variable in the block."""
     before = os.environ.pop(name, None)
     try:
         yield
@@ -151,9 +157,9 @@ def without(name: str) -> Iterator[None]:
 
 
 def detect_launch() -> Launch:
-    """Find out who started this process: torchrun's names first, then SLURM, MPI, nobody.
+    """Return the launch of this process: torchrun's variables first, then SLURM, MPI, none.
 
-    torchrun's names win because every other launcher can set them too, on purpose.
+    torchrun's names take precedence because users of other launchers can set them on purpose.
 
     Raises:
         ValueError: The variables contradict each other, or several nodes have no address.
@@ -179,8 +185,8 @@ def _torchrun() -> Launch | None:
 
 
 def _slurm() -> Launch | None:
-    # Only a process started by srun has a step and a PROCID of its own that mean anything: the
-    # batch script itself is one process.
+    # Only processes started by srun have a meaningful step and PROCID; the batch script itself is
+    # a single process.
     rank, world_size = read_int("SLURM_PROCID"), read_int("SLURM_STEP_NUM_TASKS")
     if rank is None or world_size is None or _in_a_shell():
         return None
@@ -200,23 +206,23 @@ def _slurm() -> Launch | None:
         local_rank=read_int("SLURM_LOCALID") or 0,
         local_world_size=local_world_size,
         master_addr=address or "localhost",
-        # The job's number gives all its nodes the same port, and jobs on one node different ones.
+        # Derived from the job id: the same port on all its nodes, different ports for other jobs.
         master_port=read_int("MASTER_PORT") or 15000 + job % 10000,
     )
 
 
 def slurm_job() -> str | None:
-    """The SLURM job that this process belongs to, as ``scontrol`` takes it; None outside of one."""
+    """Return this process's SLURM job id in ``scontrol``'s form; None outside a job."""
     array, task = read("SLURM_ARRAY_JOB_ID"), read("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else read("SLURM_JOB_ID")
 
 
 def _in_a_shell() -> bool:
-    """The process was typed into a shell that `srun --pty` opened.
+    """Return whether the process was started interactively in a shell of `srun --pty`.
 
-    The shell is a task of a step, perhaps one of several, but what is typed into it runs alone. The
-    job's name does not tell: whoever calls srun in such a shell starts a step of several tasks in a
-    job of the same name. They inherit the name of the terminal too, but only the shell has one.
+    The shell is a task of a step, perhaps one of several, but a command typed into it runs alone.
+    The job name cannot tell: srun called in such a shell starts a step of several tasks in a job of
+    the same name. Those tasks inherit SLURM_PTY_PORT too, but only the shell has a terminal.
     """
     return read("SLURM_PTY_PORT") is not None and os.isatty(0)
 
@@ -229,7 +235,7 @@ def _no_address(launcher: str, world_size: int) -> ValueError:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a SLURM node list: ``"gpu[003-005,9],cpu1"`` gives ``"gpu003"``."""
+    """Return the first host of a SLURM node list: ``"gpu003"`` for ``"gpu[003-005,9],cpu1"``."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?", nodes)
     if match is None:
         raise ValueError(f"The SLURM node list {nodes!r} names no host.")

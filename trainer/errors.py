@@ -1,13 +1,13 @@
-"""The errors that Cadence raises where Python has no better name for them.
+"""The errors that Cadence raises where no built-in exception fits.
 
-Wrong input is a plain ``ValueError`` or ``TypeError``, raised where it entered. The types here are
-for what goes wrong later::
+Invalid input raises a plain ``ValueError`` or ``TypeError`` at once. The types here are for errors
+that occur later::
 
     CheckpointError   a checkpoint is missing, damaged, foreign or could not be written
     MetricError       ranks disagree about what was logged, or `log` was called where it cannot work
     DistributedOperationException
                       ranks called different collectives, or one with tensors that do not fit
-    Preempted         not an error: a signal ended the run after it was saved
+    Preempted         not an error: a signal or the time limit ended the run after a save
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CheckpointError(RuntimeError):
 
 
 class LaterReleaseError(CheckpointError):
-    """A later release wrote the checkpoint: it is sound, but cannot be read here."""
+    """A later release wrote the checkpoint: it is intact, but this release cannot read it."""
 
 
 class MetricError(RuntimeError):
@@ -43,28 +43,28 @@ class DistributedOperationException(RuntimeError):
 
 
 class Preempted(SystemExit):
-    """A signal or the clock ended the run, after what it had reached was saved.
+    """A signal or the time limit ended the run, after its state was saved.
 
-    A ``SystemExit``: uncaught it ends the process, with `code` and without a traceback.
+    A ``SystemExit``: uncaught, it ends the process with exit status `code` and no traceback.
 
     Attributes:
-        code: What a shell reports for the signal: 143 for SIGTERM, 130 for SIGINT (Ctrl-C), 138 for
-            SIGUSR1; 124 for the end of ``max_time``.
+        code: The exit status a shell reports for the signal: 143 for SIGTERM, 130 for SIGINT
+            (Ctrl-C), 138 for SIGUSR1; 124 for the end of ``max_time``.
     """
 
-    def __str__(self) -> str:  # which notebooks show
+    def __str__(self) -> str:  # shown by notebooks
         whys: dict[Any, str] = {128 + each: f" by {each.name}" for each in Signals}
         why = (whys | {124: " by max_time"}).get(self.code, "")
         return f"the run was ended{why} (exit code {self.code})"
 
 
 def choose(what: str, value: object, choices: Iterable[str]) -> str:
-    """The text of an error about a value outside its choices, with the nearest of them.
+    """Return the message for a value outside its choices, with the closest choice as a hint.
 
     Args:
-        what: What the value stands for, as the user knows it: an argument or a key.
-        value: What was given.
-        choices: What could have been given.
+        what: The user's name of the value: an argument or a key.
+        value: The value given.
+        choices: The valid values.
     """
     names = sorted(choices)
     near = get_close_matches(str(value), names, n=1)

@@ -1,9 +1,9 @@
-"""Python's, numpy's and torch's global generators, each seeded and set aside by itself.
+"""Save, seed and restore the global generators of Python, numpy and torch.
 
-Each ``set_..._aside`` seeds its generator, unless `seed` is None, and returns what brings it back
-to where it was. It is done for every batch that is fetched without workers: microseconds count.
-To leave it out where generators have not moved meanwhile would not do: a dataset may read one
-without moving it, and draw from a copy.
+Each ``set_..._aside`` seeds its generator, unless `seed` is None, and returns a function that
+restores its previous state. This runs for every batch that is fetched without workers, so
+microseconds count. It cannot be skipped when the generators have not advanced: a dataset may read
+a generator's state without advancing it, and draw from a copy.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ _Words = ctypes.Array[ctypes.c_char]
 DEVICES_CAN_START = torch.backends.mps.is_built() or any(
     getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")
 )
-"""This build of torch knows devices besides the CPU."""
+"""Whether this build of torch supports devices besides the CPU."""
 
 
 def devices() -> dict[str, Any]:
-    """The modules of devices that have a generator each."""
+    """Return the torch modules of device types with a generator per device."""
     return {"cuda": torch.cuda, "xpu": torch.xpu}
 
 
 def started() -> dict[str, Any]:
-    """Those of them that have been started."""
+    """Return those of `devices` that are initialised."""
     if not (torch.cuda.is_initialized() or torch.xpu.is_initialized()):
-        return {}  # at once: it is asked for every batch
+        return {}  # fast path: called for every batch
     return {name: device for name, device in devices().items() if device.is_initialized()}
 
 
 def set_torch_aside(seed: int | None) -> Callable[[], object]:
-    """That of the CPU."""
+    """Save and seed torch's CPU generator; return a function that restores it."""
     generator = torch.default_generator
     state = generator.get_state()
     if seed is not None:
@@ -48,12 +48,12 @@ def set_torch_aside(seed: int | None) -> Callable[[], object]:
 
 
 def set_devices_aside(seed: int | None) -> Callable[[], object]:
-    """That of the current device of each kind that has been started."""
+    """Save and seed the generator of each initialised device type's current device."""
     if not DEVICES_CAN_START:
         return _nothing
     states: dict[str, tuple[Any, ...]] = {}
     for name, device in started().items():
-        number = device.current_device()  # inside, another may become the current one
+        number = device.current_device()  # may be a different one when the state is restored
         states[name] = device.get_rng_state(number), number
         if seed is not None:
             device.manual_seed(seed)
@@ -72,17 +72,17 @@ def _put_devices_back(states: dict[str, tuple[Any, ...]]) -> None:
             device.manual_seed_all(torch.initial_seed())
 
 
-# Python's and numpy's are Mersenne twisters both: 624 words of 32 bits, and which one comes next.
+# Python's and numpy's generators are Mersenne twisters: 624 words of 32 bits and a position.
 _SIZE_OF_MT19937 = 625 * 4
 
 
 def set_python_aside(seed: int | None) -> Callable[[], object]:
-    """Python's own generator.
+    """Save and seed Python's global generator; return a function that restores it.
 
-    `random.getstate` and ``setstate`` make a tuple of 625 integers and read it again, in 10 µs. To
-    copy the words takes less than one.
+    `random.getstate` and ``setstate`` convert to and from a tuple of 625 integers, in 10 µs.
+    Copying the words takes less than 1 µs.
     """
-    generator = getattr(random.getstate, "__self__", None)  # that the functions of `random` are of
+    generator = getattr(random.getstate, "__self__", None)  # the instance behind `random.random`
     memory = _memory_of(generator)
     if memory is None or generator is None:
         put_back: Callable[[], object] = partial(random.setstate, random.getstate())
@@ -98,15 +98,15 @@ def _write_python(generator: Any, memory: _Words, words: bytes, left_over: float
     generator.gauss_next = left_over
 
 
-@lru_cache(maxsize=1)  # which keeps the generator alive as long as its address
+@lru_cache(maxsize=1)  # the cache keeps the generator alive as long as its address is used
 def _memory_of(generator: Any) -> _Words | None:
-    """Where a generator of Python's keeps its words; None where they do not lie as expected.
+    """Return the memory of a Python generator's words; None if its layout is not the expected one.
 
-    That is behind the head that all objects have. What is found there must be the state.
+    The words are expected right after the object header, and are compared with ``getstate``.
     """
     head = object.__basicsize__
     if (
-        sys.implementation.name != "cpython"  # elsewhere an id is no address
+        sys.implementation.name != "cpython"  # elsewhere an id is not an address
         or type(generator) is not random.Random
         or random.Random.__mro__[1].__basicsize__ < head + _SIZE_OF_MT19937
     ):
@@ -118,18 +118,18 @@ def _memory_of(generator: Any) -> _Words | None:
 
 @lru_cache(maxsize=8)
 def _memory_at(address: int) -> _Words:
-    """The words of a Mersenne twister, to be read and written as bytes while its owner lives."""
+    """Map a Mersenne twister's words as bytes; valid only while their owner is alive."""
     return (ctypes.c_char * _SIZE_OF_MT19937).from_address(address)
 
 
-# To read numpy's state through numpy and to write it takes 50 µs; to copy the words is as easy as
-# Python's. But besides them there may be a normal number, left over from the last pair that `randn`
-# made. Whether there is one is found by drawing one: a number that was left over comes without the
-# words moving. To be given its own bit generator again makes numpy forget the number.
+# Reading and writing numpy's state through numpy takes 50 µs; its words can be copied as Python's.
+# But numpy may also hold a cached normal number, the second of the last pair that `randn` made. To
+# detect one, draw a number: a cached one does not advance the words. Setting the same bit generator
+# again clears the cached number.
 
 
 def set_numpy_aside(seed: int | None) -> Callable[[], object]:
-    """Numpy's global generator."""
+    """Save and seed numpy's global generator; return a function that restores it."""
     module: Any = numpy.random
     if seed is None:
         return partial(module.set_state, module.get_state())
@@ -154,4 +154,4 @@ def _write_numpy(module: Any, generator: Any, memory: _Words, words: bytes) -> N
 
 
 def _nothing() -> None:
-    """What brings back a generator that is not there."""
+    """Restore nothing: there is no such generator."""

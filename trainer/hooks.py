@@ -1,8 +1,8 @@
-"""Which hooks exist and who overrides them, resolved once when a run begins.
+"""The hooks and their overrides, resolved once at the start of a run.
 
-A hook that nobody overrides costs one call of a function that does nothing. The order between the
-module and the callbacks is part of a hook's definition: before something happens callbacks come
-first, after it the module does, so that callbacks see what it logged.
+A hook that nobody overrides costs one call of a no-op function. The order between the module and
+the callbacks is part of a hook's definition: callbacks run first in hooks before an event, and the
+module runs first in hooks after it, so that callbacks see what the module logged.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _CALLBACKS_ONLY = (
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """The hook that nobody overrides."""
+    """Stand in for a hook that nobody overrides."""
 
 
 def _one_after_another(calls: Sequence[Hook]) -> Hook:
-    """One function that calls all of them with the same arguments."""
+    """Return one function that calls all hooks with the same arguments."""
     if not calls:
         return _nothing
     if len(calls) == 1:
@@ -86,13 +86,13 @@ def _one_after_another(calls: Sequence[Hook]) -> Hook:
 
 
 class Boundary:
-    """``on_boundary`` of the callbacks, which knows who has not been called at the one at hand.
+    """``on_boundary`` of the callbacks, tracking who is still to be called at this boundary.
 
-    A save that one of them makes holds the decisions of those before it alone. A run that goes on
-    from there calls the others first.
+    A checkpoint saved by one callback holds only the decisions of the callbacks before it. A run
+    resumed from it calls the remaining callbacks first.
 
     Args:
-        hooks: Each with the `Callback.state_key` of its owner.
+        hooks: The hooks, each with the `Callback.state_key` of its owner.
     """
 
     def __init__(self, hooks: Sequence[tuple[str, Hook]]) -> None:
@@ -101,20 +101,20 @@ class Boundary:
         self._due: list[int] = []
 
     def __call__(self) -> None:
-        """Call those that are left, or all."""
+        """Call the remaining hooks or, if none remain from a resume, all of them."""
         due = self._due = self._due or self._all.copy()
         while due:
             self._hooks[due.pop(0)][1]()
 
     @property
     def left(self) -> list[str]:
-        """The keys of those that are still to be called."""
+        """The keys of the callbacks still to be called."""
         return [self._hooks[number][0] for number in self._due]
 
     @left.setter
     def left(self, keys: Sequence[str]) -> None:
         missing, due = Counter(keys), []
-        for number in reversed(self._all):  # of several with one key the last are left
+        for number in reversed(self._all):  # of several with the same key, the last ones remain
             key = self._hooks[number][0]
             if missing[key]:
                 missing[key] -= 1
@@ -123,7 +123,7 @@ class Boundary:
 
 
 def _all_before_an_error(calls: Sequence[Hook]) -> Hook:
-    """One function that calls all, and then raises the first error: the last of them save."""
+    """Return a function that calls all hooks, then raises the first error: later ones may save."""
     if len(calls) < 2:
         return _one_after_another(calls)
 
@@ -143,7 +143,7 @@ def _all_before_an_error(calls: Sequence[Hook]) -> Hook:
 
 
 def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
-    """One function that calls all; an error of theirs must not hide the one they are told."""
+    """Return a function that calls all hooks and only logs their errors, to keep the original."""
 
     def call_each(*args: Any) -> None:
         for call in calls:
@@ -151,27 +151,27 @@ def _each_whatever_others_raise(calls: Sequence[Hook]) -> Hook:
                 call(*args)
             except Exception:
                 logger.exception(
-                    "on_exception of a callback failed; the error it was told follows."
+                    "on_exception of a callback failed; the error it was called with follows."
                 )
 
     return call_each
 
 
 def is_overridden(owner: object, name: str, base: type) -> bool:
-    """Whether `owner` has another method of this name than `base`."""
+    """Return whether `owner` overrides the method `name` of `base`."""
     method = getattr(owner, name, None)
     return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
 
 
 def _is_empty(hook: Hook) -> bool:
-    """Its body is ``pass``, or a docstring alone: a hundred of them would be called for nothing."""
+    """Return whether the body is only ``pass`` or a docstring: calling it would be wasted time."""
     code = getattr(hook, "__code__", None)
     if code is None:
         return False
     does = [(each.opname, each.argval) for each in dis.get_instructions(code)]
     ends = (
         [("LOAD_CONST", None), ("RETURN_VALUE", None)],
-        [("RETURN_CONST", None)],  # of later Pythons
+        [("RETURN_CONST", None)],  # later Python versions
     )
     return [each for each in does if each[0] not in ("RESUME", "NOP")] in ends
 
@@ -183,13 +183,13 @@ class HookTable:
     ``on_train_epoch_end_callbacks``.
 
     Attributes:
-        boundary: Behind ``on_boundary``.
+        boundary: Calls the ``on_boundary`` hooks.
 
     Args:
         trainer: Passed to the callbacks.
-        module: Its hooks, and passed to the callbacks.
+        module: Passed to the callbacks; its own hooks are called too.
         callbacks: In the order in which they are called.
-        module_base: The class whose hooks do nothing.
+        module_base: The base class of modules, whose hooks do nothing.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class HookTable:
         self.__dict__.update(table)
 
     def overridden(self) -> Iterator[tuple[str, Hook]]:
-        """Every hook that does something."""
+        """Return the names and functions of all overridden hooks."""
         return ((name, hook) for name, hook in self._table.items() if hook is not _nothing)
 
     def __getattr__(self, name: str) -> Hook:
@@ -251,7 +251,7 @@ class HookTable:
 
 
 def _ends_no_epoch(hook: Callable[..., Any], owner: object) -> Hook:
-    """The hook, unless it asks for what Lightning does: end the epoch by returning -1."""
+    """Wrap a hook to raise if it returns -1, which in Lightning ends the epoch."""
 
     def call(*args: Any) -> None:
         answer = hook(*args)

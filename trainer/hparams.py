@@ -1,16 +1,16 @@
-"""The arguments that a module was made with: kept, saved with it, and another one made from them.
+"""A module's constructor arguments: keep them, save them with it, recreate a module from them.
 
-`keep` finds them in the frames of the ``__init__`` that run. Values are plain data, so that a
-manifest holds them::
+`keep` reads them from the frames of the running ``__init__`` methods. Values are plain data, so
+that a manifest can hold them::
 
     "hyper_parameters": {
         "arguments": {"width": 64, "betas": {"$": "tuple", "items": [0.9, 0.99]}},
-        "others": {"lr": 0.1},       # kept, but not what the class itself was given
+        "others": {"lr": 0.1},       # kept, but not arguments of the class itself
         "namespaces": []             # arguments that were an argparse.Namespace
     }
 
-Only the ``arguments`` are given to the class when a module is made again. A class that passes some
-of its own making on to a base class, which keeps them, has them among the ``others``.
+Only the ``arguments`` are passed to the class when a module is recreated. Values that a class
+computes and passes to a base class, which keeps them, are among the ``others``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 class HyperParameters(dict[str, Any]):
-    """A dict whose items are attributes too: ``hparams.width`` is ``hparams["width"]``.
+    """A dict whose items are also attributes: ``hparams.width`` is ``hparams["width"]``.
 
-    A name that methods of a dict have (``items``, ``copy``) is an item only.
+    Names of dict methods (``items``, ``copy``) can be read only as items.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +49,7 @@ class HyperParameters(dict[str, Any]):
         except KeyError:
             there = ", ".join(map(repr, self)) or "none; call save_hyperparameters in __init__"
             raise AttributeError(
-                f"There is no hyper-parameter {name!r}. There are: {there}."
+                f"There is no hyper-parameter {name!r}. Available: {there}."
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -62,14 +62,14 @@ class HyperParameters(dict[str, Any]):
 
 @dataclass(kw_only=True)
 class Kept:
-    """What an object has kept of its arguments.
+    """The arguments that an object has kept.
 
     Attributes:
-        values: By name.
-        places: Where the class got a value: under its own name, or in a dict that was the argument
-            of this name. A value that has no place was not given to the class.
-        namespaces: Those of these arguments that were an ``argparse.Namespace``.
-        private: Names that trackers are not told.
+        values: The values by name.
+        places: The class's argument that held each value: of the same name, or a dict that contains
+            it. A value without a place was not passed to the class.
+        namespaces: Arguments that were an ``argparse.Namespace``.
+        private: Names that are not logged to trackers.
     """
 
     values: HyperParameters = field(default_factory=HyperParameters)
@@ -79,7 +79,7 @@ class Kept:
 
 
 def kept_by(owner: object) -> Kept:
-    """What an object has kept; empty at first."""
+    """Return the arguments that an object has kept; empty at first."""
     kept: Kept = owner.__dict__.setdefault(_KEY, Kept())
     return kept
 
@@ -92,18 +92,18 @@ def keep(
     ignore: str | Iterable[str] | None,
     private: bool,
 ) -> None:
-    """Keep arguments of the ``__init__`` that runs, and of those of subclasses that called it.
+    """Keep the arguments of the running ``__init__`` and of the subclasses' that called it.
 
     Args:
-        owner: The object that is being made.
-        given: Names; or the values, one dict or namespace; nothing for all arguments.
-        caller: The frame that asks for it.
-        ignore: Names that are left out, be they arguments or not.
-        private: Trackers are not told.
+        owner: The object that is being constructed.
+        given: Names of arguments; or one dict or namespace of values; empty for all arguments.
+        caller: The frame of the caller.
+        ignore: Names to leave out; they need not be arguments.
+        private: Do not log them to trackers.
 
     Raises:
-        RuntimeError: No ``__init__`` of the owner runs, and no values were given.
-        ValueError: A name is none of an argument.
+        RuntimeError: No ``__init__`` of the owner is running, and no values were given.
+        ValueError: There is no argument of that name.
         TypeError: A value is not plain data, or has no name.
     """
     calls = [_arguments(frame) for frame in _inits(owner, caller)]
@@ -131,16 +131,16 @@ def keep(
 
 
 def logged(owner: object) -> dict[str, Any]:
-    """What trackers are told of an object's hyper-parameters."""
+    """Return the hyper-parameters of an object that are logged to trackers."""
     kept = kept_by(owner)
     return {name: value for name, value in kept.values.items() if name not in kept.private}
 
 
 def to_manifest(owner: object) -> dict[str, Any]:
-    """An object's hyper-parameters as they are now, as JSON has them; without any an empty dict.
+    """Return an object's current hyper-parameters in JSON form; an empty dict if it has none.
 
     Raises:
-        TypeError: One that was set since is not plain data.
+        TypeError: A value that was set later is not plain data.
     """
     kept = kept_by(owner)
     if not kept.values:
@@ -157,17 +157,17 @@ def to_manifest(owner: object) -> dict[str, Any]:
 
 
 def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T:
-    """Make an object of the arguments that another one was made of.
+    """Construct an object from saved arguments.
 
     Args:
-        cls: Its class.
-        saved: What `to_manifest` returned.
-        given: Arguments that take the place of saved ones.
-        where: The checkpoint, for errors.
+        cls: The class to construct.
+        saved: The result of `to_manifest`.
+        given: Arguments that override saved ones.
+        where: The checkpoint, for error messages.
 
     Raises:
-        TypeError: An argument is missing, or was given and the class does not take it.
-        CheckpointError: The class does not take what was saved, or that cannot be read.
+        TypeError: An argument is missing, or the class does not take one that was given.
+        CheckpointError: The class does not take a saved argument, or it cannot be read.
     """
     try:
         arguments: dict[str, Any] = dict(decode_tree(saved.get("arguments", {}), {}))
@@ -186,8 +186,8 @@ def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T
         if foreign := [name for name in arguments if name not in takes]:
             raise CheckpointError(
                 f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
-                f"does not take: it has {', '.join(takes) or 'none'}. Load it with the class that "
-                "saved it, or make the module yourself and pass the checkpoint as ckpt_path."
+                f"does not take: it takes {', '.join(takes) or 'none'}. Load it with the class "
+                "that saved it, or create the module yourself and pass the checkpoint as ckpt_path."
             )
     arguments |= given
     missing = [
@@ -198,7 +198,7 @@ def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T
     if missing:
         fix = ", ".join(f"{name}=…" for name in missing)
         raise TypeError(
-            f"{cls.__name__} cannot be made: {where} does not hold its {_listed(missing)}. Pass "
+            f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. Pass "
             f"load_from_checkpoint(…, {fix}), or call self.save_hyperparameters() in __init__ "
             "before checkpoints are saved."
         )
@@ -211,7 +211,7 @@ def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T
 
 
 def _inits(owner: object, frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the owner's ``__init__`` that run, from the base class to the class itself."""
+    """Yield the frames of the owner's running ``__init__`` methods, base classes first."""
     while frame is not None:
         code = frame.f_code
         own = code.co_varnames[0] if code.co_name == "__init__" and code.co_argcount else None
@@ -221,7 +221,7 @@ def _inits(owner: object, frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _arguments(frame: FrameType) -> dict[str, Any]:
-    """What an ``__init__`` was given, by name; positional ones without a name as ``*name``."""
+    """Return the arguments of an ``__init__`` by name; variadic positional ones as ``*name``."""
     info = inspect.getargvalues(frame)
     values = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
     if info.varargs and info.locals.get(info.varargs):
@@ -232,11 +232,11 @@ def _arguments(frame: FrameType) -> dict[str, Any]:
 def _chosen(
     owner: object, names: tuple[Any, ...], calls: list[dict[str, Any]], skipped: set[str]
 ) -> dict[str, Any]:
-    """The arguments of these names, or all."""
+    """Return the arguments of these names, or all arguments."""
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise TypeError(
-            f"save_hyperparameters was given {wrong[0]!r}; it takes names of arguments, or one "
-            "dict or argparse.Namespace of values and nothing else."
+            f"save_hyperparameters was given {wrong[0]!r}; it takes names of arguments, or a "
+            "single dict or argparse.Namespace of values."
         )
     cls = type(owner).__name__
     if not calls:
@@ -253,8 +253,8 @@ def _chosen(
     unnamed = [name for name in calls[-1] if name.startswith("*") and name[1:] not in skipped]
     if unnamed and not names:
         raise TypeError(
-            f"{cls} was given arguments by position in {unnamed[0]}: there is no name to keep them "
-            f"under. Pass them by name, or leave them out: ignore={unnamed[0][1:]!r}."
+            f"{cls} was given positional arguments in {unnamed[0]}, which have no names to keep "
+            f"them under. Pass them by name, or leave them out: ignore={unnamed[0][1:]!r}."
         )
     return {name: values[name] for name in names or values}
 
@@ -264,12 +264,12 @@ def _names(ignore: str | Iterable[str] | None) -> set[str]:
         return {ignore}
     names = set(ignore or ())
     if wrong := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"ignore has {wrong[0]!r}; it takes names of arguments.")
+        raise TypeError(f"ignore contains {wrong[0]!r}; it takes names of arguments.")
     return names
 
 
 def _parameters(cls: type) -> list[str]:
-    """The names of what a class takes."""
+    """Return the names of a class's arguments, without variadic ones."""
     return [
         name
         for name, each in inspect.signature(cls).parameters.items()
@@ -282,7 +282,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value as it comes back from a manifest, a copy of its own."""
+    """Return a copy of a value in the form in which a manifest returns it."""
     import numpy as np
 
     kind = type(value)
@@ -291,7 +291,7 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
         return value.item()
     if isinstance(value, Enum) and isinstance(value, (str, int, float)):
-        return _plain(value.value, place)  # which the member equals
+        return _plain(value.value, place)  # the member compares equal to it
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -303,13 +303,13 @@ def _plain(value: Any, place: str) -> Any:
     if named or kind in (list, tuple, set, frozenset):
         items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
         return kind(*items) if named else kind(items)
-    # Others would be data: a dataset may be a sequence of its samples.
+    # Not every sequence: a dataset may be a sequence of its samples.
     if isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf."):
         return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     argument = place.partition("[")[0]
     raise TypeError(
         f"The hyper-parameter {place} is a {kind.__module__}.{kind.__qualname__}, which is not "
-        "plain data: numbers, texts, None, paths, and lists, tuples, sets and dicts of them. Leave "
-        f"it out: save_hyperparameters(ignore=[{argument!r}]), and pass it again to "
-        f"load_from_checkpoint(…, {argument}=…); or take plain values and make it in __init__."
+        "plain data: numbers, strings, None, paths, and lists, tuples, sets and dicts of them. "
+        f"Leave it out: save_hyperparameters(ignore=[{argument!r}]), and pass it again to "
+        f"load_from_checkpoint(…, {argument}=…); or take plain values and build it in __init__."
     )

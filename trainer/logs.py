@@ -1,4 +1,4 @@
-"""Loggers that speak once, not once a process."""
+"""Loggers whose messages appear once, not once per process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic from 3.11 on
     """A logger whose records come from the main process, unless a call says otherwise.
 
-    Every method that logs takes two more arguments:
+    Every logging method takes two more arguments:
 
     - ``main_process_only=True``: False logs on every process.
-    - ``in_order=False``: True, with ``main_process_only=False``, lets the processes log one after
-      the other. They wait for each other, so each must make the call, whatever its level.
+    - ``in_order=False``: True, with ``main_process_only=False``, makes the processes log one after
+      the other. They wait for each other, so every process must make the call, whatever its level.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -27,21 +27,20 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
         self._said: set[tuple[str, ...]] = set()
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log on the main process, on all, or on one after the other.
+        """Log on the main process, on all processes, or on all in order of rank.
 
         Args:
-            level: Of the ``logging`` module.
-            msg: With placeholders for `args`.
-            *args: Put into the message.
+            level: A level of the ``logging`` module.
+            msg: The message, with placeholders for `args`.
+            *args: The arguments of the message.
             **kwargs: Arguments of ``logging.Logger.log``, `main_process_only` and `in_order`.
 
         Raises:
-            RuntimeError: There is no `Accelerator` or `PartialState` yet, so that nobody knows
-                which process this is.
+            RuntimeError: There is no `Accelerator` or `PartialState` yet, so the rank is unknown.
         """
         if not PartialState._shared_state:
             raise RuntimeError(
-                "This logger needs to know which process it is on: make an `Accelerator` or a "
+                "This logger does not know its process's rank yet: create an `Accelerator` or a "
                 "`PartialState` before the first message."
             )
         state = PartialState()
@@ -57,14 +56,14 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
             if turn == state.process_index:
                 try:
                     self.logger.log(level, msg, *args, **kwargs)
-                except BaseException as caught:  # noqa: BLE001 - raised when all had their turns
+                except BaseException as caught:  # noqa: BLE001 - raised after every rank's turn
                     error = caught
             state.wait_for_everyone()
         if error is not None:
             raise error
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """``warning``, unless this logger has given the same one before."""
+        """``warning``, unless this logger has already logged the same message."""
         said = (str(msg), *map(repr, args))
         if said not in self._said:
             self._said.add(said)
@@ -73,13 +72,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]  # g
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
-    """The logger of this name, speaking on the main process only.
+    """Return the logger of this name, which logs on the main process only by default.
 
     Args:
         name: Usually ``__name__``.
         log_level: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``, ``"CRITICAL"`` in any case,
-            or a number; None takes ``ACCELERATE_LOG_LEVEL``, else leaves the logger's as it is.
-            Only this logger's level is set, not that of all.
+            or a number; None takes ``ACCELERATE_LOG_LEVEL``, else keeps the logger's level. Only
+            this logger's level is set, not the root logger's.
 
     Raises:
         ValueError: The level is unknown.

@@ -1,4 +1,4 @@
-"""Running out of memory: finding a batch size that fits, giving memory back."""
+"""Handle out-of-memory errors: find a batch size that fits, and release memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
-# Of errors that are no torch.OutOfMemoryError.
+# Messages of out-of-memory errors that are not a torch.OutOfMemoryError.
 _SIGNS = (
     "out of memory",  # MPS, and libraries below torch
     "OUT_OF_DEVICE_MEMORY",  # XPU
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN says this when it finds no room to work in
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN reports this when it cannot allocate its workspace
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
@@ -47,19 +47,19 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
 
         train(model)
 
-    Every call begins with `starting_batch_size`; each failure halves it. Everything that holds
-    memory must be made inside the function. Each process finds its own size: among several, make
-    the function fail on all of them alike.
+    Every call begins with `starting_batch_size`; each out-of-memory error halves it. Allocate
+    everything that holds memory inside the function. Each process finds its own size: with several
+    processes, the function must fail on all of them or on none.
 
     Args:
-        function: Takes the batch size first. None gives a decorator.
-        starting_batch_size: The size of the first try.
+        function: A function whose first argument is the batch size. None returns a decorator.
+        starting_batch_size: The batch size of the first attempt.
 
     Raises:
-        TypeError: The size is no integer; or, when called, the arguments do not fit `function`,
-            because the batch size was passed too for example.
+        TypeError: The size is not an integer; or, when called, the arguments do not fit `function`,
+            for example because the batch size was passed too.
         ValueError: The size is negative.
-        RuntimeError: When called: no size above zero fits.
+        RuntimeError: When called: no batch size above zero fits.
     """
     if not isinstance(starting_batch_size, int):
         raise TypeError(f"starting_batch_size is {starting_batch_size!r}; it must be an integer.")
@@ -82,7 +82,7 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
                 if not is_out_of_memory(error):
                     raise
                 reason = f" The last error: {error}"
-            # The error is gone by now, and with it the frames that held the tensors.
+            # The exception and the frames that held the tensors are released by now.
             free_caches()
             logger.info("A batch size of %d does not fit into memory.", batch_size)
             batch_size //= 2
@@ -102,30 +102,30 @@ def _check_arguments(
             [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
         )
         raise TypeError(
-            f"{name}({given}) does not fit: {error}. find_executable_batch_size passes the batch "
-            f"size to {name} as its first argument; leave it out of the call."
+            f"{name}({given}) has wrong arguments: {error}. find_executable_batch_size passes the "
+            f"batch size to {name} as its first argument; leave it out of the call."
         ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was too little memory, on whatever device."""
+    """Return whether an error means out of memory, on any device."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
     )
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collect garbage and give unused memory of the device back.
+    """Collect garbage and release the device's unused cached memory.
 
-    Python frees what nothing refers to, so put the result in place of the names::
+    Python frees only unreferenced objects, so assign the result to their names::
 
         model, optimizer = release_memory(model, optimizer)
 
     Args:
-        *objects: What is no longer needed.
+        *objects: Objects that are no longer needed.
 
     Returns:
-        None for each of them.
+        None for each object.
     """
     count = len(objects)
     del objects
@@ -134,7 +134,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def free_caches() -> None:
-    """Collect garbage and give unused memory of every device that was started back."""
+    """Collect garbage and release the unused cached memory of every initialised device."""
     gc.collect()
     for device in (torch.cuda, torch.xpu):
         if device.is_initialized():

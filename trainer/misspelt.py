@@ -1,4 +1,4 @@
-"""Hooks whose names were meant to be others: a method that nobody calls is a silent mistake."""
+"""Misspelt hook names: a method that nobody calls is a silent mistake."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 _HOOK = re.compile(r"on_.*|.*_step|.*_dataloader|configure_.*|prepare_data|setup|teardown")
 _LOADERS = [f"{phase}_dataloader" for phase in ("train", "val", "test", "predict")]
-_ALIKE = 0.9  # of difflib's ratio: a letter or two
+_ALIKE = 0.9  # difflib's ratio for names that differ by a letter or two
 
 
 def tell_of_misspelt(owner: object, base: type) -> None:
-    """Tell in the log of methods that are named almost like a hook which the user does not define.
+    """Log a warning for methods named almost like a hook that the user does not define.
 
-    It is no error: a method may have any name, and be called by the user's own code.
+    This is not an error: a method may have any name and be called by the user's own code.
 
     Args:
         owner: The user's module, callback or datamodule.
@@ -30,7 +30,7 @@ def tell_of_misspelt(owner: object, base: type) -> None:
     for name in sorted(defined.difference(dir(base), hooks)):
         if near := difflib.get_close_matches(name, open_, 1, _ALIKE):
             logger.warning(
-                "%s defines %s, which is no hook and is not called; did you mean %s?",
+                "%s defines %s, which is not a hook and is never called; did you mean %s?",
                 type(owner).__name__,
                 name,
                 near[0],

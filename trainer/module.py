@@ -1,4 +1,4 @@
-"""What users subclass: the model, its steps, its optimizers, and hooks into the loop."""
+"""The base class of users' models: steps, optimizers, and hooks into the loop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="TrainModule")
 
-_TRAINER = "trainer"  # the stem of what a checkpoint of a run holds beside its weights
+_TRAINER = "trainer"  # the stem of a run checkpoint's files besides the weights
 
 
 class TrainModule(nn.Module):
-    """A model that knows how it is trained.
+    """A model that defines how it is trained.
 
     An ``nn.Module`` with the hook names of a LightningModule. `training_step` and
-    `configure_optimizers` are enough for `Trainer.fit`; whatever else is overridden is called where
-    `callbacks.Callback` shows it in the loop.
+    `configure_optimizers` are enough for `Trainer.fit`; `callbacks.Callback` shows where in the
+    loop each overridden hook is called.
 
     Attributes:
         automatic_optimization: False leaves backward and optimizer steps to `training_step`, which
@@ -51,11 +51,11 @@ class TrainModule(nn.Module):
         self._trainer: Trainer | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy made in a run, an average's or a pickled one for a worker, is not in the run.
+        # A copy made during a run (for weight averaging, or pickled for a worker) leaves the run.
         kept: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
         return {**kept, "_trainer": None}
 
-    # -- what it was made of -------------------------------------------------------------------
+    # -- hyper-parameters ----------------------------------------------------------------------
 
     def save_hyperparameters(
         self,
@@ -65,22 +65,22 @@ class TrainModule(nn.Module):
     ) -> None:
         """Keep the arguments of ``__init__`` in `hparams`; call it there.
 
-        Checkpoints hold them, so that `load_from_checkpoint` can make the module again, and
-        trackers are told. Called by a base class it keeps the arguments of the subclass too. Values
-        are those that the names have at the call, copied.
+        Checkpoints hold them, so that `load_from_checkpoint` can recreate the module, and trackers
+        record them. Called by a base class, it keeps the arguments of the subclass too. The values
+        kept are copies of the local variables at the time of the call.
 
-        They must be plain data: numbers, texts, None, bytes, dtypes, devices, and lists, tuples,
-        sets and dicts of these, nested at will. Paths are kept as text, members of enumerations
-        that are numbers or texts as these, numpy's numbers as Python's, other mappings as dicts
-        and other kinds of lists as lists.
+        They must be plain data: numbers, strings, None, bytes, dtypes, devices, and lists, tuples,
+        sets and dicts of these, nested to any depth. Paths become strings, enumeration members that
+        are numbers or strings become their values, numpy numbers become Python's, other mappings
+        become dicts, and other kinds of lists become lists.
 
         Args:
-            *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values;
-                all arguments unless given. Where ``__init__`` took that dict as one argument,
-                `load_from_checkpoint` passes it as such.
-            ignore: Arguments to leave out, such as a module that was passed in. Names that there
-                are no arguments of are all right: a base class may name those of subclasses.
-            logger: Trackers are told.
+            *names: The arguments to keep, or one dict or ``argparse.Namespace`` of values; by
+                default all arguments. If ``__init__`` took that dict as one argument,
+                `load_from_checkpoint` passes it as one.
+            ignore: Arguments to leave out, such as a module that was passed in. Unknown names are
+                allowed: a base class may name arguments of its subclasses.
+            logger: Log them to trackers.
 
         Raises:
             TypeError: A value is not plain data, or was passed by position in ``*args``.
@@ -91,9 +91,9 @@ class TrainModule(nn.Module):
 
     @property
     def hparams(self) -> HyperParameters:
-        """What `save_hyperparameters` kept: a dict whose items are attributes too.
+        """The arguments kept by `save_hyperparameters`: a dict whose items are also attributes.
 
-        A checkpoint holds the values as they are when it is saved.
+        A checkpoint holds their values at the time of the save.
         """
         return kept_by(self).values
 
@@ -106,27 +106,27 @@ class TrainModule(nn.Module):
         strict: bool = True,
         **kwargs: Any,
     ) -> M:
-        """Make a module as a checkpoint holds it, without a Trainer.
+        """Create a module from a checkpoint, without a Trainer.
 
-        The checkpoint is verified. The class is called with the arguments that were saved
-        (`save_hyperparameters`), then come `configure_model`, the weights, and, where a run saved
-        it, `on_load_checkpoint`. The module is as ``__init__`` leaves it, in training mode: call
-        ``eval()`` before you use it to predict.
+        The checkpoint is verified. The class is called with the saved arguments
+        (`save_hyperparameters`); then come `configure_model`, the weights and, for a checkpoint
+        saved by a run, `on_load_checkpoint`. The module is left in training mode, as after
+        ``__init__``: call ``eval()`` before using it for predictions.
 
         Args:
-            path: The checkpoint's folder, whole or with the weights only.
-            map_location: The device that the module is put on; it stays where ``__init__`` made it
-                unless given.
-            strict: All names of weights must fit. False loads those that do and lists the others in
-                the log; shapes must fit in any case.
-            **kwargs: Arguments for the class; they take the place of saved ones.
+            path: The checkpoint's folder, full or weights only.
+            map_location: The device to move the module to; by default it stays where ``__init__``
+                created it.
+            strict: All names of weights must match. False loads those that match and logs the
+                others; shapes must match in either case.
+            **kwargs: Arguments for the class; they override saved ones.
 
         Raises:
-            CheckpointError: There is no sound checkpoint at `path`, the class does not take the
-                arguments that were saved, or the weights do not fit the module.
+            CheckpointError: There is no intact checkpoint at `path`, the class does not take the
+                saved arguments, or the weights do not fit the module.
             TypeError: An argument is neither saved nor given, the class does not take one that was
-                given, or `map_location` is no device.
-            ValueError: There is no such device as `map_location`.
+                given, or `map_location` is not a device.
+            ValueError: There is no device `map_location`.
         """
         device = None if map_location is None else _device(map_location)
         folder = _checkpoint_at(path)
@@ -144,46 +144,46 @@ class TrainModule(nn.Module):
 
     @property
     def trainer(self) -> Trainer:
-        """The Trainer of the run at hand.
+        """The Trainer of the current run.
 
         Raises:
-            RuntimeError: There is none.
+            RuntimeError: The module is not in a run.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no trainer: it is there only while fit, validate, "
+                f"{type(self).__name__} has no trainer: it has one only while fit, validate, "
                 "test or predict run. (Did __init__ call super().__init__()?)"
             )
         return trainer
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are; the CPU for a module without any."""
+        """The device of the parameters; the CPU for a module without any."""
         tensor = next(chain(self.parameters(), self.buffers()), None)
         return torch.device("cpu") if tensor is None else tensor.device
 
     @property
     def global_step(self) -> int:
-        """Updates made so far; 0 outside a run."""
+        """The number of updates so far; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.global_step
 
     @property
     def current_epoch(self) -> int:
-        """The epoch at hand, from 0; 0 outside a run."""
+        """The current epoch, counted from 0; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.current_epoch
 
     @property
     def global_rank(self) -> int:
-        """This process among all; 0 outside a run."""
+        """The global rank of this process; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.global_rank
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine; 0 outside a run."""
+        """The rank of this process on its machine; 0 outside a run."""
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.local_rank
 
@@ -192,30 +192,30 @@ class TrainModule(nn.Module):
     dtype = TypeOfParameters()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, once a machine."""
+        """``print``, on the local main process of each machine only."""
         trainer = self.__dict__.get("_trainer")
         (print if trainer is None else trainer.accelerator.print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
-        """The tensors of all processes, stacked; every process calls it.
+        """Gather and stack the tensors of all processes; collective.
 
         Args:
-            data: Tensors and numbers in nested containers; of the same shapes on every process.
-            group: All processes take part; None is the only choice.
-            sync_grads: The result has no graph; False is the only choice.
+            data: Tensors and numbers in nested containers, of the same shapes on every process.
+            group: Must be None: all processes take part.
+            sync_grads: Must be False: the result has no graph.
 
         Returns:
-            The same containers with a first dimension of ``num_processes``; the input itself with
-            one process.
+            The same containers, each tensor with a first dimension of ``num_processes``; with one
+            process, the input itself.
 
         Raises:
             ValueError: `group` or `sync_grads` is given.
         """
         if group is not None or sync_grads:
             raise ValueError(
-                f"all_gather was called with group={group!r}, sync_grads={sync_grads!r}; it "
-                "gathers over all processes and without a graph. torch.distributed.nn.functional."
-                "all_gather does the rest."
+                f"all_gather was called with group={group!r}, sync_grads={sync_grads!r}; it only "
+                "gathers over all processes and without a graph. Use torch.distributed.nn."
+                "functional.all_gather for the rest."
             )
         if self.trainer.world_size == 1:
             return data
@@ -239,32 +239,32 @@ class TrainModule(nn.Module):
     ) -> None:
         """Record a value: a number, a tensor of one element, or a metric object.
 
-        Nothing is read from the device here. A step's value is the mean over its window of
+        The call does not synchronise with the device. A step's value is the mean over its window of
         micro-batches; an epoch's is the mean over all items of all processes. A metric object
-        (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset; on the
-        step its value is what its call returned, of others what they compute by then.
+        (``update``, ``compute``, ``reset``) is computed at the end of the epoch and reset; its step
+        value is the result of its call for the batch or, if there is none, its value so far.
 
         Args:
             name: The metric's name, such as ``"train/loss"``. With both `on_step` and `on_epoch`
-                there are two, ``name_step`` and ``name_epoch``.
-            value: Detached here.
+                there are two metrics, ``name_step`` and ``name_epoch``.
+            value: The value; it is detached.
             prog_bar: Show it in the progress bar.
             on_step: Record the value of this update, if it is due; the default in `training_step`.
             on_epoch: Accumulate until the epoch ends; the default elsewhere.
-            reduce: How values become one: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
-            batch_size: The weight in a mean; unless given the batch's `count_items`, in the hooks
-                around an update that of its window.
-            logger: False keeps it from the trackers; ``metrics.jsonl`` and callbacks have it.
-            add_dataloader_idx: Of several loaders, each one's values have its number in their name.
-                With False the name is as given; no two loaders may then use the same one.
-            **ported: Further arguments of a LightningModule's ``log``. ``sync_dist`` says what is
-                always done, ``reduce_fx`` is `reduce`, ``metric_attribute`` is not needed;
-                ``rank_zero_only=True`` and ``enable_graph=True`` are refused.
+            reduce: The reduction of several values: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``.
+            batch_size: The weight in a mean; by default the batch's `count_items` or, in the hooks
+                around an update, that of its window.
+            logger: False keeps it from the trackers, not from ``metrics.jsonl`` and callbacks.
+            add_dataloader_idx: With several loaders, append the loader's number to the name. False
+                leaves the name as given; no two loaders may then log the same one.
+            **ported: Further arguments of a LightningModule's ``log``. ``sync_dist`` has no effect
+                (values are always reduced), ``reduce_fx`` is `reduce`, ``metric_attribute`` is not
+                needed; ``rank_zero_only=True`` and ``enable_graph=True`` are refused.
 
         Raises:
-            RuntimeError: No run is at hand, or the place has nothing to record to (`MetricError`).
+            RuntimeError: There is no run, or nothing can be logged in this place (`MetricError`).
             ValueError: The value has several elements, the reduction is unknown or differs from an
-                earlier call's, or an argument asks for what is not done.
+                earlier call's, or an argument asks for something unsupported.
             TypeError: The value is not a number, or there is no such argument.
         """
         if ported:
@@ -296,10 +296,10 @@ class TrainModule(nn.Module):
     def log_dict(
         self, dictionary: Mapping[str, Any], prog_bar: bool = False, **kwargs: Any
     ) -> None:
-        """`log` each of them, with the same further arguments.
+        """Call `log` for each item, with the same further arguments.
 
         Raises:
-            TypeError: It is no dict; see `log` for the rest.
+            TypeError: `dictionary` is not a dict; see `log` for further errors.
         """
         if not hasattr(dictionary, "items"):
             raise TypeError(
@@ -333,33 +333,33 @@ class TrainModule(nn.Module):
         batch_idx: int,  # noqa: ARG002 - an interface
         dataloader_idx: int = 0,  # noqa: ARG002 - an interface
     ) -> Any:
-        """The prediction for one batch; the module called on it unless overridden."""
+        """Return the prediction for one batch; by default the module's output for it."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """The optimizers and their schedules, made after the model was prepared.
+        """Create the optimizers and their schedulers; called after the model was prepared.
 
         Returns:
             An optimizer; a pair of optimizer and scheduler; a dict with ``"optimizer"`` and
             optionally ``"scheduler"``, ``"interval"`` (``"step"`` or ``"epoch"``),
             ``"frequency"`` and ``"monitor"``; or a list of optimizers, pairs or dicts. A dict may
-            also have ``"max_grad_norm"`` and ``"max_grad_value"``, by which the gradients of this
-            optimizer are clipped in place of the Trainer's, and a ``"name"`` for records and
-            checkpoints. Several optimizers have parameters of their own and step together.
+            also have ``"max_grad_norm"`` and ``"max_grad_value"``, which replace the Trainer's
+            limits for this optimizer's gradients, and a ``"name"`` for records and checkpoints.
+            Several optimizers must not share parameters, and step together.
         """
         raise NotImplementedError
 
     def configure_model(self) -> None:
-        """Make large parts of the model here: after ``setup``, before anything is prepared."""
+        """Create large parts of the model; called after ``setup``, before anything is prepared."""
 
     def count_items(self, batch: Any) -> float | Tensor:
-        """What the loss of a batch is a mean over: the batch size, unless overridden.
+        """Return the number of items that a batch's loss is a mean over: its size by default.
 
-        Unless overridden it is not called: the loader's sampler knows the number of samples. Only
-        what a ``collate_fn`` of your own made is looked at, for samples that it left out.
+        Micro-batches and processes are weighted by it. A language model returns the number of
+        tokens in the loss.
 
-        A language model returns the number of tokens that count. Micro-batches and processes are
-        weighted by it.
+        The default is not called: the loader's sampler knows the number of samples. Only batches
+        from your own ``collate_fn`` are inspected, because it may have dropped samples.
         """
         samples = count_samples(batch)
         return 1 if samples is None else samples
@@ -372,8 +372,8 @@ class TrainModule(nn.Module):
     ) -> Any:
         """Copy a batch to the device; override it for types that have no ``.to``.
 
-        Where this and the other two batch hooks are left alone, the copy runs beside the kernels of
-        the step before; an override is called in the stream of those.
+        Unless this or another of the three batch hooks is overridden, the copy overlaps with the
+        kernels of the previous step; an override is called in the stream of those kernels.
         """
         return to_device(batch, device, non_blocking=True)
 
@@ -384,8 +384,8 @@ class TrainModule(nn.Module):
     ) -> Any:
         """Change a batch before it goes to the device, one batch ahead of its use; return it.
 
-        What is drawn here and in `on_after_batch_transfer` depends on the seed, the epoch and the
-        batch's number alone, not on where a run was resumed.
+        Random numbers drawn here and in `on_after_batch_transfer` depend only on the seed, the
+        epoch and the batch's number, not on where a run was resumed.
         """
         return batch
 
@@ -394,47 +394,47 @@ class TrainModule(nn.Module):
         batch: Any,
         dataloader_idx: int,  # noqa: ARG002 - an interface
     ) -> Any:
-        """Change a batch on the device, to augment it there, say; return it."""
+        """Change a batch on the device, for example to augment it; return it."""
         return batch
 
     def prepare_data(self) -> None:
         """Download and prepare; the first process of each machine runs it before the others."""
 
     def setup(self, stage: str) -> None:
-        """Before the model is prepared; `stage` is fit, validate, test or predict."""
+        """Called before the model is prepared; `stage` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """After everything, also after an error."""
+        """Called at the end of a run, also after an error."""
 
     def train_dataloader(self) -> Any:
-        """The training loader, where `fit` was given none."""
+        """Return the training loader, if `fit` was given none."""
 
     def val_dataloader(self) -> Any:
-        """The validation loader or a list of them, where none was given."""
+        """Return the validation loader or a list of them, if none was given."""
 
     def test_dataloader(self) -> Any:
-        """The test loader or a list of them, where none was given."""
+        """Return the test loader or a list of them, if none was given."""
 
     def predict_dataloader(self) -> Any:
-        """The prediction loader or a list of them, where none was given."""
+        """Return the prediction loader or a list of them, if none was given."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add tensors and plain values to what is saved."""
+        """Add tensors and plain values to the checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take back what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added."""
 
     # -- manual optimisation -------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The prepared optimizers: one, or a list of several.
+        """Return the prepared optimizers: one, or a list of several.
 
         Args:
-            use_pl_optimizer: The prepared ones; True is the only choice.
+            use_pl_optimizer: Must be True.
 
         Raises:
-            ValueError: It is False: updates of the bare optimizers would be neither counted nor
-                averaged over the processes.
+            ValueError: `use_pl_optimizer` is False: updates of the bare optimizers would be neither
+                counted nor averaged over the processes.
         """
         if not use_pl_optimizer:
             raise ValueError(
@@ -445,34 +445,35 @@ class TrainModule(nn.Module):
         return prepared[0] if len(prepared) == 1 else list(prepared)
 
     def lr_schedulers(self) -> Any:
-        """The schedulers: None, one, or a list of several."""
+        """Return the schedulers: None, one, or a list of several."""
         schedulers = [entry.scheduler for entry in self.trainer.schedulers]
         if len(schedulers) > 1:
             return schedulers
         return schedulers[0] if schedulers else None
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward, with the run's precision; in place of ``loss.backward()``.
+        """Run backward in the run's precision; use it instead of ``loss.backward()``.
 
         Args:
-            loss: With a graph.
-            *args: For ``loss.backward``.
-            **kwargs: For ``loss.backward``, such as ``retain_graph=True``.
+            loss: A loss with a graph.
+            *args: Arguments of ``loss.backward``.
+            **kwargs: Arguments of ``loss.backward``, such as ``retain_graph=True``.
         """
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Until `untoggle_optimizer`, let only this optimizer's parameters require gradients.
+        """Let only this optimizer's parameters require gradients until `untoggle_optimizer`.
 
-        So a backward pass leaves the parameters of the other optimizers alone.
+        A backward pass then leaves the parameters of the other optimizers alone.
 
         Raises:
             RuntimeError: Another optimizer is toggled.
         """
         if "_toggled" in self.__dict__:
             raise RuntimeError(
-                "toggle_optimizer was called twice without untoggle_optimizer between, which "
-                "would forget what required gradients before."
+                "toggle_optimizer was called twice without untoggle_optimizer in between, which "
+                "would lose the record of which parameters required gradients. Call "
+                "untoggle_optimizer first."
             )
         own = set(parameters_of([optimizer]))
         others = [p for p in parameters_of(self.trainer.optimizers) if p not in own]
@@ -481,16 +482,16 @@ class TrainModule(nn.Module):
             parameter.requires_grad_(False)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - as in Lightning
-        """Let require gradients what did before `toggle_optimizer`."""
+        """Restore which parameters required gradients before `toggle_optimizer`."""
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
 
     def freeze(self: M) -> M:
-        """Let no parameter require gradients, in evaluation mode; returns the module."""
+        """Disable gradients of all parameters and set evaluation mode; return the module."""
         return self.requires_grad_(False).eval()
 
     def unfreeze(self: M) -> M:
-        """Let every parameter require gradients, in training mode; returns the module."""
+        """Enable gradients of all parameters and set training mode; return the module."""
         return self.requires_grad_(True).train()
 
     def clip_gradients(
@@ -502,14 +503,14 @@ class TrainModule(nn.Module):
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
     ) -> Tensor | None:
-        """Clip one optimizer's gradients before it steps, over all processes alike.
+        """Clip one optimizer's gradients before it steps, identically on all processes.
 
         Args:
-            optimizer: A prepared one.
+            optimizer: A prepared optimizer.
             gradient_clip_val: Lightning's name for either limit.
-            gradient_clip_algorithm: Which one it is, ``"norm"`` (also if None) or ``"value"``.
-            max_grad_norm: Clip the norm of its gradients.
-            max_grad_value: Clip each element of them.
+            gradient_clip_algorithm: The limit it sets: ``"norm"`` (also if None) or ``"value"``.
+            max_grad_norm: Limit of the gradients' norm.
+            max_grad_value: Limit of each gradient element's magnitude.
 
         Returns:
             The norm before clipping; None without a limit of the norm.
@@ -524,7 +525,7 @@ class TrainModule(nn.Module):
         if gradient_clip_val is not None:
             if max_grad_norm is not None or max_grad_value is not None:
                 raise ValueError(
-                    f"clip_gradients was given gradient_clip_val={gradient_clip_val!r} beside "
+                    f"clip_gradients was given gradient_clip_val={gradient_clip_val!r} along with "
                     "max_grad_norm or max_grad_value, which mean the same; give one of them."
                 )
             if gradient_clip_algorithm == "value":
@@ -550,22 +551,22 @@ class TrainModule(nn.Module):
         """After the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """Before an epoch's first window, or that of its rest after a resume; see `Callback`."""
+        """Before an epoch's first window, also that after a mid-epoch resume; see `Callback`."""
 
     def on_train_epoch_end(self) -> None:
-        """After an epoch's last window; what is logged here belongs to the epoch."""
+        """After an epoch's last window; values logged here belong to the epoch."""
 
     def on_train_step_start(self) -> None:
-        """Before a window: an update begins."""
+        """Before a window of micro-batches, which ends in an update."""
 
     def on_train_step_end(self) -> None:
-        """After a window: the update was made, its gradients are still there."""
+        """After a window: the update was made, and its gradients still exist."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Before `training_step`."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch; the last of a window sees its update made.
+        """After a micro-batch; for the last of a window, after its update.
 
         `outputs` is what `training_step` returned, detached.
         """
@@ -580,7 +581,7 @@ class TrainModule(nn.Module):
         """Before an update; the gradients are unscaled, reduced, and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before the gradients are dropped."""
+        """Before the gradients are zeroed."""
 
     def on_validation_start(self) -> None:
         """Before a validation; the module is in evaluation mode."""
@@ -592,7 +593,7 @@ class TrainModule(nn.Module):
         """Before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """After the last validation batch; what is logged here belongs to the validation."""
+        """After the last validation batch; values logged here belong to the validation."""
 
     def on_validation_batch_start(
         self, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -614,7 +615,7 @@ class TrainModule(nn.Module):
         """Before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """After the last test batch; what is logged here belongs to the test."""
+        """After the last test batch; values logged here belong to the test."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before `test_step`."""
@@ -659,15 +660,15 @@ def _device(map_location: str | torch.device) -> torch.device:
 
 
 def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
-    """The folder of one checkpoint; what else a path may be is an error that says what to give."""
+    """Return the folder of one checkpoint, or raise an error that says which path to give."""
     folder = Path(path).expanduser()
     if folder.is_file():
         hint = f"give the checkpoint's folder, {folder.parent}."
         if folder.suffix not in (".json", ".safetensors"):
             hint = (
                 "a checkpoint is a folder. Files such as .ckpt and .pt are pickles, which are "
-                "never loaded: take their weights with the library that wrote them, and load "
-                "them by module.load_state_dict."
+                "never loaded: read their weights with the library that wrote them, and load "
+                "them with module.load_state_dict."
             )
         raise CheckpointError(f"{folder} is a file; {hint}")
     for root in (folder, folder / "checkpoints"):

@@ -1,7 +1,7 @@
-"""Plugins: how `Accelerator` is told to compile, or to hand the model to another engine.
+"""Plugins that configure compilation and other training engines of an `Accelerator`.
 
 `TorchDynamoPlugin` is used. The other three describe engines that are not supported yet: they
-check what they are given, and `refuse_engine` says so instead of training without them.
+validate their arguments, and `refuse_engine` raises instead of training without them.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ class TorchDynamoPlugin:
             ``ACCELERATE_DYNAMO_BACKEND``, else ``"no"``.
         mode: What inductor optimises for; None takes ``ACCELERATE_DYNAMO_MODE``, else
             ``"default"``.
-        fullgraph: A part that cannot be compiled is an error; None takes
+        fullgraph: Raise if a part cannot be compiled; None takes
             ``ACCELERATE_DYNAMO_USE_FULLGRAPH``, else False.
-        dynamic: Compile for changing shapes from the start, or never; None takes
-            ``ACCELERATE_DYNAMO_USE_DYNAMIC``, else torch decides when it sees another shape.
-        options: Arguments of the backend, in place of a mode.
-        disable: Compile nothing after all, for tests.
-        use_regional_compilation: False is the only choice; None takes
+        dynamic: True compiles for dynamic shapes from the start, False never does; None takes
+            ``ACCELERATE_DYNAMO_USE_DYNAMIC``, else torch decides when a shape changes.
+        options: Arguments of the backend, instead of a mode.
+        disable: Turn compilation into a no-op, for tests.
+        use_regional_compilation: Must not be True; None takes
             ``ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION``, else False.
 
     Raises:
-        NotImplementedError: Regional compilation is asked for.
+        NotImplementedError: Regional compilation is requested.
         ValueError: A name is unknown, or mode and options are both given.
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
     """
 
     backend: str | None = None
@@ -69,7 +69,7 @@ class TorchDynamoPlugin:
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what the environment says and check it."""
+        """Fill in missing values from the environment and validate all."""
         regional = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
         if self.use_regional_compilation is None:
             self.use_regional_compilation = environment.read_flag(regional)
@@ -83,7 +83,7 @@ class TorchDynamoPlugin:
             what, named = "ACCELERATE_DYNAMO_BACKEND", environment.read("ACCELERATE_DYNAMO_BACKEND")
         else:
             what, named = "The dynamo backend", str(self.backend)
-        # A member, which is a string too.
+        # An enumeration member, which is also a string.
         self.backend = DynamoBackend(DynamoBackend.parse((named or "no").upper(), what))
         if self.mode is None:
             self.mode = environment.read("ACCELERATE_DYNAMO_MODE") or "default"
@@ -103,11 +103,11 @@ class TorchDynamoPlugin:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument, the backend's name in lower case as torch writes it."""
+        """Return all arguments, with the backend's name in lower case as torch spells it."""
         return {**vars(self), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of ``torch.compile`` that differ from its own defaults."""
+        """Return the arguments that differ from the defaults of ``torch.compile``."""
         plain = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None}
         return {k: v for k, v in self.to_dict().items() if v != plain.get(k, False)}
 
@@ -116,8 +116,8 @@ class TorchDynamoPlugin:
 class FullyShardedDataParallelPlugin:
     """Arguments of fully sharded data parallelism.
 
-    Names may be torch's enumerations, their members' names in either case, or, for
-    `sharding_strategy`, their numbers from 1. They are kept as names.
+    Choices may be members of torch's enumerations, their names in either case or, for
+    `sharding_strategy`, their numbers from 1. They are stored as names.
 
     Attributes:
         sharding_strategy: What is sharded; None takes ``FSDP_SHARDING_STRATEGY``, else
@@ -125,15 +125,15 @@ class FullyShardedDataParallelPlugin:
         backward_prefetch: When the next parameters are gathered; None takes
             ``FSDP_BACKWARD_PREFETCH``, else ``"NO_PREFETCH"``.
         mixed_precision_policy: Torch's ``MixedPrecision``.
-        auto_wrap_policy: Says which submodules are units of their own.
+        auto_wrap_policy: Decides which submodules are wrapped as separate units.
         cpu_offload: Keep parameters on the host; None takes ``FSDP_OFFLOAD_PARAMS``, else False.
         ignored_modules: Submodules that are not sharded.
         state_dict_type: None takes ``FSDP_STATE_DICT_TYPE``, else ``"FULL_STATE_DICT"``.
         state_dict_config: Torch's configuration for it.
         optim_state_dict_config: The same for optimizers.
-        limit_all_gathers: Do not gather far ahead.
+        limit_all_gathers: Limit how far ahead parameters are gathered.
         use_orig_params: Keep the user's parameters; None takes ``FSDP_USE_ORIG_PARAMS``, else True.
-        param_init_fn: Makes the parameters of modules on the meta device.
+        param_init_fn: Initialises the parameters of modules on the meta device.
         sync_module_states: Start from rank 0's weights; None takes ``FSDP_SYNC_MODULE_STATES``,
             else True.
         forward_prefetch: Gather the next parameters in forward; None takes
@@ -163,7 +163,7 @@ class FullyShardedDataParallelPlugin:
     activation_checkpointing: bool | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what the environment says and check it."""
+        """Fill in missing values from the environment and validate all."""
         defaults = ("FULL_SHARD", "NO_PREFETCH", "FULL_STATE_DICT")
         for (name, choices), default in zip(_FSDP_CHOICES.items(), defaults, strict=True):
             given = getattr(self, name)
@@ -194,23 +194,23 @@ class DeepSpeedPlugin:
     Attributes:
         hf_ds_config: A DeepSpeed configuration, as a mapping or the path of its JSON file; None
             takes ``ACCELERATE_DEEPSPEED_CONFIG_FILE``.
-        gradient_accumulation_steps: Micro-batches for one update or ``"auto"``; None takes
+        gradient_accumulation_steps: Micro-batches per update or ``"auto"``; None takes
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, else ``"auto"``.
-        gradient_clipping: The largest norm or ``"auto"``; None takes
+        gradient_clipping: The maximum norm or ``"auto"``; None takes
             ``ACCELERATE_GRADIENT_CLIPPING``, else ``"auto"``.
-        zero_stage: What is sharded, 0 to 3; None takes ``ACCELERATE_DEEPSPEED_ZERO_STAGE``, else 2.
-        is_train_batch_min: Batch sizes are read from the smaller of several loaders.
+        zero_stage: ZeRO stage, 0 to 3; None takes ``ACCELERATE_DEEPSPEED_ZERO_STAGE``, else 2.
+        is_train_batch_min: With several loaders, take the smallest batch size.
         offload_optimizer_device: ``"none"``, ``"cpu"`` or ``"nvme"``.
         offload_param_device: The same for parameters.
-        offload_optimizer_nvme_path: Where, for ``"nvme"``.
+        offload_optimizer_nvme_path: The path for ``"nvme"``.
         offload_param_nvme_path: The same for parameters.
-        zero3_init_flag: Shard while the model is made.
+        zero3_init_flag: Shard the model while it is constructed.
         zero3_save_16bit_model: Gather 16-bit weights to save them.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas.
 
     Raises:
-        ValueError: A value is outside its choices, or the configuration says nothing of ZeRO.
-        TypeError: A value is of another type.
+        ValueError: A value is outside its choices, or the configuration names no ZeRO stage.
+        TypeError: A value has the wrong type.
     """
 
     hf_ds_config: Any = None
@@ -227,7 +227,7 @@ class DeepSpeedPlugin:
     transformer_moe_cls_names: str | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what the environment says and check it."""
+        """Fill in missing values from the environment and validate all."""
         prefix = "ACCELERATE_DEEPSPEED_"
         for name, default in (
             ("hf_ds_config", None),
@@ -273,12 +273,11 @@ class DeepSpeedPlugin:
 class MegatronLMPlugin:
     """Arguments of Megatron-LM, which its documentation explains.
 
-    The first four take ``MEGATRON_LM_`` and their names in capitals from the environment where they
-    are None.
+    Of the first seven, each that is None takes the environment variable ``MEGATRON_LM_<NAME>``.
 
     Raises:
         ValueError: A number is below 1, or a name is unknown.
-        TypeError: A value is of another type.
+        TypeError: A value has the wrong type.
     """
 
     tp_degree: int | None = None
@@ -326,7 +325,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Fill in what the environment says and check it."""
+        """Fill in missing values from the environment and validate all."""
         for name, default in (
             ("tp_degree", 1),
             ("pp_degree", 1),
@@ -358,14 +357,14 @@ def refuse_engine(
     fsdp_plugin: object | None = None,
     megatron_lm_plugin: object | None = None,
 ) -> None:
-    """Say that an engine is not supported, if one is asked for by argument or by environment.
+    """Raise if an argument or the environment requests an engine, since none is supported yet.
 
-    ``ACCELERATE_USE_DEEPSPEED``, ``ACCELERATE_USE_FSDP`` and ``ACCELERATE_USE_MEGATRON_LM`` ask for
-    one where they are true.
+    The variables are ``ACCELERATE_USE_DEEPSPEED``, ``ACCELERATE_USE_FSDP`` and
+    ``ACCELERATE_USE_MEGATRON_LM``.
 
     Raises:
-        TypeError: An argument is of another class than its own.
-        NotImplementedError: An engine is asked for.
+        TypeError: An argument is not an instance of its plugin class.
+        NotImplementedError: An engine is requested.
     """
     for argument, plugin, kind, engine, variable in (
         ("deepspeed_plugin", deepspeed_plugin, DeepSpeedPlugin, "DeepSpeed", "DEEPSPEED"),
@@ -388,7 +387,7 @@ def refuse_engine(
         else:
             continue
         raise NotImplementedError(
-            f"{asked} asks for {engine}, which is not supported yet. {_SUPPORTED}; for those {fix}."
+            f"{asked} asks for {engine}, which is not supported yet. {_SUPPORTED}: {fix}."
         )
 
 
@@ -402,7 +401,7 @@ def _expect(plugin: object, names: str, kind: type | tuple[type, ...]) -> None:
 
 
 def _named(variable: str, default: Any) -> Any:
-    """The environment's value in the type of the default."""
+    """Return the environment variable, converted to the default's type; else the default."""
     text = environment.read(variable)
     if text is None:
         return default
@@ -419,7 +418,7 @@ def _named(variable: str, default: Any) -> Any:
 
 
 def _number(plugin: object, name: str, kind: type[int] | type[float]) -> Any:
-    """A positive number, or "auto"."""
+    """Return the attribute as a positive number, or "auto"."""
     value = getattr(plugin, name)
     if value == "auto":
         return value

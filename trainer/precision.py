@@ -25,7 +25,7 @@ _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
 def _check_device(mode: str, device: torch.device) -> None:
-    """Refuse a device that cannot compute in the mode, which torch would only warn of."""
+    """Refuse a device that does not support the mode; torch would only warn."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -38,24 +38,24 @@ def _check_device(mode: str, device: torch.device) -> None:
 
 
 class Precision:
-    """How the forward pass computes and how gradients are kept representable.
+    """Autocast for the forward pass, and loss scaling to keep fp16 gradients representable.
 
     ``"bf16"`` and ``"fp16"`` run the forward pass under ``torch.autocast``. ``"fp16"`` scales the
     loss so that small gradients do not vanish (Micikevicius et al., "Mixed Precision Training",
-    ICLR 2018), skips updates whose gradients overflowed, and adapts the scale. The CPU does all
-    of that too, only slowly: bf16 is the better choice there.
+    ICLR 2018), skips updates whose gradients overflowed, and adapts the scale. All of this works on
+    the CPU too, but slowly: bf16 is the better choice there.
 
     Args:
         mode: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        device: Where the forward pass runs.
+        device: The device of the forward pass.
         autocast: Arguments of ``torch.autocast``.
         scaler: Arguments of ``torch.amp.GradScaler``.
 
     Attributes:
-        scales: Losses are scaled, and updates whose gradients overflowed are left out.
+        scales: Whether losses are scaled and updates whose gradients overflowed are skipped.
 
     Raises:
-        ValueError: The device cannot compute in that mode.
+        ValueError: The device does not support the mode.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Precision:
         self.mode = mode
         self._device_type = device.type
         self._autocast = autocast or AutocastKwargs()
-        self._unscaled: set[int] = set()  # optimizers whose gradients are, since the last update
-        self._stepped: set[int] = set()  # optimizers that stepped under the scale at hand
-        self._known: WeakSet[Optimizer] = WeakSet()  # those whose gradients may hang on the scale
+        self._unscaled: set[int] = set()  # ids of optimizers unscaled since the last scale update
+        self._stepped: set[int] = set()  # ids of optimizers that stepped under the current scale
+        self._known: WeakSet[Optimizer] = WeakSet()  # may hold gradients that carry the scale
         self.scaler: torch.amp.GradScaler | None = None
         self.scales = False
         if mode == "fp16":
@@ -88,45 +88,45 @@ class Precision:
             self.scales = self.scaler.is_enabled()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has optimizers of its own, which it hears of from their copies.
+        # A copy has its own optimizers: their copies register with it.
         return {name: value for name, value in vars(self).items() if name != "_known"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _known=WeakSet())
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context that the forward pass runs in.
+        """Return the context for the forward pass.
 
         Args:
-            handler: In place of the constructor's; ``AutocastKwargs(enabled=False)`` computes in
-                full precision whatever surrounds the block.
+            handler: Overrides the constructor's; ``AutocastKwargs(enabled=False)`` computes in full
+                precision even inside another autocast context.
         """
         if self.mode == "no":
             if handler is None or handler.enabled:
                 return _NO_CONTEXT
             if not torch.amp.is_autocast_available(self._device_type):
-                return _NO_CONTEXT  # there is nothing to turn off
+                return _NO_CONTEXT  # no autocast to disable
             return torch.autocast(self._device_type, **handler.to_kwargs())
         kwargs = (handler or self._autocast).to_kwargs()
         return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the current scale."""
+        """Return the loss times the current scale."""
         if self.scaler is None:
             return loss
         self._adapt()
         return self.scaler.scale(loss)
 
     def scale_nothing(self, device: torch.device) -> None:
-        """Be where `scale` leaves off, without a loss here: others have one, or it has no items."""
+        """Update the scaler as `scale` does, when this rank has no loss or one without items."""
         if self.scales:
             self.scale(torch.zeros((), device=device))
 
     def _adapt(self) -> None:
         """Adapt the scale to the updates made under it.
 
-        Not as soon as one optimizer has stepped: the gradients of another may hang on the same
-        scale. The next backward, or a second step of the same optimizer, says that all are through.
+        This is not done as soon as one optimizer has stepped: gradients of another may carry the
+        same scale. It waits for the next backward, or for a second step of the same optimizer.
         """
         if self.scaler is not None and self._stepped:
             before = self._scale().clone()
@@ -136,15 +136,16 @@ class Precision:
             self._unscaled.clear()
 
     def _scale(self) -> Tensor:
-        """The scale, of shape (), without waiting for the device."""
+        """Return the scale, of shape (), without synchronising with the device."""
         scale = None if self.scaler is None else self.scaler._get_scale_async()
-        assert scale is not None  # there is one once something has been scaled
+        assert scale is not None  # created when the first loss is scaled
         return scale
 
     def _carry_over(self, before: Tensor) -> None:
-        """Put gradients that wait for a later step on the new scale, as those to be added will be.
+        """Rescale gradients that wait for a later step to the new scale.
 
-        They are of optimizers that step less often than others.
+        They belong to optimizers that step less often than others; the gradients added to them next
+        will carry the new scale.
         """
         after = self._scale()
         seen: set[int] = set()
@@ -158,19 +159,19 @@ class Precision:
                     parameter.grad.mul_(factor.to(parameter.grad.device))
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Keep gradients right that wait for this optimizer's step while others make theirs."""
+        """Register an optimizer, to rescale its pending gradients when others step."""
         if self.scaler is not None:
             self._known.add(optimizer)
 
     def begin(self) -> None:
-        """A run begins: nothing of one that was interrupted hangs on the scale."""
+        """Start a run: forget what an interrupted run has stepped and unscaled."""
         self._stepped.clear()
         self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale, once an update however often called.
+        """Divide the optimizer's gradients by the scale, at most once per update.
 
-        Those of an optimizer that has stepped since the last backward are used up and stay.
+        An optimizer that has already stepped since the last backward is left alone.
         """
         if self.scaler is None or id(optimizer) in self._stepped:
             return
@@ -179,10 +180,10 @@ class Precision:
             self._unscaled.add(id(optimizer))
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
-        """Unscale gradients of one loss that several optimizers share.
+        """Unscale the gradients of one loss that several optimizers share.
 
-        Where those of one overflowed all updates are left out, as of one optimizer over all the
-        parameters: the others' were made from the same loss, and are clipped by a common norm.
+        If gradients of one overflowed, all updates are skipped, as with a single optimizer over all
+        parameters: the gradients come from the same loss and are clipped by a common norm.
         """
         for optimizer in optimizers:
             self.unscale(optimizer)
@@ -195,20 +196,20 @@ class Precision:
                 flag.copy_(anywhere)
 
     def _overflows(self, optimizer: Optimizer) -> dict[Any, Tensor]:
-        """For each device whether gradients there overflowed, as the scaler keeps it."""
+        """Return the scaler's overflow flag for each device of the optimizer's gradients."""
         assert self.scaler is not None
         flags: dict[Any, Tensor] = self.scaler._found_inf_per_device(optimizer)
         return flags
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
-        """Make an update with gradients that were scaled, unless they overflowed.
+        """Make an update with scaled gradients, unless they overflowed.
 
         Returns:
-            Whether the update was made; for a fused optimizer, which finds out on its device, a
-            tensor of shape () that says so once it is read.
+            Whether the update was made; for a fused optimizer, which decides this on its device, a
+            bool tensor of shape (), so that the host need not wait.
 
         Raises:
-            ValueError: A closure is given, which would compute others.
+            ValueError: A closure is given, which would compute new gradients.
         """
         assert self.scaler is not None
         if closure is not None:
@@ -223,13 +224,13 @@ class Precision:
             handle.remove()
         self._stepped.add(id(optimizer))
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            # It is always called, and leaves the parameters alone by itself.
+            # It is always called, and itself skips the update on overflow.
             found = self._overflows(optimizer).values()
             return torch.stack([flag.to(self._device_type) for flag in found]).sum() == 0
         return bool(made)
 
     def wrap_forward(self, model: nn.Module) -> None:
-        """Let the model compute under autocast whoever calls it, and return float32.
+        """Make the model's forward pass run under autocast and return float32, for any caller.
 
         A wrapper of an earlier call is replaced. Pickling a wrapped model leaves the wrapper out.
         """
@@ -241,7 +242,7 @@ class Precision:
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.autocast():
-                # By the function: a copy of the model must compute with its own weights.
+                # Call the unbound function: a copy of the model must use its own weights.
                 outputs = (
                     function(model, *args, **kwargs) if function else original(*args, **kwargs)
                 )
@@ -251,25 +252,25 @@ class Precision:
         model.forward = MethodType(functools.update_wrapper(forward, original), model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty without one."""
+        """Return the scaler's state; empty without a scaler."""
         self._adapt()
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put the scaler back; a state from another precision is left alone."""
+        """Restore the scaler's state; do nothing if there is no scaler here or in the state."""
         self._adapt()
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    """Give a model back the ``forward`` that it had before `Precision.wrap_forward`, if any."""
+    """Restore the ``forward`` that a model had before `Precision.wrap_forward`, if wrapped."""
     original = vars(model).pop("_original_forward", None)
     if original is None:
         return
-    del model.forward  # the wrapper, an attribute of this one object
+    del model.forward  # the wrapper, an instance attribute
     if getattr(original, "__func__", None) is not type(model).forward:
-        model.forward = original  # the user's own was one too
+        model.forward = original  # the user's own was an instance attribute too
 
 
 def _to_float32(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random number generators: seeds, their states, and stretches of code that leave them alone."""
+"""Random number generators: seeding, saving and restoring states, and isolating blocks of code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """A seed of 63 bits from several numbers; near inputs give unrelated seeds.
+    """Return a 63-bit seed from several numbers; similar inputs give unrelated seeds.
 
     Each number passes through the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014).
@@ -49,18 +49,18 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: From 0 to 2**32 - 1, the range that numpy takes.
-        device_specific: Give every process a seed of its own, ``seed + process_index``.
-        deterministic: Make torch refuse operations that have no deterministic form.
+        device_specific: Give every process a different seed, ``seed + process_index``.
+        deterministic: Make torch raise for operations without a deterministic implementation.
 
     Raises:
         ValueError: The seed is outside the range.
-        TypeError: It is no integer.
+        TypeError: The seed is not an integer.
     """
     if not isinstance(seed, Integral):
         raise TypeError(f"seed is {seed!r}; it must be an integer between 0 and 2**32 - 1.")
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed}; it must lie between 0 and 2**32 - 1.")
-    seed = int(seed)  # Python's generator takes none of numpy's integers
+    seed = int(seed)  # Python's generator does not take numpy integers
     if device_specific:
         seed = (seed + PartialState().process_index) % 2**32
     seed_generators(seed)
@@ -77,13 +77,13 @@ def seed_generators(seed: int) -> None:
 
 
 def next_seed(*place: int) -> int:
-    """A seed for something with draws of its own: torch's own at first, then others made from it.
+    """Return a seed for a new private generator: torch's seed first, then ones derived from it.
 
-    They are counted anew after `set_seed`, with another seed, and for a new `Accelerator`: a script
-    that begins again gets the same ones.
+    The count restarts after `set_seed`, with another seed, and for a new `Accelerator`: a restarted
+    script gets the same seeds.
 
     Args:
-        *place: What is counted for itself.
+        *place: The key under which calls are counted; each key has its own sequence.
     """
     seed = torch.initial_seed()
     taken: dict[int, Counter[Any]] = PartialState().__dict__.setdefault("_seeds_taken", {})
@@ -96,9 +96,9 @@ def next_seed(*place: int) -> int:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every global generator of this process, to be given to `load_rng_state`.
+    """Return the states of all global generators of this process, for `load_rng_state`.
 
-    Of devices that have not been started there is none to be asked for: that would take memory.
+    Devices that are not initialised are left out: reading their state would allocate memory.
     """
     state = _local_state()
     for name, device in started().items():
@@ -108,7 +108,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def _local_state() -> dict[str, Any]:
-    """As `rng_state`, but of the current device alone, which code draws from by default."""
+    """As `rng_state`, but only for the current device, from which code draws by default."""
     state: dict[str, Any] = {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
@@ -122,7 +122,7 @@ def _local_state() -> dict[str, Any]:
 
 
 def load_rng_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what `rng_state` returned."""
+    """Restore the generators to the states that `rng_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
@@ -136,33 +136,33 @@ def load_rng_state(state: dict[str, Any]) -> None:
 
 
 def _load_device_state(device: Any, saved: Any) -> None:
-    if isinstance(saved, torch.Tensor):  # of the current one alone
+    if isinstance(saved, torch.Tensor):  # only the current device's
         device.set_rng_state(saved)
         return
     for number, state in enumerate(saved["states"][: device.device_count()]):
         device.set_rng_state(state, number)
-    # Last, since this process may be given a device of another number than then.
+    # Last: the current device may have a different index than when the states were saved.
     device.set_rng_state(saved["states"][saved["current"]])
 
 
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Give the generators of all processes the states of rank 0's; collective.
+    """Copy rank 0's generator states to all processes; collective.
 
     Args:
-        rng_types: Which: ``"torch"`` (the CPU's), ``"cuda"``, ``"xpu"``, ``"mps"`` (the device's),
-            ``"generator"`` for the one given.
-        generator: For ``"generator"``.
+        rng_types: The generators: ``"torch"`` (the CPU's), ``"cuda"``, ``"xpu"``, ``"mps"`` (the
+            device's), ``"generator"`` for `generator`.
+        generator: The generator for ``"generator"``.
 
     Raises:
         ValueError: A type is unknown, belongs to a device that this process does not use, or is
-            ``"generator"`` without one.
+            ``"generator"`` while `generator` is None.
     """
     if isinstance(rng_types, str):
         rng_types = [rng_types]
     kinds = [_parse_rng_type(kind, generator) for kind in rng_types]
-    for kind in kinds:  # each is right: no process is left waiting
+    for kind in kinds:  # all are valid by now: no process is left waiting in a broadcast
         if kind == RNGType.GENERATOR:
             assert generator is not None
             generator.set_state(_from_main(generator.get_state()))
@@ -179,7 +179,7 @@ def _parse_rng_type(kind: str | RNGType, generator: torch.Generator | None) -> s
     if str(kind) not in choices:
         raise ValueError(f"{choose('rng_types', str(kind), choices)} This process uses {used}.")
     if kind == RNGType.GENERATOR and generator is None:
-        raise ValueError("rng_types names 'generator', but none was given: pass generator=.")
+        raise ValueError("rng_types has 'generator', but no generator was given: pass generator=.")
     return str(kind)
 
 
@@ -190,14 +190,14 @@ def _from_main(state: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def isolated_rng(seed: int | None = None) -> Iterator[None]:
-    """Whatever is drawn inside, the generators go on outside as if nothing had been.
+    """Restore the global generators after the block, whatever was drawn in it.
 
-    Of torch's, those are the CPU's and that of the current device, if it has been started. A device
-    that is started inside goes on outside as if it were started there.
+    Of torch's generators these are the CPU's and the current device's, if it is initialised. A
+    device initialised in the block is seeded afterwards as if it were initialised after the block.
 
     Args:
-        seed: Inside, they begin with it; None leaves them where they are. `seed_generators` would
-            seed devices that are not put back.
+        seed: Seeds the generators for the block; None keeps their states. Do not call
+            `seed_generators` in the block: it seeds devices that are not restored.
     """
     put_back = set_rng_aside(seed)
     try:
@@ -207,7 +207,7 @@ def isolated_rng(seed: int | None = None) -> Iterator[None]:
 
 
 def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
-    """As entering `isolated_rng`; leaving it is to call what this returns."""
+    """Enter `isolated_rng`, and return the function that leaves it."""
     again: list[Callable[[], object]] = []
 
     def put_back() -> None:
@@ -215,7 +215,7 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
             each()
 
     try:
-        again.append(set_devices_aside(seed))  # put back last: new ones ask for torch's seed
+        again.append(set_devices_aside(seed))  # restored last: new devices need torch's seed
         again.append(set_torch_aside(seed))
         again.append(set_python_aside(seed))
         again.append(set_numpy_aside(seed))
@@ -226,10 +226,10 @@ def set_rng_aside(seed: int | None = None) -> Callable[[], None]:
 
 
 def seed_local(seed: int) -> None:
-    """As `seed_generators`, of torch's only the CPU's and those of devices that have been started.
+    """As `seed_generators`, but of torch's only the CPU's and initialised devices' generators.
 
-    It takes a few microseconds. To tell devices that have not been started of a seed that they may
-    want one day takes torch hundreds.
+    This takes a few microseconds. Registering a seed for devices that may be initialised later
+    takes torch hundreds.
     """
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -241,10 +241,10 @@ def seed_local(seed: int) -> None:
 
 
 def seeded_iteration(iterable: Iterable[T], seed: int) -> Iterator[T]:
-    """Iterate with global generators of its own, seeded with `seed`.
+    """Iterate with private states of the global generators, seeded with `seed`.
 
-    For iterators that draw from the global generators whenever they please: they then yield the
-    same on every process, and leave the caller's generators alone.
+    For iterators that draw from the global generators at any time: they then yield the same on
+    every process, and leave the caller's states alone.
     """
     iterator = None
     inside: dict[str, Any] | None = None

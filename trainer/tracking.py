@@ -1,4 +1,4 @@
-"""The trackers of a loop of one's own: what the `Accelerator` does with `log_with`."""
+"""The trackers of a custom training loop: the `log_with` argument of `Accelerator`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ __all__ = ["GeneralTracker", "RunTrackers", "on_main_process"]
 
 logger = getLogger(__name__)
 _T = TypeVar("_T")
-_numbers = itertools.count()  # every process makes its Accelerators in the same order
+_numbers = itertools.count()  # every process creates its Accelerators in the same order
 _Options = Mapping[str, Mapping[str, Any]]
 
 
 def on_main_process(method: Callable[..., _T]) -> Callable[..., _T | None]:
-    """Decorate a method of a tracker: where `main_process_only`, it runs on the main process alone.
+    """Decorate a tracker's method to run on the main process only if `main_process_only` is True.
 
-    Elsewhere it returns None. Trackers here need it only around a constructor whose instances a
-    script makes on every process.
+    On other processes it then returns None. Trackers need this only for a constructor that a script
+    calls on every process.
     """
 
     @functools.wraps(method)
@@ -54,13 +54,13 @@ def on_main_process(method: Callable[..., _T]) -> Callable[..., _T | None]:
 class RunTrackers:
     """The trackers that `log_with` names, from `init_trackers` to `end_training`.
 
-    Each works on a thread of its own, see `trackers.BackgroundTracker`: no call here waits for a
-    disk or a network, and what a tracker raises is reported once and does not end the run. A
-    tracker runs on the main process, or on each if its `main_process_only` is False; the others
-    have a `NullTracker` in its place.
+    Each runs on its own thread, see `trackers.BackgroundTracker`: no call here waits for a disk or
+    network, and a tracker's error is reported once and does not end the run. A tracker runs on the
+    main process, or on every process if its `main_process_only` is False; other processes have a
+    `NullTracker` instead.
 
-    Trackers that nobody ended are finished when the interpreter ends, or the object is collected:
-    as failed if an error ended the script.
+    Trackers still running when the interpreter exits or the object is garbage-collected are
+    finished then, as failed if an error ended the script.
 
     Args:
         log_with: See `trackers.select_trackers`.
@@ -71,8 +71,8 @@ class RunTrackers:
         logging_dir: As given; it may be changed until `init_trackers`.
 
     Raises:
-        TypeError: An entry of `log_with` is no tracker.
-        ValueError: An unknown name, or a tracker that needs a directory and has none.
+        TypeError: An entry of `log_with` is not a tracker.
+        ValueError: A name is unknown, or a tracker needs a directory and there is none.
         ImportError: The package of a tracker is not installed.
     """
 
@@ -83,7 +83,7 @@ class RunTrackers:
     ) -> None:
         self.log_with = select_trackers(log_with, logging_dir=logging_dir)
         self.logging_dir = logging_dir
-        if not self.log_with and log_with:  # "all" of none
+        if not self.log_with and log_with:  # "all", with none installed
             warnings.warn(
                 f"log_with={log_with!r} was passed, but no supported tracker is installed: nothing "
                 "will be recorded.",
@@ -106,7 +106,7 @@ class RunTrackers:
         config: Mapping[str, Any] | None = None,
         init_kwargs: _Options | None = None,
     ) -> None:
-        """Make the trackers and start them; every process may call it, or the main process alone.
+        """Create and start the trackers; called on every process, or on the main process alone.
 
         Args:
             project_name: The name of the run.
@@ -115,20 +115,21 @@ class RunTrackers:
                 ``{"tensorboard": {"flush_secs": 10}}``.
 
         Raises:
-            RuntimeError: There are trackers already that are not ended; or, on another process, the
-                main one failed here.
-            TypeError: An argument is of another type.
-            ValueError: The logging directory cannot be made.
-            Exception: What the constructor of a tracker raised.
+            RuntimeError: Trackers are still running; or, on another process, the main process
+                failed in this call.
+            TypeError: An argument has the wrong type.
+            ValueError: The logging directory cannot be created.
+            Exception: The constructor of a tracker failed; its error is raised as it is.
         """
         if not isinstance(project_name, str):
-            raise TypeError(f"project_name is {project_name!r}; it must be a text.")
+            raise TypeError(f"project_name is {project_name!r}; it must be a string.")
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}.")
         _check_options("init_kwargs", init_kwargs)
         if self._end is not None and self._end.alive:
             raise RuntimeError(
-                "init_trackers was called again while its trackers run. Call end_training() first."
+                "init_trackers was called while its trackers are running. Call end_training() "
+                "first."
             )
         self._trackers = _main_first(
             lambda: self._make(project_name, init_kwargs),
@@ -141,24 +142,24 @@ class RunTrackers:
                 tracker.store_init_configuration(dict(config))
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, which has the attributes of your own class too.
+        """Return the tracker of that name, which also has the attributes of your own class.
 
         Args:
-            name: Its `name`.
-            unwrap: Give the SDK's own object. This waits until the tracker has started.
+            name: The `name` of the tracker.
+            unwrap: Return the SDK's own object. This waits until the tracker has started.
 
         Returns:
-            The tracker or the object; on processes without it, and where there is no `log_with`,
-            one that does nothing.
+            The tracker or the SDK's object; on processes that do not run it, and without
+            `log_with`, an object that does nothing.
 
         Raises:
             ValueError: There is no such tracker.
             RuntimeError: `init_trackers` was not called.
-            Exception: Unwrapping, what the tracker's start raised.
+            Exception: With `unwrap`, the tracker failed to start; its error is raised as it is.
         """
         names = [tracker.name for tracker in self.log_with]
         if names and name not in names:
-            raise ValueError(f"There is no tracker {name!r}; there are {names}.")
+            raise ValueError(f"There is no tracker {name!r}; the trackers are {names}.")
         if not names or (self._end is None and not self._begun("get_tracker")):
             return NullTracker(name).tracker if unwrap else NullTracker(name)
         tracker = self._trackers[names.index(name)]
@@ -175,16 +176,16 @@ class RunTrackers:
         """Record values with all trackers; the loop may write to its tensors afterwards.
 
         Args:
-            values: Names and numbers, tensors or arrays of one element, texts, or dicts of these;
-                what else `method` takes.
+            values: Names mapped to numbers, tensors or arrays of one element, strings, or dicts of
+                these; for another `method`, to the values that it takes.
             step: The number of optimizer updates so far.
             log_kwargs: Further arguments of the method for each tracker name.
-            method: Of the trackers; another one, such as "log_images", is left out where a tracker
-                has none.
+            method: The trackers' method; one such as "log_images" is skipped for trackers that do
+                not have it.
 
         Raises:
             RuntimeError: `init_trackers` was not called.
-            TypeError: An argument is of another type.
+            TypeError: An argument has the wrong type.
         """
         if not isinstance(values, Mapping):
             raise TypeError(
@@ -199,14 +200,14 @@ class RunTrackers:
         """Call a method of all trackers that have it.
 
         Args:
-            method: Its name.
-            *arguments: What it takes.
+            method: The name of the method.
+            *arguments: Its positional arguments.
             log_kwargs: Further arguments for each tracker name.
-            **named: Arguments by their names; `step` is the number of optimizer updates so far.
+            **named: Its keyword arguments; `step` is the number of optimizer updates so far.
 
         Raises:
             RuntimeError: `init_trackers` was not called.
-            TypeError: `step` or `log_kwargs` is of another type.
+            TypeError: `step` or `log_kwargs` has the wrong type.
         """
         if "step" in named:
             named["step"] = _as_step(named["step"])
@@ -216,7 +217,7 @@ class RunTrackers:
             getattr(tracker, method)(*arguments, **named, **options)
 
     def end_training(self) -> None:
-        """Wait until all is recorded, within each tracker's limit, and close the runs.
+        """Wait until everything is recorded, up to each tracker's timeout, and close the runs.
 
         Calling it again, or without trackers, does nothing.
         """
@@ -248,9 +249,9 @@ class RunTrackers:
         return made
 
     def _begun(self, what: str) -> list[GeneralTracker]:
-        """The trackers that run here."""
+        """Return the trackers running on this process; raise or warn if there should be some."""
         if self._end is None:
-            # Other processes need not have called it, and without log_with nobody need.
+            # Only the main process must have called init_trackers, and only with log_with.
             if self.log_with and PartialState().is_main_process:
                 raise RuntimeError(
                     f"{what} needs trackers: call init_trackers(project_name) first."
@@ -259,7 +260,7 @@ class RunTrackers:
             return self._trackers
         elif self.log_with and not self._warned:
             self._warned = True
-            logger.warning("%s was called after end_training: nothing is recorded any more.", what)
+            logger.warning("%s was called after end_training: nothing is recorded.", what)
         return []
 
 
@@ -283,13 +284,13 @@ def _check_options(what: str, options: Any) -> None:
 
 
 def _with_home(path: str | os.PathLike[str]) -> str | Path:
-    """The path with the home for ``~``; text stays text, as a tracker may want it."""
+    """Expand ``~``; a string stays a string, since a tracker may require one."""
     known = os.path.expanduser(path)
     return known if isinstance(path, str) else Path(known)
 
 
 def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
-    """Find out now, not on a thread when the run is under way, that it cannot be made."""
+    """Create the directory now, so that an error is not raised later on a tracker's thread."""
     try:
         Path(logging_dir or ".").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -299,13 +300,13 @@ def _make_directory(logging_dir: str | os.PathLike[str] | None) -> None:
 
 
 def _main_first(make: Callable[[], _T], *, key: str) -> _T:
-    """Call `make` on the main process, then on the others, who raise if it failed there.
+    """Call `make` on the main process, then on the others, which raise if it failed there.
 
-    The others hear of it through the store of the process group and not by a collective: some
-    scripts begin their trackers on the main process alone, where a collective would never end.
+    They are informed through the process group's store, not by a collective: some scripts start
+    their trackers on the main process alone, where a collective would hang.
 
     Raises:
-        RuntimeError: On the others; it gives the error.
+        RuntimeError: On the other processes; the message contains the main process's error.
     """
     state = PartialState()
     if not state.use_distributed:
@@ -325,8 +326,8 @@ def _main_first(make: Callable[[], _T], *, key: str) -> _T:
 
 
 def _end_unasked(trackers: list[GeneralTracker], process: int) -> None:
-    """Close trackers that nobody ended; not in a fork of their process, where no thread runs."""
+    """Close trackers at exit; not in a forked child, which does not have their threads."""
     if os.getpid() == process:
-        # Python sets it when an error ends the script.
+        # Python sets sys.last_value when an error ends the script.
         failed = getattr(sys, "last_value", None) is not None
         finish_all(trackers, "failed" if failed else "finished")

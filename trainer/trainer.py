@@ -44,18 +44,17 @@ from trainer.loops.arguments import (
     project_dir_of,
     refuse_beside_barebones,
 )
-from trainer.loops.asked import AskedSaves
 from trainer.loops.batch_norm import require_readable, update_batch_norm
 from trainer.loops.bottleneck import Begin, profiling
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.loaders import check_hooks, check_module, steps_of, take_datamodule
-from trainer.loops.modes import detecting_anomalies, deterministic
+from trainer.loops.modes import detecting_anomalies, deterministic, sharing_the_process
 from trainer.loops.predict import predict
 from trainer.loops.predictions import PredictionFiles
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
-from trainer.loops.reload import Sources, reloader
+from trainer.loops.reload import Sources
 from trainer.loops.requeue import requeue
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Limit, Profile, Settings
@@ -88,88 +87,90 @@ class Trainer:
     """Trains, validates, tests and predicts with a `TrainModule`.
 
     Args:
-        max_epochs: Stop after so many epochs. One of `max_epochs`, `max_steps` and `max_time` is
-            needed to `fit`.
-        min_epochs: Let nobody stop the run before.
-        max_steps: Stop after so many updates.
-        min_steps: Let nobody stop the run before.
-        max_time: Stop at the first update after so long: ``"30 minutes"``, ``"00:12:00:00"`` (days,
-            hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Alone it is the
-            length of the run, over all its starts. Beside `max_epochs` or `max_steps` it is the
-            time that one start has, with its set-up: a run that is not done by then is saved and
-            ended like one that a signal ends (`Preempted`, exit code 124); the next start goes on.
+        max_epochs: Stop after this many epochs. `fit` needs one of `max_epochs`, `max_steps` and
+            `max_time`.
+        min_epochs: Do not stop before this many epochs, even if a callback asks to.
+        max_steps: Stop after this many updates.
+        min_steps: Do not stop before this many updates, even if a callback asks to.
+        max_time: Stop at the first update after this time: ``"30 minutes"``, ``"00:12:00:00"``
+            (days, hours, minutes, seconds), a ``timedelta``, or its arguments as a dict. Alone it
+            is the length of the run, over all its starts. Together with `max_epochs` or `max_steps`
+            it limits each start, including its set-up: an unfinished run is then saved and ended as
+            by a signal (`Preempted`, exit code 124), and the next start resumes it.
         val_every: When to validate: an interval such as ``"1 epoch"``, ``"500 steps"``,
             ``"30 minutes"``, ``"1e9 items"``, or an int meaning steps.
         num_sanity_val_steps: Batches of each validation loader to try before training; 0 for none,
             -1 for all.
-        limit_train_batches: Batches of an epoch, over all processes; a float is a fraction.
-        limit_val_batches: Likewise, of each loader; 0 switches validation off.
-        limit_test_batches: Likewise.
-        limit_predict_batches: Likewise.
-        overfit_batches: Train and validate on the first so many batches of each loader, unshuffled.
-        reload_dataloaders_every_n_epochs: Ask the module or the `DataModule` for the training and
-            the validation loaders again as every n-th epoch begins; 0 for never. A run resumed
-            inside an epoch makes its loaders by the same call: with `current_epoch`, `global_step`
-            and the generators as they were then, and the datamodule's state as in the checkpoint.
-        fast_dev_run: Run so many batches (True is 1) of everything and write nothing.
-        gradient_accumulation_steps: Micro-batches of each process for one update. The update is
-            that of the whole batch, whatever the split. None takes that of `accelerator`, else
+        limit_train_batches: Batches per epoch, over all processes; a float is a fraction.
+        limit_val_batches: The same for each validation loader; 0 disables validation.
+        limit_test_batches: The same for each test loader.
+        limit_predict_batches: The same for each prediction loader.
+        overfit_batches: Train and validate on this many first batches of each loader, unshuffled.
+        reload_dataloaders_every_n_epochs: Get new training and validation loaders from the module
+            or the `DataModule` at the beginning of every n-th epoch; 0 for never. A run resumed
+            inside an epoch creates its loaders by the same call: with the `current_epoch`,
+            `global_step` and RNG states of that time, and the datamodule's state as in the
+            checkpoint.
+        fast_dev_run: Run this many batches (True is 1) of everything and write nothing.
+        gradient_accumulation_steps: Micro-batches per update, on each process. The update is that
+            of the whole batch, however it is split. None takes that of `accelerator`, else
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, which the launcher sets, else 1.
-        max_grad_norm: Clip the norm of all gradients, but of those of optimizers for which
-            `configure_optimizers` gives another.
-        max_grad_value: Clip each element of the gradients, likewise.
-        non_finite: What becomes of an update whose loss or gradients hold NaN or infinity:
+        max_grad_norm: Clip the norm of all gradients, except those of optimizers for which
+            `configure_optimizers` sets a different limit.
+        max_grad_value: Clip each element of the gradients, with the same exception.
+        non_finite: What to do with an update whose loss or gradients hold NaN or infinity:
             ``"stop"`` ends the run with a ``FloatingPointError`` that names the parameters,
-            ``"skip"`` leaves the update out and counts it, ``"ignore"`` does not look. Alike on all
-            processes. Overflows that the scaler of fp16 handles are counted as skipped. In manual
-            optimisation gradients alone are looked at, and ``"skip"`` is refused.
-        max_skipped_in_row: So many skipped updates in a row end the run.
-        deterministic: Refuse operations that have no deterministic form, while the Trainer works;
-            ``"warn"`` only tells them.
-        detect_anomaly: Let autograd name the forward operation whose gradient is NaN; slow.
+            ``"skip"`` skips the update and counts it, ``"ignore"`` does not check. All processes
+            act alike. Overflows handled by the fp16 scaler are counted as skipped. In manual
+            optimisation only gradients are checked, and ``"skip"`` is refused.
+        max_skipped_in_row: End the run after this many skipped updates in a row.
+        deterministic: Make torch raise for operations without a deterministic implementation while
+            the Trainer runs; ``"warn"`` makes it warn.
+        detect_anomaly: Make autograd report the forward operation whose gradient is NaN; slow.
         seed: Seeds Python, numpy and torch now and again when `fit` begins, and fixes the order of
             the data. Without it the order follows torch's seed.
         log_with: Trackers: a name, class or instance, or a list of them, or ``"all"``.
-        log_every: When the values of an update are recorded, an interval.
-        project_name: The name of the project for trackers; the project folder's name unless given.
+        log_every: When to record the values of an update, an interval.
+        project_name: The project name for trackers; by default the project folder's name.
         run_name: The name of the run for trackers.
-        project_dir: Where checkpoints, ``metrics.jsonl`` and trackers' files go. None makes a new
-            folder under ``runs/`` for each Trainer.
-        progress_bar: Show one, on the main process, on a terminal or in a notebook.
-        callbacks: Called in this order, those that save last.
-        profile: ``"simple"`` prints at the end of a fit, a validation, a test or a prediction where
-            its time went, by parts that add up to the whole, and what to do about the largest;
-            ``profile-<stage>.json`` in `project_dir` has it too. It is the time of rank 0: on CUDA
-            that of events in the device's stream, which nobody waits for, elsewhere of the host's
-            clock.
-        barebones: Turn everything optional off, to see what the training alone costs: progress bar,
+        project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files. None creates
+            a new folder under ``runs/`` for each Trainer.
+        progress_bar: Show a progress bar, on the main process, in a terminal or notebook.
+        callbacks: Called in this order, except that callbacks that save come last.
+        profile: ``"simple"`` prints at the end of a fit, validation, test or prediction where its
+            time went, in parts that add up to the whole, and advice for the largest part; it is
+            also written to ``profile-<stage>.json`` in `project_dir`. Times are rank 0's: on CUDA
+            measured with events in the device's stream, without synchronising, elsewhere with the
+            host's clock.
+        barebones: Disable everything optional, to measure the training alone: progress bar,
             checkpoints, trackers, ``metrics.jsonl``, the check before training, the check of
             `non_finite`, and `self.log` in training. Nothing is written, and the weights are those
-            of the same run without it. Arguments that ask for one of these parts, or say how it is
-            to be, are refused: `callbacks`, `log_with`, `project_name`, `run_name`, `log_every`,
+            of the same run without it. Arguments that enable or configure these parts are refused:
+            `callbacks`, `log_with`, `project_name`, `run_name`, `log_every`,
             `num_sanity_val_steps`, `non_finite`, `max_skipped_in_row`, `profile`, `fast_dev_run`,
-            `detect_anomaly`, `slurm_requeue`. Their defaults, and values that say off, pass, as
-            `progress_bar` and `checkpointing` do; `project_dir` is where `ckpt_path` looks.
-        slurm_requeue: In a SLURM job, put it back into the queue when SIGUSR1 (``sbatch
-            --signal=USR1@120``) or `max_time` has ended the run.
+            `detect_anomaly`, `slurm_requeue`. Their defaults and values that disable a part are
+            accepted, as are `progress_bar` and `checkpointing`; `project_dir` is only where
+            `ckpt_path` looks.
+        slurm_requeue: Requeue the SLURM job after SIGUSR1 (``sbatch --signal=USR1@120``) or
+            `max_time` has ended the run.
         checkpointing: Keep the last checkpoint unless a `ModelCheckpoint` is among the callbacks.
-        accelerator: A ready one, in place of the arguments below. Its `project_configuration`
-            stands for `project_config`; what it has for loops of one's own, such as trackers, is
-            refused.
+        accelerator: An existing `Accelerator`, which replaces the arguments below. Its
+            `project_configuration` replaces `project_config`; one configured for custom loops, for
+            example with trackers, is refused.
         mixed_precision: See `Accelerator`.
         cpu: See `Accelerator`.
-        dataloader_config: See `Accelerator`. The Trainer shares out whole batches, reads on every
-            process and never repeats samples: options that say otherwise are refused.
+        dataloader_config: See `Accelerator`. The Trainer gives each process whole batches, reads on
+            every process and never repeats samples: options that contradict this are refused.
         deepspeed_plugin: See `Accelerator`.
         fsdp_plugin: See `Accelerator`.
         megatron_lm_plugin: See `Accelerator`.
-        dynamo_backend: See `Accelerator`: the Trainer compiles the steps of the module. They log
+        dynamo_backend: See `Accelerator`; the Trainer compiles the steps of the module, and logs
             the metric ``recompilations``.
-        dynamo_plugin: See `Accelerator`; in place of `dynamo_backend`, for more options.
+        dynamo_plugin: See `Accelerator`; replaces `dynamo_backend`, with more options.
         kwargs_handlers: See `Accelerator`.
-        project_config: Its `project_dir` is used where none is given. With `save_on_each_node` the
-            machines need share no disk: each keeps whole checkpoints. How many is up to
-            `ModelCheckpoint`.
+        project_config: Its `project_dir` is the default of `project_dir`. With `save_on_each_node`
+            machines need not share a disk: each keeps complete checkpoints. `ModelCheckpoint`
+            decides how many are kept.
 
     Attributes:
         callbacks: In the order in which they are called.
@@ -177,8 +178,8 @@ class Trainer:
 
     Raises:
         ValueError: An argument is outside its choices.
-        TypeError: An argument is of another type.
-        NotImplementedError: An engine or an option that is not supported yet.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: An engine or option is not supported yet.
     """
 
     def __init__(
@@ -234,8 +235,8 @@ class Trainer:
             refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
         if not isinstance(accelerator, (Accelerator, type(None))):
             raise TypeError(
-                f"accelerator is {accelerator!r}; it must be an Accelerator. The device is found "
-                "by itself; cpu=True keeps away from accelerators."
+                f"accelerator is {accelerator!r}; it must be an Accelerator. The device is "
+                "selected automatically; cpu=True forces the CPU."
             )
         if project_config is None and accelerator is not None:
             project_config = accelerator.project_configuration
@@ -326,26 +327,29 @@ class Trainer:
         )
         self._slurm_requeue = slurm_requeue
         self._counters = Counters()
-        self._run: Run | None = None  # the one at hand
-        self._fit: FitRun | None = None  # the latest fit, which may be over
+        self._run: Run | None = None  # the current run
+        self._fit: FitRun | None = None  # the latest fit, perhaps finished
         self._feed: Feed | None = None
         self._recorder: Recorder | None = None
         self._stop_requested = False
         self._datamodule: Any = None
         self._module: TrainModule | None = None
 
-    if not TYPE_CHECKING:  # a checker of types names what is missing by itself
+    if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(trainer_attribute_hint(name))
 
-    def _trial(self, accelerator: Any, callbacks: list[Callback], **settings: Any) -> Trainer:
-        """A Trainer like this one that writes nothing, for `trainer.tuning`.
+    def _trial(
+        self, accelerator: Any, callbacks: list[Callback], steps: int, **settings: Any
+    ) -> Trainer:
+        """Return a copy of this Trainer that writes nothing, for `trainer.tuning`.
 
         Args:
-            accelerator: In place of this one's.
-            callbacks: In place of this one's.
-            **settings: Of the loops, in place of this one's.
+            accelerator: Replaces this Trainer's.
+            callbacks: Replace this Trainer's.
+            steps: Updates of a fit.
+            **settings: Fields of `Settings` to replace.
         """
         trial = copy.copy(self)
         trial.accelerator, trial.callbacks = accelerator, callbacks
@@ -356,7 +360,7 @@ class Trainer:
             project=self._parts.project.unwritten(),
             callbacks=callbacks,
             trainer=trial,
-            tells=False,
+            trial_steps=steps,
         )
         trial._slurm_requeue = False
         trial._counters = Counters()
@@ -378,20 +382,20 @@ class Trainer:
 
         Args:
             module: Defines `training_step` and `configure_optimizers`.
-            train_dataloaders: The training loader, as for one process: it is shared out here. A
-                `DataModule` may come in its place.
-            val_dataloaders: The validation loader or a list of them; none is fine.
-            datamodule: In place of both, a `DataModule` or any object with some of its methods.
-            ckpt_path: Where to go on from: None for a new run, the path of a checkpoint, ``"last"``
-                or ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one. Later
-                ones than that one are set aside, as ``abandoned-…``.
+            train_dataloaders: The training loader, written as for one process; the Trainer divides
+                the data. A `DataModule` may be passed instead.
+            val_dataloaders: The validation loader or a list of them; optional.
+            datamodule: A `DataModule`, or any object with some of its methods, instead of both.
+            ckpt_path: The checkpoint to resume from: None for a new run, a path, ``"last"`` or
+                ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one. Later
+                checkpoints than this one are renamed to ``abandoned-…``.
 
         Raises:
-            ValueError: The arguments, the module's answers or the data cannot make a run; or
-                another run is under way in `project_dir`, or has its checkpoints there.
-            TypeError: The module lacks a method, or returned something of another type.
-            CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
-            Preempted: SIGTERM, SIGINT or SIGUSR1 came, or `max_time` is over, and the run was
+            ValueError: The arguments, the module or the data are not valid for a run; or another
+                run is using `project_dir`, or has its checkpoints there.
+            TypeError: The module lacks a method, or a method returned a wrong type.
+            CheckpointError: The requested checkpoint is missing, damaged or does not fit.
+            Preempted: SIGTERM, SIGINT or SIGUSR1 arrived, or `max_time` has passed, and the run was
                 saved: a ``SystemExit``.
         """
         if self._parts.settings.length.endless:
@@ -422,22 +426,21 @@ class Trainer:
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
             self._feed, val_feeds = sources.make(origin)
-            self._run = self._fit = run = assemble.prepare_fit(
+            run = assemble.make_fit_run(
                 self._parts,
-                module,
                 hooks,
-                ckpt_path,
-                chosen=chosen,
-                datamodule=datamodule,
+                sources,
+                chosen,
+                origin=origin,
                 feed=self._feed,
                 val_feeds=val_feeds,
                 stop_requested=lambda: self._stop_requested,
+                told=told_to_end(watch, self._parts.settings.budget),
             )
-            run.loaders, run.renew_loaders = origin.describe(), reloader(run, sources)
-            tell_run_id(run.run_id)
-            run.told = told_to_end(watch, self._parts.settings.budget)
-            run.asked = AskedSaves(self.save_checkpoint)
+            assemble.start_fit(self._parts, run, chosen, ckpt_path)
+            self._run = self._fit = run
             self._recorder, self._counters = run.recorder, run.counters
+            tell_run_id(run.run_id)
             begin_profile(run, [self._feed])
             try:
                 fit(run)
@@ -473,11 +476,11 @@ class Trainer:
         Args:
             module: Defines the step.
             dataloaders: A loader or a list of them.
-            datamodule: In place of them, see `fit`.
+            datamodule: Replaces the loaders; see `fit`.
             ckpt_path: Load these weights first; see `fit`.
 
         Returns:
-            For each loader the metrics that were logged, the same on any number of processes.
+            The logged metrics of each loader, the same for any number of processes.
         """
         return self._evaluate("test", TEST, module, dataloaders, datamodule, ckpt_path)
 
@@ -489,20 +492,20 @@ class Trainer:
         ckpt_path: str | os.PathLike[str] | None = None,
         return_predictions: bool | None = None,
     ) -> list[Any] | None:
-        """What `predict_step` returns for each batch, in the order of the loader.
+        """Return the outputs of `predict_step` for all batches, in the order of the loader.
 
         Args:
             module: Defines `predict_step`, or is called on each batch.
             dataloaders: A loader or a list of them.
-            datamodule: In place of them, see `fit`.
+            datamodule: Replaces the loaders; see `fit`.
             ckpt_path: Load these weights first; see `fit`.
-            return_predictions: Keep and gather what is returned. False leaves it to the hooks, so
-                that memory stays that of a batch. None is False if a `PredictionWriter` is among
+            return_predictions: Keep and gather the outputs. False leaves them to the hooks, so that
+                only one batch is held in memory. None means False if a `PredictionWriter` is among
                 the callbacks, and True otherwise.
 
         Returns:
-            A list with one entry a batch, tensors on the host; for several loaders a list of such
-            lists. On rank 0; None on the others, and without `return_predictions`.
+            On rank 0 a list with one entry per batch, tensors on the host; for several loaders a
+            list of such lists. None on other ranks, and without `return_predictions`.
         """
         if return_predictions is None:
             return_predictions = not any(isinstance(c, PredictionWriter) for c in self.callbacks)
@@ -520,31 +523,30 @@ class Trainer:
         required: bool = True,
         displaces: Sequence[Path] = (),
     ) -> Path | None:
-        """Save the latest fit, at once at a boundary and after it; every process calls it there.
+        """Save the latest fit; at a boundary and after the fit at once, called by every process.
 
         Inside a window of micro-batches, and before the first one, the run is between two states:
-        the save is made at the next boundary, when the callbacks are done there, by all processes
-        if any of them has asked for it, and once for each path. (What is asked for among several
-        processes after the gradients of the window were reduced, as by ``on_train_batch_end``, is
-        known to all at the next validation or the next update, and made at the boundary of that;
-        on an accelerator it may be one update more.) The log tells what a fit that failed before
-        could not make.
+        the save is then made at the next boundary, after its callbacks, by all processes if any of
+        them has requested it, and once per path. (With several processes, a request made after the
+        window's gradients were reduced, as in ``on_train_batch_end``, reaches the others at the
+        next validation or update, and is saved at that boundary; on an accelerator it may take one
+        more update.) If the fit fails first, the requests that were not saved are logged.
 
         Args:
             path: The checkpoint's folder. A checkpoint there is replaced.
-            weights_only: Leave out what a run needs to go on.
-            background: Return when the state is copied, and write while the training goes on. One
-                save is in flight at a time; the next waits for it, and so does the end of `fit`.
-            required: A failure to write ends the run; otherwise the log tells it.
+            weights_only: Save only the weights: a run cannot be resumed from them.
+            background: Return once the state is copied, and write it during training. One save is
+                in flight at a time; the next save and the end of `fit` wait for it.
+            required: A failure to write ends the run; otherwise it is logged.
             displaces: Checkpoints to remove once this one is committed.
 
         Returns:
-            The checkpoint, which is committed unless it is written in the background or was asked
-            for inside a window; None if it failed without being required.
+            The checkpoint's folder, which is committed unless it is written in the background or
+            was requested inside a window; None if a save that is not required failed.
 
         Raises:
-            CheckpointError: On all processes alike; the text names what failed and where. If the
-                disk fails a save in the background, that ends the run at the next update.
+            CheckpointError: On all processes; the message says what failed and where. A background
+                save that fails ends the run at the next update.
             RuntimeError: There was no fit, or it failed inside a window.
         """
         run = self._fit
@@ -555,8 +557,8 @@ class Trainer:
             if self._run is not run:
                 raise RuntimeError(
                     "save_checkpoint has nothing to save: the latest fit failed inside a window, "
-                    "where the run is between two states. ModelCheckpoint(on_exception=True) keeps "
-                    "the weights of that moment, the checkpoints saved before have the rest."
+                    "where the run is between two states. ModelCheckpoint(on_exception=True) saves "
+                    "the weights of that moment; to resume, use an earlier checkpoint."
                 )
             run.asked.add(
                 target,
@@ -574,7 +576,7 @@ class Trainer:
                 callbacks=self.callbacks,
                 configuration=self._parts.settings.describe(),
                 weights_only=weights_only,
-                background=background and self._run is run,  # after the fit nobody waits for it
+                background=background and self._run is run,  # after the fit nothing waits for it
                 required=required,
                 displaces=displaces,
                 on_each_node=self._parts.project.on_each_node,
@@ -582,55 +584,55 @@ class Trainer:
         return target if saved else None
 
     def require_space(self, folder: Path) -> None:
-        """See that a checkpoint of the fit at hand will fit on the disk; every process calls it.
+        """Check that the disk has space for a checkpoint of the current fit; collective.
 
         Raises:
-            CheckpointError: On all processes alike, if there is too little space.
+            CheckpointError: There is too little space; raised on all processes.
         """
         run = self._fit_run("require_space")
         require_space(run, folder, on_each_node=self._parts.project.on_each_node)
 
     def wait_for_save(self, path: str | os.PathLike[str] | None = None) -> bool:
-        """Wait for the save in flight, if any; every process calls it.
+        """Wait for the save in flight, if any; collective.
 
         Args:
-            path: The checkpoint that is asked for, as it was given to `save_checkpoint`; by default
-                the latest.
+            path: The checkpoint to wait for, as given to `save_checkpoint`; by default the latest.
 
         Returns:
-            Whether its latest save succeeded, or there was none.
+            True if its latest save succeeded or there was none, else False.
 
         Raises:
-            CheckpointError: It was required and failed; on all processes alike.
+            CheckpointError: A required save failed; raised on all processes.
         """
         name = None if path is None else Path(path)
         return self._fit is None or self._fit.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
-        """Save the weights as this process has them; no other one takes part.
+        """Save this process's weights without the other processes.
 
-        For a process that has failed while the others may wait for it: its state may be in the
-        middle of an update.
+        For a process that has failed while the others may be waiting for it: its state may be in
+        the middle of an update.
 
         Raises:
-            RuntimeError: No fit is at hand.
-            CheckpointError: There is something else at `path`.
-            OSError: The disk refuses.
+            RuntimeError: No fit is running.
+            CheckpointError: There is something other than a checkpoint at `path`.
+            OSError: Writing failed.
         """
         run = self._fit_run("save_own_weights")
         return save_weights_alone(run, Path(path), self._parts.settings.describe())
 
     def open_predictions(self, folder: Path, *, merge: bool, overwrite: bool) -> PredictionFiles:
-        """Files that predictions are streamed to; every process calls it, inside `predict`.
+        """Open files to stream predictions to; every process calls it, inside `predict`.
 
         Args:
-            folder: Where they go.
-            merge: One file for all batches in the end, in the order of the loader; else one each.
-            overwrite: Remove the predictions that are there.
+            folder: The folder of the files.
+            merge: Merge all batches into one file at the end, in the order of the loader; otherwise
+                one file per batch.
+            overwrite: Remove existing predictions.
 
         Raises:
-            ValueError: There are some, and they may not be overwritten; on rank 0. The others get a
-                ``RuntimeError`` that tells it.
+            ValueError: Predictions exist and `overwrite` is False; on rank 0. Other ranks raise a
+                ``RuntimeError`` with its message.
         """
         return PredictionFiles(
             folder,
@@ -643,18 +645,18 @@ class Trainer:
     # -- for callbacks -------------------------------------------------------------------------
 
     def broadcast_buffers(self) -> None:
-        """Make rank 0's buffers everybody's; every process calls it."""
+        """Broadcast rank 0's buffers to all processes; collective."""
         self._fit_run("broadcast_buffers").engine.broadcast_buffers()
 
     def pause_schedulers(self) -> None:
-        """Let no schedule tick in the rest of the fit; the caller sets the learning rates."""
+        """Stop all schedulers for the rest of the fit; the caller sets the learning rates."""
         self._fit_run("pause_schedulers").schedulers_paused = True
 
     def update_batch_norm(self) -> None:
-        """Compute the statistics of batch normalisation anew over an epoch of the training data.
+        """Recompute batch-normalisation statistics over an epoch of the training data; collective.
 
-        For weights that did not come out of the training themselves, such as averages; every
-        process calls it at a boundary. See `trainer.loops.batch_norm`.
+        For weights that training did not produce directly, such as averages. Every process calls it
+        at a boundary. See `trainer.loops.batch_norm`.
 
         Raises:
             ValueError: See `check_batch_norm`.
@@ -662,137 +664,137 @@ class Trainer:
         update_batch_norm(self._fit_run("update_batch_norm"))
 
     def check_batch_norm(self) -> None:
-        """See that `update_batch_norm` will work.
+        """Check that `update_batch_norm` can work.
 
         Raises:
-            ValueError: There is batch normalisation, and the training data is a stream, or
+            ValueError: The module has batch normalisation, and the training data is a stream or
                 optimisation is manual.
         """
         require_readable(self._fit_run("check_batch_norm"))
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; every process may call it, one a disk does it.
+        """Remove a checkpoint; every process may call it, but only one per disk removes it.
 
-        What cannot be removed is told in the log: it must not cost the run, and the other processes
-        would not hear of an error here.
+        A failure is logged, not raised: it must not end the run, and an error here would not reach
+        the other processes.
         """
         if disk.keeps(self.accelerator.state, self._parts.project.on_each_node):
             disk.remove_or_tell(Path(path))
 
-    # -- where the run stands ------------------------------------------------------------------
+    # -- state of the run ----------------------------------------------------------------------
 
     @property
     def max_epochs(self) -> int | None:
-        """As given."""
+        """The constructor's `max_epochs`."""
         return self._parts.settings.max_epochs
 
     @property
     def max_steps(self) -> int | None:
-        """As given."""
+        """The constructor's `max_steps`."""
         return self._parts.settings.max_steps
 
     @property
     def is_global_zero(self) -> bool:
-        """This process is the first of all."""
+        """Whether this process is global rank 0."""
         return self.accelerator.is_main_process
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """The global rank of this process."""
         return self.accelerator.process_index
 
     @property
     def local_rank(self) -> int:
-        """This process among those of its machine."""
+        """The rank of this process on its machine."""
         return self.accelerator.local_process_index
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return self.accelerator.num_processes
 
     @property
     def training(self) -> bool:
-        """A fit is at hand, and not one of its validations."""
+        """Whether a fit is running and is not validating."""
         run = self._run
         return isinstance(run, FitRun) and run.module.training
 
     @property
     def datamodule(self) -> Any:
-        """The datamodule of the latest call; None without."""
+        """The datamodule of the latest run; None if it had none."""
         return self._datamodule
 
     @property
     def fast_dev_run(self) -> bool:
-        """This is a trial that writes nothing."""
+        """Whether this is a trial of a few batches that writes nothing."""
         return self._parts.settings.fast_dev_run
 
     @property
     def global_step(self) -> int:
-        """Updates made."""
+        """The number of updates so far."""
         return self._counters.global_step
 
     @property
     def current_epoch(self) -> int:
-        """The epoch at hand, from 0."""
+        """The current epoch, counted from 0."""
         return self._counters.epoch
 
     @property
     def epoch_complete(self) -> bool:
-        """The last update was the last of its epoch."""
+        """Whether the latest update was the last of its epoch."""
         return self._counters.epoch_complete
 
     @property
     def batches_seen(self) -> int:
-        """Micro-batches trained on, of all processes."""
+        """The number of micro-batches trained on, over all processes."""
         return self._counters.batches_seen
 
     @property
     def samples_seen(self) -> int:
-        """Samples trained on, of all processes.
+        """The number of samples trained on, over all processes.
 
-        Of an indexable dataset also those that a `collate_fn` of the user's has left out. Where it
-        gives ready-made batches (``batch_size=None``), several processes take a round's to be as
-        large as their own.
+        For a map-style dataset this includes samples that the user's `collate_fn` dropped. With
+        ready-made batches (``batch_size=None``) each process assumes that the others' batches of a
+        round have the size of its own.
         """
         return self._counters.samples_seen
 
     @property
     def items_seen(self) -> float:
-        """Items trained on, of all processes; see `TrainModule.count_items`."""
+        """The number of items trained on, over all processes; see `TrainModule.count_items`."""
         return 0.0 if self._fit is None else self._fit.agreement.items_seen
 
     @property
     def skipped_updates(self) -> int:
-        """Updates of the fit that were left out since their gradients were not finite."""
+        """The number of updates of the fit that were skipped for non-finite gradients."""
         guard = None if self._fit is None else self._fit.guard
         return 0 if guard is None else guard.skipped
 
     @property
     def validations(self) -> int:
-        """Validations of this fit, the sanity check excluded."""
+        """The number of validations of this fit, without the sanity check."""
         return self._counters.validations
 
     @property
     def progress(self) -> Progress:
-        """How far the fit is, alike on all processes."""
+        """The progress of the fit, the same on all processes."""
         return self._fit_run("progress").progress
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The latest reduced value of every name."""
+        """The latest reduced value of every metric, by name."""
         return {} if self._recorder is None else self._recorder.latest
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """The same as `callback_metrics`: Lightning's name for what trackers are told."""
+        """The same as `callback_metrics`, under Lightning's name for the tracked metrics."""
         return self.callback_metrics
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers of the run, each on a thread of its own; none where this does not write.
+        """The trackers of the run, each on its own thread; empty on processes that do not write.
 
-        They take what `log` cannot, such as images: ``for tracker in trainer.trackers:
+        They record what `log` cannot, such as images: ``for tracker in trainer.trackers:
         tracker.log_images({"samples": images}, trainer.global_step)``.
         """
         return [] if self._recorder is None else self._recorder.trackers
@@ -804,24 +806,24 @@ class Trainer:
 
     @property
     def metric_updates(self) -> dict[str, int]:
-        """The update at which each of them was reduced."""
+        """The update at which each of `callback_metrics` was reduced, by name."""
         return {} if self._recorder is None else self._recorder.updates
 
     @property
     def logged_names(self) -> set[str]:
-        """Every name that was logged in the run at hand, reduced yet or not."""
+        """All names logged in the current run, whether reduced yet or not."""
         return self.metrics.names
 
     @property
     def metrics(self) -> MetricStore:
-        """What is logged and not yet reduced."""
-        if self._run is None:  # a store that records nothing, and says so
+        """The values that were logged and not yet reduced."""
+        if self._run is None:  # a store whose `log` raises: there is no run
             return MetricStore(self.accelerator.device)
         return self._run.metrics
 
     @property
     def should_stop(self) -> bool:
-        """Somebody asked for the end; all processes agree about it within two updates."""
+        """Whether a stop was requested; all processes agree on it within two updates."""
         run = self._run
         return self._stop_requested or (isinstance(run, FitRun) and run.stop_now)
 
@@ -830,15 +832,15 @@ class Trainer:
         self._stop_requested = stop
         run = self._run
         if isinstance(run, FitRun) and (run.deciding or run.world_size == 1):
-            # At a boundary decisions follow from values that all processes share.
+            # Decisions at a boundary depend only on values that all processes share.
             run.stop_now = stop
 
     @property
     def ending(self) -> bool:
-        """This boundary is the last of the fit, as far as it is decided; alike on all processes.
+        """Whether this boundary is the fit's last, as decided so far; the same on all processes.
 
-        In ``on_train_start`` it is the one inside which a resumed run stands, if it does. A limit
-        on the time may still be reached between this question and the end of the boundary.
+        In ``on_train_start`` this refers to the boundary inside which a run was resumed, if any. A
+        time limit may still be reached between this check and the end of the boundary.
         """
         run = self._run
         if not isinstance(run, FitRun):
@@ -853,9 +855,9 @@ class Trainer:
 
     @property
     def optimizer_names(self) -> list[str]:
-        """What each of `optimizers` is called: its ``"name"``, else its class, numbered if need be.
+        """The names of `optimizers`: each one's ``"name"``, else its class, numbered if needed.
 
-        Checkpoints and records know them by it.
+        Checkpoints and records identify optimizers by these names.
         """
         return [] if self._fit is None else self._fit.optimizer_names
 
@@ -867,19 +869,19 @@ class Trainer:
     def add_param_group(
         self, optimizer: Any, parameters: Mapping[str, nn.Parameter], *, ratio: float = 1.0
     ) -> None:
-        """Let an optimizer of the fit at hand train further parameters, in a group of their own.
+        """Add parameters to an optimizer of the current fit, as a new parameter group.
 
-        The group has the first one's options and follows its schedule, at `ratio` times its
-        learning rate. Checkpoints know its parameters by name, so that a resumed run has it too.
+        The group has the first group's options and follows its schedule, at `ratio` times its
+        learning rate. Checkpoints store its parameters by name, so that a resumed run has it too.
 
         Args:
             optimizer: One of `optimizers`.
-            parameters: By their names in the module.
-            ratio: Of the learning rates.
+            parameters: The parameters by their names in the module.
+            ratio: The group's learning rate relative to the first group's.
 
         Raises:
-            RuntimeError: No fit is at hand.
-            ValueError: The optimizer has one of them already.
+            RuntimeError: No fit is running.
+            ValueError: The optimizer already has one of the parameters.
         """
         run = self._fit_run("add_param_group")
         schedulers = [entry.scheduler for entry in run.schedulers]
@@ -889,7 +891,7 @@ class Trainer:
         """Multiply the learning rate of one parameter group, now and in its schedule.
 
         Raises:
-            RuntimeError: No fit is at hand.
+            RuntimeError: No fit is running.
         """
         run = self._fit_run("scale_learning_rate")
         schedulers = [entry.scheduler for entry in run.schedulers]
@@ -897,23 +899,23 @@ class Trainer:
 
     @property
     def module(self) -> TrainModule | None:
-        """The module of the run at hand, or of the latest fit."""
+        """The module of the current run, or of the latest fit."""
         return self._module
 
     @property
     def has_validation(self) -> bool:
-        """The fit has validation data and, as far as is known, is long enough to use it."""
+        """Whether the fit has validation data and, as far as known, runs long enough to use it."""
         return isinstance(self._run, FitRun) and self._run.validates
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of this process in an epoch; None if only reading can tell."""
+        """Micro-batches of this process per epoch; None if it is unknown before reading them."""
         run = self._run
         return run.feed.num_own_batches if isinstance(run, FitRun) else None
 
     @property
     def estimated_stepping_batches(self) -> int | None:
-        """Updates of the whole fit; None if only reading can tell."""
+        """The number of updates of the whole fit; None if it is unknown before reading the data."""
         feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
         rounds = None if feed is None else feed.num_rounds
         by_epochs = None
@@ -926,15 +928,15 @@ class Trainer:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of each process for one update.
+        """Micro-batches per update, on each process.
 
-        A callback may change it while `fit` runs, on all processes alike; it then holds from the
-        next window on and until this `fit` ends.
+        A callback may set it while `fit` runs, to the same value on all processes; the value then
+        holds from the next window until this `fit` ends.
 
         Raises:
             RuntimeError: It is set while no fit runs, or in manual optimisation.
             ValueError: It is set to less than 1.
-            TypeError: It is set to something else than an int.
+            TypeError: It is set to a value that is not an int.
         """
         run = self._run
         if isinstance(run, FitRun):
@@ -949,11 +951,11 @@ class Trainer:
                 "gradient_accumulation_steps cannot be set in manual optimisation, where "
                 "training_step decides when to step."
             )
-        replace(self._parts.settings, gradient_accumulation_steps=steps)  # checks it
+        replace(self._parts.settings, gradient_accumulation_steps=steps)  # validates it
         run.accumulation = steps
 
     def accumulation_in(self, epoch: int) -> int:
-        """Micro-batches of each process for one update, in an epoch of a run from its beginning."""
+        """Return the micro-batches per update in `epoch`, for a run without a resume."""
         steps = self._parts.settings.gradient_accumulation_steps
         for callback in self.callbacks:
             if isinstance(callback, GradientAccumulationScheduler):
@@ -962,21 +964,21 @@ class Trainer:
 
     @property
     def num_eval_batches(self) -> list[int | None]:
-        """Batches of this process for each loader of the evaluation at hand."""
+        """This process's number of batches of each loader in the current evaluation."""
         return [] if self._run is None else self._run.eval_lengths
 
     @property
     def sanity_checking(self) -> bool:
-        """The validation at hand is the trial before training."""
+        """Whether the current validation is the sanity check before training."""
         return self._run is not None and self._run.sanity_checking
 
     @property
     def log_due(self) -> bool:
-        """The values of this update will be recorded."""
+        """Whether the values of this update will be recorded."""
         return isinstance(self._run, FitRun) and self._run.log_due
 
     def progress_values(self) -> dict[str, float]:
-        """The latest values logged with ``prog_bar``, of this process; also after a fit."""
+        """Return this process's latest values logged with ``prog_bar``; also after a fit."""
         run = self._run or self._fit
         return {} if run is None else run.metrics.progress_values()
 
@@ -987,17 +989,17 @@ class Trainer:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where its checkpoints are."""
+        """The folder of this Trainer's checkpoints."""
         return self._parts.project.checkpoints
 
     @property
     def metrics_path(self) -> Path:
-        """The local record: one JSON object a line; `trackers.read_metrics` reads it."""
+        """The local record, one JSON object per line; `trackers.read_metrics` reads it."""
         return self._parts.project.record
 
     @property
     def logs_dir(self) -> Path:
-        """Where trackers that write files do."""
+        """The folder of trackers that write files."""
         return self._parts.project.logs
 
     # -- manual optimisation -------------------------------------------------------------------
@@ -1007,7 +1009,7 @@ class Trainer:
         run = self._fit_run("manual_backward")
         if run.module.automatic_optimization:
             raise RuntimeError(
-                "manual_backward was called in automatic optimisation, which does backward itself: "
+                "manual_backward was called in automatic optimisation, which runs backward itself: "
                 "return the loss, or set automatic_optimization = False."
             )
         for optimizer in run.optimizers:
@@ -1037,20 +1039,20 @@ class Trainer:
 
     def _fit_run(self, what: str) -> FitRun:
         if not isinstance(self._run, FitRun):
-            raise RuntimeError(f"{what} is there only while fit runs.")
+            raise RuntimeError(f"{what} is available only while fit runs.")
         return self._run
 
     def _check_idle(self, name: str) -> None:
-        """Refuse a run inside a run, of which this Trainer would lose sight.
+        """Refuse a run inside another run, which this Trainer would lose track of.
 
         Raises:
-            RuntimeError: One is at hand.
+            RuntimeError: A run is in progress.
         """
         if self._run is not None:
             raise RuntimeError(
                 f"{name} was called inside another run of the same Trainer, by a hook or a step. "
-                "For a further validation of a fit there is val_every; for other data or another "
-                "module call it when the run is over, or make a second Trainer."
+                "To validate more often during a fit set val_every; for other data or another "
+                "module call it after the run, or create a second Trainer."
             )
 
     @contextmanager
@@ -1068,6 +1070,7 @@ class Trainer:
         with (
             self.accelerator.state._in_force(),
             watched(partial(self._place, name)) as note_place,
+            sharing_the_process(),
             deterministic(settings.deterministic),
             detecting_anomalies(settings.detect_anomaly and name == "fit"),
             stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish) as hooks,
@@ -1081,7 +1084,7 @@ class Trainer:
             try:
                 yield hooks
             except BaseException:
-                note_place()  # now: nobody knows it any longer when the run has been torn down
+                note_place()  # before the run is torn down, which loses its position
                 raise
 
     def _place(self, stage: str) -> str:
@@ -1089,7 +1092,7 @@ class Trainer:
         return f"{stage}, outside its loop" if run is None else run.place(stage)
 
     def _profiling(self, stage: str) -> AbstractContextManager[Begin]:
-        """Around everything that a run does, so that its table is the last thing that it says."""
+        """Return the profiling context, entered first so that its table is printed last."""
         settings, project = self._parts.settings, self._parts.project
         folder = project.folder if settings.writes else None
         return profiling(settings.profile, stage, folder=folder, say=self.accelerator.print)
@@ -1127,7 +1130,7 @@ class Trainer:
     def _evaluation(
         self, stage: str, module: TrainModule, dataloaders: Any, datamodule: Any, ckpt_path: Any
     ) -> Iterator[tuple[Run, list[Feed]]]:
-        """Inside, the run of validate, test or predict is at hand."""
+        """Set up a run of validate, test or predict; yield it and its feeds, then tear it down."""
         self._check_idle(stage)
         self._parts.project.check_ckpt_path(ckpt_path)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)

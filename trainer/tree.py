@@ -1,4 +1,4 @@
-"""Nested containers of tensors: map over them, find their batch size, put them on a device.
+"""Nested containers of tensors: map over them, find their batch size, move them to a device.
 
 A tree is a tensor, or a list, tuple, named tuple, mapping or dataclass instance that holds trees;
 anything else is a leaf that passes through untouched.
@@ -23,9 +23,9 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     Args:
         function: Takes a leaf, returns its replacement.
         tree: The nested containers; they are not changed. A dataclass instance is copied without
-            its constructor, which may take other arguments than its fields or refuse what is new.
+            calling its constructor, which may take other arguments or reject the new values.
     """
-    if isinstance(tree, PackedSequence):  # its batch sizes stay on the host wherever the rest is
+    if isinstance(tree, PackedSequence):  # batch_sizes must stay on the host
         indices = map(function, (tree.sorted_indices, tree.unsorted_indices))
         return PackedSequence(function(tree.data), tree.batch_sizes, *indices)
     parts = children(tree)
@@ -35,7 +35,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def children(tree: Any) -> list[tuple[Any, Any]] | None:
-    """What a container holds, each with its key, field or position; None for a leaf."""
+    """Return a container's items as (key, field or position; value) pairs; None for a leaf."""
     if isinstance(tree, (Tensor, PackedSequence, type)):
         return None
     if isinstance(tree, Mapping):
@@ -51,9 +51,9 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(like: Any, values: Sequence[Any]) -> Any:
-    """A container as `like`, with `values` in place of its `children`."""
+    """Return a copy of the container `like` with `values` in place of its `children`."""
     if isinstance(like, Mapping):
-        items = dict(zip(like.keys(), values, strict=True))  # what a TensorDict iterates is rows
+        items = dict(zip(like.keys(), values, strict=True))  # iterating a TensorDict yields rows
         if type(like) is dict:
             return items
         if isinstance(like, defaultdict):
@@ -67,12 +67,12 @@ def rebuild(like: Any, values: Sequence[Any]) -> Any:
     if hasattr(like, "__dict__"):
         made.__dict__.update(like.__dict__)
     for (name, _), value in zip(children(like) or (), values, strict=True):
-        object.__setattr__(made, name, value)  # a frozen one refuses the usual way
+        object.__setattr__(made, name, value)  # setattr fails for a frozen dataclass
     return made
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Every leaf, in the order of the containers; a packed sequence is one."""
+    """Yield all leaves in order; a packed sequence is one leaf."""
     parts = children(tree)
     if parts is None:
         yield tree
@@ -87,24 +87,24 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
-    """Copy every tensor of a tree, and everything else with a ``.to``, to `device`.
+    """Copy every tensor of a tree, and every other object with a ``.to``, to `device`.
 
-    A container with a ``.to`` of its own (a tokenizer's encoding, a dataclass that knows how to
-    move) is moved by that, unless it holds one of `skip_keys`.
+    A container with its own ``.to`` (a tokenizer's encoding, a dataclass that defines it) is moved
+    with it, unless it holds one of `skip_keys`.
 
     Args:
         tensor: The nested containers; they are not changed.
-        device: Where to.
-        non_blocking: Do not wait for copies from pinned memory. Said to a ``.to`` that takes it.
-        skip_keys: Keys of mappings and fields of dataclasses whose values stay where they are, at
-            every depth.
+        device: The target device.
+        non_blocking: Do not wait for copies from pinned memory. Passed to a ``.to`` that takes it.
+        skip_keys: Keys of mappings and fields of dataclasses whose values are not moved, at any
+            depth.
     """
     skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
 
     def send(tree: Any) -> Any:
         if isinstance(tree, Tensor):
             return tree.to(device, non_blocking=non_blocking)
-        if type(tree) is list and not skipped:  # as loaders give
+        if type(tree) is list and not skipped:  # fast path: what loaders yield
             return [send(value) for value in tree]
         parts = children(tree)
         keeps = bool(skipped and parts and any(key in skipped for key, _ in parts))
@@ -126,31 +126,31 @@ def _send_by_itself(thing: Any, device: torch.device | str | int, *, non_blockin
         if non_blocking and _takes(thing.to, "non_blocking")
         else thing.to(device)
     )
-    return thing if moved is None else moved  # some move in place and return nothing
+    return thing if moved is None else moved  # some objects move in place and return None
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
-    except ValueError:  # a built-in that does not tell
+    except ValueError:  # a built-in without a signature
         return True
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def detach(tree: Any) -> Any:
-    """Every tensor without its graph."""
-    if isinstance(tree, Tensor):  # as the steps of most modules return
+    """Return the tree with every tensor detached."""
+    if isinstance(tree, Tensor):  # fast path: what most modules' steps return
         return tree.detach()
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def to_host(tree: Any) -> Any:
-    """Every tensor detached and copied to host memory."""
+    """Return the tree with every tensor detached and copied to host memory."""
     return map_tree(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Every float16 and bfloat16 tensor of a tree as float32; everything else as it is."""
+    """Return the tree with its float16 and bfloat16 tensors converted to float32."""
     half = (torch.float16, torch.bfloat16)
     return map_tree(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in half else leaf,
@@ -169,10 +169,10 @@ def slice_tensors(
     It can be the ``slice_fn_for_dispatch`` of a prepared loader.
 
     Args:
-        data: The tree. Tensors without dimensions, and leaves that are no tensors, stay whole.
-        tensor_slice: A slice, or whatever else a tensor can be indexed with.
-        process_index: What such a function is told too; it makes no difference.
-        num_processes: Likewise.
+        data: The tree. Tensors without dimensions, and leaves that are not tensors, stay whole.
+        tensor_slice: A slice, or any other tensor index.
+        process_index: Passed to ``slice_fn_for_dispatch`` functions; ignored.
+        num_processes: Passed to ``slice_fn_for_dispatch`` functions; ignored.
     """
     del process_index, num_processes
     return map_tree(
@@ -181,15 +181,15 @@ def slice_tensors(
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """One tree out of several of the same structure, their tensors joined along `dim`.
+    """Concatenate trees of the same structure: join their tensors along `dim`.
 
     Args:
         data: The trees, at least one; their leaves are tensors with at least one dimension.
         dim: The dimension to join along.
 
     Raises:
-        TypeError: A leaf is no tensor.
-        ValueError: There is nothing to join, or the trees differ in structure.
+        TypeError: A leaf is not a tensor.
+        ValueError: `data` is empty, or the trees differ in structure.
     """
     if not data:
         raise ValueError("concatenate was given nothing to join.")
@@ -198,7 +198,9 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     parts = [children(tree) for tree in data]
     if any(each is None for each in parts):
         met = ", ".join(sorted({type(tree).__name__ for tree in data}))
-        raise TypeError(f"concatenate joins tensors in containers of one structure; it met {met}.")
+        raise TypeError(
+            f"concatenate joins tensors in containers of the same structure; it found {met}."
+        )
     tables = [dict(each or ()) for each in parts]
     first = tables[0]
     if any(table.keys() != first.keys() for table in tables):
@@ -208,14 +210,14 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def required_batch_size(data: Any) -> int:
-    """The length of the first dimension of the first tensor that has one.
+    """Return the length of the first dimension of the first tensor that has one.
 
     Args:
         data: Tensors in nested containers.
 
     Raises:
         ValueError: The containers are empty, or their tensors have no dimensions.
-        TypeError: They hold no tensor.
+        TypeError: The containers hold no tensor.
     """
     size = find_batch_size(data)
     if size is not None:
@@ -225,7 +227,7 @@ def required_batch_size(data: Any) -> int:
         raise ValueError(f"Cannot find the batch size from an empty {type(data).__name__}.")
     if not any(isinstance(leaf, Tensor) for leaf in found):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in found}))
-        raise TypeError(f"The batch size is that of a tensor, and find_batch_size met {kinds}.")
+        raise TypeError(f"find_batch_size needs a tensor, but found only {kinds}.")
     raise ValueError(
         "Cannot find the batch size: no tensor has a dimension. Give tensors whose first dimension "
         "counts the samples."
@@ -233,9 +235,9 @@ def required_batch_size(data: Any) -> int:
 
 
 def find_batch_size(tree: Any) -> int | None:
-    """As `required_batch_size`, but None where there is none."""
+    """As `required_batch_size`, but return None if there is no batch size."""
     first = tree[0] if type(tree) in (list, tuple) and tree else tree
-    if type(first) is Tensor and first.ndim > 0:  # as most batches are: no walk
+    if type(first) is Tensor and first.ndim > 0:  # fast path: most batches
         return len(first)
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
@@ -246,10 +248,10 @@ def find_batch_size(tree: Any) -> int | None:
 
 
 def count_samples(tree: Any) -> int | None:
-    """The length of the first dimension of the first tensor that has one; None if nothing tells.
+    """Return the first dimension's length of the first tensor that has one; None if unknown.
 
-    Nothing tells either where that tensor has no row and others have: it is a part of a sample,
-    such as the boxes in an image.
+    It is also unknown if that tensor has no rows and others have some: it is then a part of a
+    sample, such as the boxes in an image.
     """
     found = find_batch_size(tree)
     if found == 0 and any(isinstance(t, Tensor) and t.ndim > 0 and len(t) for t in leaves(tree)):

@@ -386,7 +386,7 @@ def test_a_rate_cannot_be_a_part_of_nothing():
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.head.parameters(), lr=0.0)
 
-    with pytest.raises(ValueError, match=r"0\.01 was asked for beside a first group"):
+    with pytest.raises(ValueError, match=r"0\.01 was requested, but that of the first parameter"):
         fit(BackboneFinetuning(1, backbone_initial_lr=0.01), Still)
 
 

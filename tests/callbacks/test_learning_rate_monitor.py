@@ -2,6 +2,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from callbacks import LearningRateMonitor
 from tests.helpers.stand_in import TrainerStandIn
@@ -144,6 +146,40 @@ def test_the_rate_is_recorded_as_it_is_whatever_the_items_of_the_batch(tmp_path)
     trainer.fit(Line(), [torch.ones(3, 1), torch.zeros(3, 1), torch.ones(3, 1)])
     records = read_metrics(trainer.project_dir / "metrics.jsonl")
     assert [record["lr-SGD"] for record in records] == [0.1, 0.1, 0.1]
+
+
+class Loss(Line):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def reductions_and_rates(monitored):
+    """How often a fit reduces over the processes, and the rates that it recorded."""
+    count, reduce = 0, dist.all_reduce
+
+    def counting(*args, **kwargs):
+        nonlocal count
+        count += 1
+        return reduce(*args, **kwargs)
+
+    callbacks = [LearningRateMonitor()] if monitored else []
+    trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, project_dir=f"run-{monitored}")
+    dist.all_reduce = counting
+    try:
+        trainer.fit(Loss(), DataLoader(torch.ones(12, 1)))
+    finally:
+        dist.all_reduce = reduce
+    records = read_metrics(trainer.project_dir / "metrics.jsonl")
+    return count, [record.get("lr-SGD") for record in records]
+
+
+def test_several_processes_record_the_rate_as_it_is_without_a_reduction_more(ranks3):
+    bare = [count for count, _ in ranks3(reductions_and_rates, False)]
+    counts, rates = zip(*ranks3(reductions_and_rates, True), strict=True)
+    assert list(counts) == bare
+    assert rates[0] == [0.1] * 4  # the mean over three would be 0.10000000000000002
 
 
 def test_a_named_schedule_that_knows_no_optimizer():

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import weakref
 from pathlib import Path
 
@@ -32,6 +33,11 @@ class Predicting(TrainModule):
 class Bare(TrainModule):
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
         return batch[0] + dataloader_idx
+
+
+class Texts(TrainModule):
+    def predict_step(self, batch, batch_idx):
+        return [f"{value:g}" for value in batch[0].flatten().tolist()]
 
 
 def loader(samples, size, **options):
@@ -231,7 +237,7 @@ def write_twice(overwrite):
 @pytest.mark.parametrize("world", [1, 2])
 def test_predictions_that_are_there_are_kept_unless_they_may_go(ranks, world):
     refused = on(ranks, world, write_twice, False)
-    assert all("out has predictions already" in text for text in refused)
+    assert all("out already has predictions" in text for text in refused)
     assert load_file("out/predictions.safetensors")["predictions"].shape == (9, 1)
     assert on(ranks, world, write_twice, True) == [""] * world
     assert load_file("out/predictions.safetensors")["predictions"].shape == (3, 1)
@@ -270,6 +276,26 @@ def test_a_prediction_that_fails_leaves_no_merged_file_and_no_parts(interval):
     assert len(os.listdir("out")) == (2 if interval == "batch" else 1)
 
 
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
+@pytest.mark.parametrize("module", [Bare, Texts])
+def test_a_disk_that_refuses_leaves_nothing_but_whole_files(interval, module):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Full(Callback):
+        def on_predict_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+            if batch_idx == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+
+    trainer = make(Full(), PredictionWriter("out", write_interval=interval))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            trainer.predict(module(), loader(5000, 1000))  # batches smaller than a file's buffer
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = [f"batch-00000000.{'safetensors' if module is Bare else 'jsonl'}"]
+    assert os.listdir("out") == (kept if interval == "batch" else [])
+
+
 def test_a_merge_that_fails_leaves_no_parts():
     class Blocking(Bare):
         def predict_step(self, batch, batch_idx):
@@ -285,6 +311,7 @@ def test_parts_of_a_process_that_died_are_swept():
     os.makedirs("out/.parts")
     with open("out/.parts/rank-00007.bin", "w") as file:
         file.write("left")
+    Path("out/.batch-00000007.jsonl").touch()
     write(3, 2, "epoch", Bare)
     assert os.listdir("out") == ["predictions.safetensors"]
 
@@ -297,13 +324,13 @@ def test_a_trial_writes_nothing(tmp_path):
 
 
 REFUSED = [
-    (lambda x, n: {"a": x.sum()}, ValueError, "'a' of the prediction for batch 0 has no dimension"),
-    (lambda x, n: {"a": numpy.array(3.0)}, ValueError, "'a' .* has no dimension of samples"),
+    (lambda x, n: {"a": x.sum()}, ValueError, "'a' .* has no sample dimension"),
+    (lambda x, n: {"a": numpy.array(3.0)}, ValueError, "'a' .* has no sample dimension"),
     (lambda x, n: {"a": x, "b": 3}, TypeError, "'b' .* is 3 of type int"),
     (lambda x, n: None, TypeError, "'predictions' .* is None"),
     (lambda x, n: {"a": [object(), object()]}, TypeError, "'a' .* cannot be written as JSON"),
     (lambda x, n: {"a": ["x"], "b": ["x", "y"]}, ValueError, "'a': 1, 'b': 2"),
-    (lambda x, n: {"a.b": x, "a": {"b": x}}, ValueError, "'a.b' .* is there twice"),
+    (lambda x, n: {"a.b": x, "a": {"b": x}}, ValueError, "'a.b' .* occurs twice"),
     (lambda x, n: x.to(torch.complex64), TypeError, "complex64"),
     (lambda x, n: x.repeat(1, n + 1), ValueError, r"batch 1 .* row of 'predictions' .*\(2,\), not"),
     (lambda x, n: x.to([torch.float32, torch.int8][n]), ValueError, "torch.int8"),

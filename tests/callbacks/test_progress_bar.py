@@ -5,7 +5,7 @@ import threading
 import pytest
 from tqdm import tqdm
 
-from callbacks import ProgressBar
+from callbacks import ProgressBar, RichProgressBar
 from tests.helpers.notebook import outputs_of
 from tests.helpers.stand_in import AcceleratorStandIn
 from tests.helpers.terminal import COLUMNS, Loop
@@ -159,6 +159,13 @@ def test_quiet_where_there_is_no_terminal(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "stderr", log)
         Loop().fit(epochs=1)
     assert (tmp_path / "log").read_text() == ""
+
+
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
+def test_quiet_where_there_is_no_standard_error(capsys, monkeypatch, kind):
+    monkeypatch.setattr(sys, "stderr", None)  # Python's own choice for a service
+    Loop(kind=kind).fit(epochs=1)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("when", ["open", "show", "close"])

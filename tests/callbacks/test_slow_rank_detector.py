@@ -121,7 +121,8 @@ def test_a_process_that_waits_for_its_data_is_named(ranks3):
     assert (rank, work) == (1, "data")
     assert (seconds, others) == (pytest.approx(4.0), pytest.approx(1.25))
     assert len(messages) == 1  # once, at the second record in a row
-    assert messages[0].startswith(f"Step 4: rank 1 on {host} waits for data 4000.0 ms an update")
+    told = f"Step 4: rank 1 on {host} spends 4000.0 ms per update waiting for data"
+    assert messages[0].startswith(told)
     for other in results[1:]:
         assert other[0] == found
         assert other[1] == metrics
@@ -134,7 +135,7 @@ def test_a_process_with_a_slow_forward_pass_is_named_and_of_two_each_is_the_othe
     assert found == other == {step: [(0, "forward")] for step in range(2, 13)}
     assert metrics["slow_rank/forward"] == pytest.approx(3.0)
     assert metrics["slow_rank/data"] == 1.0  # nobody waits at all
-    assert "takes for a forward pass 6000.0 ms an update, the others 2000.0 ms" in messages[0]
+    assert "6000.0 ms per update in the forward pass, the others 2000.0 ms" in messages[0]
 
 
 def test_one_that_recovers_is_named_again_when_it_slows_down_again(ranks2):

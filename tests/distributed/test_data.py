@@ -427,7 +427,7 @@ def test_a_stream_that_differs_between_the_processes_is_refused(ranks2):
     def read() -> None:
         list(prepare_data_loader(DataLoader(Own(8), 2)))
 
-    with pytest.raises(RankError, match="The stream begins with another batch on each process"):
+    with pytest.raises(RankError, match="The stream starts with a different batch on each process"):
         ranks2(read)
 
 

@@ -202,7 +202,7 @@ def test_lengths_that_differ_are_refused_before_the_first_batch(ranks2):
     told = failed(ranks2, fit)
     assert sorted(told) == [0, 1]
     for text in told.values():
-        assert "another number of batches on each process: rank 0: 20, rank 1: 10" in text
+        assert "different number of batches on each process: rank 0: 20, rank 1: 10" in text
 
 
 def evaluated(name, ends, samples, *, in_fit=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -104,12 +105,12 @@ def test_arguments_that_differ_are_named_on_all(ranks2, told, name, values):
         (
             lambda: Timer({"seconds": 3600.001}),
             lambda: Timer({"seconds": 3600.002}),
-            "Times that each works out for itself are never quite the same",
+            "Times computed on each process differ slightly",
         ),
         (
             lambda: ModelCheckpoint(every="1800.001 seconds"),
             lambda: ModelCheckpoint(every="1800.002 seconds"),
-            "take rank 0's, seconds = trainer.utils.broadcast_object_list([seconds])[0].",
+            "use rank 0's, seconds = trainer.utils.broadcast_object_list([seconds])[0].",
         ),
     ],
     ids=[
@@ -134,10 +135,21 @@ def test_callbacks_that_decide_otherwise_are_named_on_all(ranks2, own, others, s
         ranks2(run)
     assert sorted(error.value.failures) == [0, 1]
     for text in error.value.failures.values():
-        assert (
-            "ValueError: fit was told something else on each process, callbacks that save" in text
-        )
+        assert "The processes called fit with different values of callbacks that save" in text
         assert shown in text
+
+
+def test_processes_in_different_working_directories_save_to_that_of_rank_0(ranks2, tmp_path):
+    def run(working):
+        os.chdir(working[PartialState(cpu=True).process_index])
+        fit(({}, {}))
+
+    folders = [tmp_path / "10-15-00", tmp_path / "10-15-01"]  # as Hydra makes them
+    for folder in folders:
+        folder.mkdir()
+    ranks2(run, folders)
+    assert [each.name for each in (folders[0] / "run/checkpoints").iterdir()] == ["step-00000008"]
+    assert not any(folders[1].iterdir())
 
 
 def test_another_place_to_go_on_from_is_named_on_all(ranks2):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
 from tests.helpers.ranks import RankError
-from trainer import Trainer, TrainModule
+from trainer import DataModule, Trainer, TrainModule
 
 
 class Line(TrainModule):
@@ -327,7 +327,7 @@ def test_streams_that_end_apart_are_refused_on_all_processes(ranks2):
 
 
 def test_streams_that_begin_apart_are_refused_on_all_processes(ranks2):
-    with pytest.raises(Exception, match="begins with another batch on each process"):
+    with pytest.raises(Exception, match="starts with a different batch on each process"):
         ranks2(train_on_streams, [[1.0, 2.0], [3.0, 4.0]], timeout=30)
 
 
@@ -418,3 +418,84 @@ def masked_fit() -> list[float]:
 def test_a_first_window_in_which_a_process_has_no_items_waits_for_nobody(ranks2):
     first, second = ranks2(masked_fit, timeout=30)
     assert first == second
+
+
+class Fragile(Line):
+    """A hook of its set-up fails on rank 1; the hooks may have a collective of their own."""
+
+    def __init__(self, fails: str, collective: bool):
+        super().__init__()
+        self.fails, self.collective = fails, collective
+
+    def reached(self, hook: str) -> None:
+        if hook == self.fails and self.trainer.global_rank == 1:
+            raise LookupError(f"in {hook}")
+        if self.collective:
+            self.trainer.accelerator.wait_for_everyone()
+
+    def setup(self, stage):
+        self.reached("setup")
+
+    def configure_model(self):
+        self.reached("configure_model")
+
+    def configure_optimizers(self):
+        self.reached("configure_optimizers")
+        return super().configure_optimizers()
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", 1.0)
+
+
+class Part(Callback):
+    def setup(self, trainer, module, stage):
+        module.reached("a callback")
+
+
+class Source(DataModule):
+    def __init__(self, module: Fragile):
+        super().__init__()
+        self.module = module
+
+    def setup(self, stage):
+        self.module.reached("the datamodule")
+
+    def train_dataloader(self):
+        return loader()
+
+    test_dataloader = train_dataloader
+
+
+def set_up(entry: str, *how) -> str:
+    trainer = Trainer(
+        max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, callbacks=Part()
+    )
+    module = Fragile(*how)
+    try:
+        getattr(trainer, entry)(module, datamodule=Source(module))
+    except (LookupError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("entry", "hook"),
+    [
+        *(("fit", hook) for hook in ("the datamodule", "a callback", "setup", "configure_model")),
+        ("fit", "configure_optimizers"),
+        ("test", "configure_model"),
+    ],
+)
+def test_a_hook_of_the_set_up_that_fails_on_one_rank_keeps_no_other_waiting(ranks2, entry, hook):
+    other, failed = ranks2(set_up, entry, hook, False, timeout=20)
+    assert failed == f"LookupError: in {hook}"
+    assert other.endswith(f"Rank 1 failed while the others waited for it: {failed}")
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_optimizers"])
+def test_nor_does_one_in_which_the_others_wait_for_it(ranks2, hook):
+    other, failed = ranks2(set_up, "fit", hook, True, timeout=20)
+    assert failed == f"LookupError: in {hook}"
+    assert other.startswith("DistributedOperationException: ")
+    assert "rank 0: wait_for_everyone" in other
+    assert "rank 1: fit" in other

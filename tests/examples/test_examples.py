@@ -110,7 +110,7 @@ def test_digits_reaches_its_accuracy_and_a_second_start_adds_nothing(tmp_path):
     assert list(logs.rglob("events.out.tfevents.*"))
 
     again = run("digits.py", "--project-dir", "runs/digits")
-    assert again.startswith("Going on from runs/digits/checkpoints/step-")
+    assert again.startswith("Resuming from runs/digits/checkpoints/step-")
     assert again.partition("\n")[2] == output
     assert series(tmp_path / "runs/digits", "val/accuracy") == accuracies
 
@@ -421,7 +421,7 @@ def test_cross_validation_goes_on_in_the_fold_that_was_killed(tmp_path):
     first = tmp_path / "killed/fold-1"
     done = {path: path.stat().st_mtime_ns for path in first.rglob("*.safetensors")}
     again = run(*options, "--project-dir", "killed")
-    gone_on_from = re.findall(r"^Going on from killed/(\S+)/checkpoints/(\S+)", again, re.MULTILINE)
+    gone_on_from = re.findall(r"^Resuming from killed/(\S+)/checkpoints/(\S+)", again, re.MULTILINE)
     assert gone_on_from == [("fold-1", "step-00000076"), ("fold-2", "step-00000038")]
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*.safetensors")} == done
     assert folds(tmp_path / "killed") == folds(tmp_path / "whole")
@@ -493,7 +493,7 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
     assert output.count("-" * 80) == 3
 
     again = run(*options)
-    assert again.startswith("Going on from runs/lm/checkpoints/step-00000032")
+    assert again.startswith("Resuming from runs/lm/checkpoints/step-00000032")
     assert again.partition("\n")[2] == output
     assert series(folder, "val/loss") == [*losses, losses[-1]]  # it was evaluated once more
 

@@ -113,14 +113,14 @@ def test_a_signal_to_everybody_saves_and_the_next_start_goes_on(tmp_path, number
     assert code == 128 + number, errors
     assert "Traceback" not in errors
     assert f"{number.name}: stopping after this update" in errors
-    saved = re.search(r"Saved to (\S+); fit\(ckpt_path='auto'\) goes on from there", output)
+    saved = re.search(r"Saved to (\S+); fit\(ckpt_path='auto'\) resumes from there", output)
     assert saved is not None
     assert saved[1] == "run/checkpoints/step-00000018"
     assert "done" not in output
 
     code, output, errors = finish(start(tmp_path, workers, -1, "run", context))
     assert code == 0, errors
-    assert "Going on from run/checkpoints/step-00000018" in output
+    assert "Resuming from run/checkpoints/step-00000018" in output
     assert record(tmp_path / "run") == record(tmp_path / "whole")
     # What was saved for the restart alone is gone, what was due is there.
     names = [
@@ -154,10 +154,10 @@ def test_two_processes_end_together_and_go_on(tmp_path):
     os.killpg(first.pid, signal.SIGINT)  # Ctrl-C reaches the launcher and both processes
     code, output, errors = finish(first, "\n")
     assert code != 0
-    assert "goes on from there" in output, errors
+    assert "resumes from there" in output, errors
     code, output, errors = finish(start(tmp_path, 0, -1, "run", "fork", processes=2))
     assert code == 0, errors
-    assert "Going on from" in output
+    assert "Resuming from" in output
     assert record(tmp_path / "run") == record(tmp_path / "whole")
 
 

@@ -188,7 +188,7 @@ def test_a_run_that_is_killed_and_told_to_end_ends_as_one_that_was_not(tmp_path,
     # Once at first and once after the kill, from what was saved; not after SIGTERM.
     assert output.count("began at 0") in (3, 6), output
     assert output.count("began at") == 6, output
-    assert "goes on from there" in output
+    assert "resumes from there" in output
     ranks3(fit, str(run), 2, "none")
     ranks3(fit, str(whole), 2, "none")
     found, expected = end_of(run), end_of(whole)

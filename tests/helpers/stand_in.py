@@ -30,9 +30,7 @@ class AcceleratorStandIn:
 class ModuleStandIn:
     logged: dict[str, Any] = field(default_factory=dict)
 
-    def log(
-        self, name: str, value: Any, *, on_step: bool, on_epoch: bool, reduce: str = "mean"
-    ) -> None:
+    def log(self, name: str, value: Any, *, on_step: bool, on_epoch: bool, **how: object) -> None:
         assert on_step
         assert not on_epoch
         self.logged[name] = value

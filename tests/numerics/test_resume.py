@@ -371,8 +371,8 @@ def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
         )
         loader = DataLoader(data, batch_size=4, sampler=sampler(data))
         trainer.fit(Noisy(), loader, ckpt_path="auto")
-    assert ("its Again keeps something from epoch to epoch" in caplog.text) == told
-    assert ("in another order" in caplog.text) == told
+    assert ("its Again keeps state between epochs" in caplog.text) == told
+    assert ("differs from before the resume" in caplog.text) == told
 
 
 class Lazy(TrainModule):
@@ -530,7 +530,7 @@ def test_what_is_frozen_or_in_evaluation_mode_stays_so(tmp_path, caplog):
     resumed = switching_fit(tmp_path / "parts", 10)
     assert_same(copy_of(resumed), copy_of(whole))
     assert not resumed.net[1].training
-    assert "Frozen or not" not in caplog.text
+    assert "freezes different" not in caplog.text
 
 
 class Still(Switching):
@@ -561,14 +561,14 @@ def test_a_script_that_freezes_otherwise_than_before_is_followed(tmp_path, caplo
     module.net[0].requires_grad_(True)
     module.net[4].requires_grad_(False)
     before = copy_of(switching_fit(tmp_path, 8, module))
-    assert "since the script says so now: net.4.weight." in caplog.text
+    assert "saved, and its choice is kept: net.4.weight." in caplog.text
     assert not module.net[1].training  # as it was saved, which the script has not changed
     caplog.clear()
     again = Switching()
     again.net[0].requires_grad_(True)
     again.net[4].requires_grad_(False)
     after = copy_of(switching_fit(tmp_path, 10, again))
-    assert "Frozen or not" not in caplog.text
+    assert "freezes different" not in caplog.text
     assert torch.equal(after["net.4.bias"], before["net.4.bias"])
     assert not torch.equal(after["net.0.bias"], before["net.0.bias"])
 
@@ -631,6 +631,39 @@ def test_the_draws_of_an_epochs_beginning_are_made_once(tmp_path, length):
 
     end = {"max_epochs": 3}
     assert_same(weights("parts", length, end), weights("whole", end))
+
+
+class Counting(Noisy):
+    """Has batches of unequal items, the first of which all others are weighed by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[int] = []
+
+    def count_items(self, batch: Any) -> int:
+        self.counted.append(int((batch[1] + 1).sum()))
+        return self.counted[-1]
+
+
+def test_losses_are_weighed_by_the_items_of_the_first_start(tmp_path):
+    def fits(folder: str, *lengths: int) -> list[Counting]:
+        modules = []
+        for begin, length in enumerate(lengths, 1):
+            torch.manual_seed(begin)
+            modules.append(Counting())
+            trainer = quiet_trainer(
+                project_dir=str(tmp_path / folder),
+                checkpointing=True,
+                max_steps=length,
+                gradient_accumulation_steps=2,
+            )
+            trainer.fit(modules[-1], DataLoader(Augmented(26), batch_size=4), ckpt_path="auto")
+        return modules
+
+    first, resumed = fits("parts", 2, 6)
+    (whole,) = fits("whole", 6)
+    assert first.counted[0] == whole.counted[0] != resumed.counted[0]
+    assert_same(copy_of(resumed), copy_of(whole))
 
 
 def test_a_script_that_evaluates_otherwise_than_before_is_followed(tmp_path):

@@ -228,7 +228,7 @@ def test_finish_leaves_a_tracker_that_hangs_behind(caplog):
     assert "lost 2 records" in warning.getMessage()
     assert "left behind in `log` after 0.01 seconds" in warning.getMessage()
     assert background.dropped == 2
-    with pytest.raises(TimeoutError, match="did not come to this"):
+    with pytest.raises(TimeoutError, match="was finished before it made this call"):
         future.result()
     # Where the tracker goes on at last, its run is closed and the thread ends.
     blocking.release.set()
@@ -302,7 +302,7 @@ def test_calls_behind_finish_are_counted_and_raise_nothing():
     assert background.dropped == 1
     with pytest.raises(RuntimeError, match="is finished"):
         background.submit(lambda tracker: None).result()
-    with pytest.raises(RuntimeError, match="started once"):
+    with pytest.raises(RuntimeError, match="started only once"):
         background.start()
     assert background.wrapped.calls == [("start",), ("finish",)]
 
@@ -494,8 +494,8 @@ def test_what_a_tracker_cannot_take_is_said_once_and_hides_no_failure(caplog):
         background.log_images({"x": 1}, 1)
         background.log_table("t", data=[[1]])
     assert [record.getMessage() for record in warnings_of(caplog)] == [
-        "The tracker 'plain' takes no images. They are left out there.",
-        "The tracker 'plain' takes no tables. They are left out there.",
+        "The tracker 'plain' does not support images. They are left out there.",
+        "The tracker 'plain' does not support tables. They are left out there.",
     ]
     background.log({"bad": 1}, 1)
     background.finish()
@@ -634,7 +634,8 @@ def test_rich_values_that_a_tracker_does_not_take_are_left_out(caplog):
     background.finish()
     kinds = ["histograms", "figures", "texts", "files", "models"]
     assert caplog.messages == [
-        f"The tracker 'recorder' takes no {kind}. They are left out there." for kind in kinds
+        f"The tracker 'recorder' does not support {kind}. They are left out there."
+        for kind in kinds
     ]
     assert (background.failures, background.dropped) == (0, 0)
 
@@ -1075,7 +1076,7 @@ def test_a_run_id_that_cannot_be_told_is_waited_for_by_nobody(error, caplog):
     begun.set()
     background.settle(20)
     assert [background.run_id, background.run_id] == [None, None]
-    assert caplog.text.count("does not tell its run_id") == 1
+    assert caplog.text.count("The run_id of the tracker 'recorder' is unknown") == 1
     background.wrapped.run = "x"
     assert background.run_id == "x"
     background.finish()

@@ -1,6 +1,7 @@
 import dataclasses
 import subprocess
 import sys
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -235,7 +236,7 @@ def test_a_name_of_ours_is_not_given_away(package, caplog, tmp_path):
     assert type(tracker) is trackers.TensorBoardTracker
     trackers.available_trackers()
     assert "'tensorboard' of the package 'their-package' is not used" in caplog.text
-    assert "TensorBoardTracker has the name" in caplog.text
+    assert "its name is taken by trackers.tensorboard.TensorBoardTracker" in caplog.text
 
 
 def test_a_tracker_that_was_loaded_before_is_not_told_of(package, caplog):
@@ -275,6 +276,12 @@ def test_trackers_that_cannot_be_hashed():
 
     instance = Record()
     assert resolve([instance, instance, Record]) == [instance]
+
+
+def test_any_sequence_of_them_is_a_list():
+    for kind in (list, tuple, UserList):  # the last is a sequence as Hydra's lists are
+        found = resolve(kind([Memory, "csv"]), logging_dir="logs")
+        assert [tracker.name for tracker in found] == ["memory", "csv"]
 
 
 def test_all_is_every_installed_one(registry, tmp_path):

@@ -107,9 +107,9 @@ def reading(monitor, interval="epoch"):
 def test_a_schedule_that_reads_what_the_training_logs_says_what_is_left_out(interval, val, logged):
     trainer = Trainer(cpu=True, max_epochs=1, barebones=True)
     said = (
-        "A scheduler's monitor is 'loss_epoch', which is not there: barebones=True leaves out what "
-        f"the training logs, and validations, which stay, have logged {logged}. Let the monitor be "
-        "a metric that validation_step logs before the scheduler ticks, or leave barebones=True out"
+        "A scheduler's monitor is 'loss_epoch', which is not available: barebones=True drops what "
+        f"training logs, and validations have logged {logged}. Monitor a metric that "
+        "validation_step logs before the scheduler ticks, or leave barebones=True out"
     )
     with pytest.raises(ValueError, match=said):
         trainer.fit(reading("loss_epoch", interval), loader(), val and val())

@@ -67,7 +67,7 @@ def test_each_start_has_so_much_time_and_the_run_ends_as_one_that_had_enough(pas
             _, module = fit(passed, max_time="35 seconds")
         except Preempted as ended:
             starts.append(ended.code)
-            assert "goes on from there" in capsys.readouterr().out
+            assert "resumes from there" in capsys.readouterr().out
         else:
             break
     assert starts == [124] * 3  # 12 updates in starts of four; the last start finds all done

@@ -1,6 +1,7 @@
 """Callbacks that save, stop, measure and show, with the real Trainer; and going on from a save."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -538,3 +539,26 @@ def test_callbacks_that_fail_as_a_signal_ends_the_run_do_not_cost_the_save(caplo
         fit(Net(), *callbacks, val=False, max_epochs=2)
     assert on_disk() == [2]
     assert "on_preemption of a further callback failed" in caplog.text
+
+
+def test_a_hook_may_leave_the_working_directory_while_a_save_is_written(tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    class Away(Callback):
+        runs_last = True
+
+        def on_boundary(self, trainer, module):
+            home = Path.cwd()
+            os.chdir(elsewhere)
+            try:
+                trainer.wait_for_save()
+            finally:
+                os.chdir(home)
+
+    saves = ModelCheckpoint(every=1, save_last=1)
+    trainer = Trainer(
+        max_epochs=2, project_dir="run", callbacks=[saves, Away()], progress_bar=False, cpu=True
+    )
+    trainer.fit(Net(), loader())
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000004"]
+    assert not any(elsewhere.iterdir())

@@ -220,7 +220,7 @@ def test_a_switch_is_on_or_off(kind, name):
             DistributedDataParallelKwargs,
             {"comm_wrapper": "fp16"},
             ValueError,
-            "no comm_hook .* pass comm_hook='fp16'",
+            "without a comm_hook .* pass comm_hook='fp16'",
         ),
         (
             DistributedDataParallelKwargs,

@@ -231,7 +231,7 @@ def test_without_a_state_nothing_is_saved_or_loaded(caplog):
         Net(), datamodule=(other := Other()), ckpt_path="last"
     )
     assert "load_state_dict" not in [call[0] for call in other.calls]
-    assert "state of a datamodule Data, not used" in caplog.text
+    assert "state of a datamodule Data, which is not used" in caplog.text
 
 
 def restore_refused():

@@ -125,7 +125,7 @@ def test_who_waits_for_a_validation_that_never_comes_is_refused_before_training(
     trainer = quiet_trainer(
         max_steps=5, val_every="6 steps", callbacks=callback, num_sanity_val_steps=1
     )
-    with pytest.raises(ValueError, match=rf"{who} looks at 'val'.*val_every is 6 steps\. Choose"):
+    with pytest.raises(ValueError, match=rf"{who} monitors 'val'.*val_every is 6 steps\. Choose"):
         trainer.fit(module, loader(), loader(1))
     assert trainer.global_step == 0
 
@@ -197,8 +197,8 @@ class Own(Blind):
     ("module", "data", "options", "text"),
     [
         (Net, {"train_dataloaders": loader(2)}, {}, "Net defines validation_step, but there is no"),
-        (Blind, {"datamodule": Data()}, {}, "Blind does not define validation_step, so that it is"),
-        (Own, {"train_dataloaders": loader(2)}, {}, "Own does not define validation_step, so that"),
+        (Blind, {"datamodule": Data()}, {}, "Blind does not define validation_step, so it is"),
+        (Own, {"train_dataloaders": loader(2)}, {}, "Own does not define validation_step, so it"),
         (
             Blind,
             {"train_dataloaders": loader(2)},
@@ -251,7 +251,7 @@ def test_an_early_stopping_by_steps_that_are_not_recorded_says_what_helps(caplog
     trainer = quiet_trainer(max_steps=3, log_every=4, callbacks=EarlyStopping("loss"))
     trainer.fit(Blind(), loader())
     assert "EarlyStopping saw no value of 'loss'" in caplog.text
-    assert "log_every says when" in caplog.text
+    assert "step values are reduced every log_every" in caplog.text
 
 
 class Stream(IterableDataset[Any]):

@@ -2,6 +2,7 @@
 
 import inspect
 import signal
+from collections import UserList
 
 import pytest
 import torch
@@ -653,8 +654,9 @@ def test_callbacks_that_save_run_after_those_that_do_not():
         def on_boundary(self, trainer, module):
             order.append("first")
 
-    trainer_for([Last(), First()]).fit(Quiet(), loader(2))
-    assert order == ["first", "last"] * 2
+    for kind in (list, tuple, UserList):  # the last is a sequence as Hydra's lists are
+        trainer_for(kind([Last(), First()])).fit(Quiet(), loader(2))
+    assert order == ["first", "last"] * 6
 
 
 def test_a_hook_set_on_the_instance_counts_as_overridden():

@@ -433,14 +433,14 @@ def test_a_name_that_is_no_argument_is_refused_with_the_nearest():
 @pytest.mark.parametrize("given", [({"a": 1}, "width"), (3,), ("width", Namespace())])
 def test_names_and_values_are_not_mixed(given):
     wrong = module_whose_init(lambda self: self.save_hyperparameters(*given))
-    with pytest.raises(TypeError, match="takes names of arguments, or one dict"):
+    with pytest.raises(TypeError, match="takes names of arguments, or a single dict"):
         wrong(1)
 
 
 def test_names_must_be_strings():
     with pytest.raises(TypeError, match="named 1; names must be strings"):
         Base(1).save_hyperparameters({1: 2})
-    with pytest.raises(TypeError, match="ignore has 1; it takes names"):
+    with pytest.raises(TypeError, match="ignore contains 1; it takes names"):
         Base(1).save_hyperparameters({"a": 2}, ignore=[1])
 
 
@@ -490,7 +490,7 @@ def test_a_missing_argument_is_named_with_the_fix():
     with pytest.raises(TypeError) as caught:
         again(needs)
     assert str(caught.value).startswith(
-        "Needs cannot be made: here does not hold its arguments encoder, head. Pass "
+        "Needs cannot be created: here does not hold its arguments encoder, head. Pass "
         "load_from_checkpoint(…, encoder=…, head=…), or call self.save_hyperparameters()"
     )
     with pytest.raises(TypeError, match=r"its argument head\. Pass"):
@@ -509,7 +509,7 @@ def test_another_class_is_refused_with_both_lists():
     assert "here was saved by a class with the arguments width, depth, betas, path" in str(
         caught.value
     )
-    assert "Configured does not take: it has config, extra." in str(caught.value)
+    assert "Configured does not take: it takes config, extra." in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,11 @@ def test_the_first_to_fail_is_told_once_with_its_traceback(notebook, capfd, capl
         assert 'raise LookupError("a fault of mine")' in message
         assert ", in fail\n" in message
         assert "launchers/rank.py" not in message
+    if how != "kill":
+        noted = caught.value.failures[1].message  # as torch writes it
+        assert noted["message"].endswith(said)
+        assert "\n" not in noted["message"]
+        assert noted["extraInfo"]["py_callstack"].rstrip().endswith(noted["message"])
     shown = capfd.readouterr()
     assert shown.out + shown.err + caplog.text == ""
 
@@ -164,11 +169,11 @@ def test_what_cannot_be_sent_back_is_told(notebook, capfd):
 
     for function, why in (
         (returns_a_lock, "lock"),
-        (returns_what_has_an_accelerator, "an `Accelerator`, which a `Trainer` has too"),
+        (returns_what_has_an_accelerator, "an `Accelerator`, a `Trainer` or an object"),
     ):
         assert debug_launcher(notebook(function)) is None
         said = capfd.readouterr().err
-        assert "What rank 0 returned cannot be sent" in said
+        assert "The return value of rank 0 cannot be sent" in said
         assert why in said
 
 

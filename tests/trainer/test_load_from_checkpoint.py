@@ -298,8 +298,8 @@ def test_names_are_listed_in_groups_and_nothing_is_loaded():
         "  missing from the file (2): extra.weight, extra.bias",
         "  unexpected in the file (2): 1.weight, 1.bias",
         "  of another shape (1): 0.weight ([3, 2] in the file, [3, 4] in the module)",
-        "Make the module as it was when the file was saved, and replace what shall have another "
-        "shape after loading.",
+        "Create the module as it was when the file was saved, and replace parts that should have "
+        "another shape after loading.",
     ]
     assert_equal(other.state_dict(), before)
 
@@ -326,7 +326,7 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_told(caplog):
     assert torch.equal(other["extra"].weight, extra)
     (record,) = caplog.records
     assert record.getMessage().splitlines() == [
-        "file does not fit ModuleDict wholly; what fits was loaded.",
+        "file does not fit ModuleDict completely; only what fits was loaded.",
         "  missing from the file (2): extra.weight, extra.bias",
         "  unexpected in the file (2): 1.weight, 1.bias",
     ]

@@ -24,7 +24,7 @@ def logger():
 
 def test_a_message_needs_to_know_its_process(logger):
     for speak in (logger.info, logger.warning, logger.error, logger.warning_once):
-        with pytest.raises(RuntimeError, match="make an `Accelerator` or a `PartialState` before"):
+        with pytest.raises(RuntimeError, match="an `Accelerator` or a `PartialState` before"):
             speak("hello")
 
 

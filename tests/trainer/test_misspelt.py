@@ -56,7 +56,8 @@ class OddData(DataModule):
 def test_a_name_that_is_almost_a_hook_is_told(owner, base, expected, caplog):
     tell_of_misspelt(owner(), base)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{owner.__name__} defines {name}, which is no hook and is not called; did you mean {near}?"
+        f"{owner.__name__} defines {name}, which is not a hook and is never called; "
+        f"did you mean {near}?"
         for name, near in expected
     ]
 

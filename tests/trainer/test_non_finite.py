@@ -342,6 +342,18 @@ def test_on_a_device_a_bad_update_is_never_saved(fused, policy):
         assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
+@requires_cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+def test_on_a_device_gradients_of_every_kind_are_looked_at(dtype):
+    good, other = (torch.ones(3, dtype=each, device="cuda") for each in (dtype, torch.float32))
+    assert find_non_finite([good, None, other]) == 0.0
+    for number in (math.nan, math.inf, -math.inf):
+        bad = good.clone()
+        bad[1] = number
+        assert find_non_finite([good, bad, None, other]) == 1.0
+        assert find_non_finite([other * number, bad]) == 1.0
+
+
 def test_an_answer_that_is_read_later_is_heard_at_the_next_update():
     weight = torch.nn.Parameter(torch.tensor([math.nan]))
     guard = FiniteGuard("stop", 5, optimizers=[], named_parameters=lambda: [("weight", weight)])

@@ -237,6 +237,6 @@ def test_an_engine_is_refused_with_what_there_is(argument, kind, variable, engin
     monkeypatch.setenv(variable, "false")
     refuse_engine()
     monkeypatch.setenv(variable, "true")
-    text = f"{variable}=true asks for {engine}.*dynamo_backend; for those unset {variable}"
+    text = f"{variable}=true asks for {engine}.*dynamo_backend: unset {variable}"
     with pytest.raises(NotImplementedError, match=text):
         refuse_engine()

@@ -510,7 +510,7 @@ def test_the_number_of_the_loader_may_be_left_out_of_a_name():
         "all": 3.0,
     }
     module.same = True
-    with pytest.raises(ValueError, match=r"Several loaders logged 'same'.*name of its own"):
+    with pytest.raises(ValueError, match=r"Several loaders logged 'same'.*different name"):
         make().validate(module, [loader(), loader(2)])
 
 
@@ -777,6 +777,9 @@ def test_attributes_that_a_trainer_does_not_have_are_hinted_at():
         trainer.testing
     with pytest.raises(AttributeError, match=r"'limit_val_batches': .*keep the value yourself"):
         trainer.limit_val_batches
+    with pytest.raises(AttributeError, match=r"'is_last_batch': .*num_training_batches") as error:
+        trainer.is_last_batch
+    assert "epoch_complete" not in str(error.value)  # which a training_step never sees true
     with pytest.raises(AttributeError, match=r"no attribute 'anything'\.$"):
         trainer.anything
     assert not hasattr(trainer, "num_nodes")

@@ -556,9 +556,9 @@ def test_a_run_of_weights_alone_does_not_begin_anew_over_them():
     fit("run", weights_only())
     before = contents("run")
     for word in ("auto", "last"):
-        with pytest.raises(CheckpointError, match=r"step-00000012 holds weights alone .* project_"):
+        with pytest.raises(CheckpointError, match=r"step-00000012 holds only weights .* project_"):
             fit("run", weights_only(), ckpt_path=word)
-    with pytest.raises(CheckpointError, match=r"holds weights alone .* pass the path of one"):
+    with pytest.raises(CheckpointError, match=r"holds only weights .* pass the path of one"):
         evaluate("validate", ckpt_path="auto")
     assert contents("run") == before
     assert evaluate("test", ckpt_path=step(12))
@@ -581,7 +581,7 @@ def test_weights_alone_are_told_to_all_ranks(ranks2):
     assert ranks2(attempt) == ["done", "done"]
     first, second = ranks2(lambda: attempt("auto"), timeout=60)
     assert first == second
-    assert "holds weights alone" in first
+    assert "holds only weights" in first
 
 
 def test_a_later_releases_checkpoint_is_not_gone_back_behind_in_another_folder():
@@ -637,5 +637,5 @@ def test_a_worker_that_imports_a_script_without_a_guard_says_what_is_missing(tmp
     command = [sys.executable, str(script)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
-    assert "what the script does below `if __name__ == '__main__':`" in ended.stderr
+    assert "the script's code under `if __name__ == '__main__':`" in ended.stderr
     assert "is in use by" not in ended.stderr

@@ -121,7 +121,7 @@ def test_a_resumed_run_says_from_where(capsys):
     arguments = {"project_dir": "run"}
     make(**arguments).fit(Line(), DataLoader(data(), batch_size=2))
     make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")
-    assert "Going on from run/checkpoints/step-00000004 (epoch 1, update 4)." in (
+    assert "Resuming from run/checkpoints/step-00000004 (epoch 1, update 4)." in (
         capsys.readouterr().out
     )
     make(max_epochs=2, **arguments).fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="auto")

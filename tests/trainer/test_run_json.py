@@ -266,7 +266,7 @@ def test_a_damaged_file_is_begun_anew(content, caplog):
     RUN.write_text(content)
     fit(ckpt_path="auto")
     assert [start["status"] for start in about()["starts"]] == ["finished"]
-    assert "cannot be read and is begun anew" in caplog.text
+    assert "cannot be read and is recreated" in caplog.text
 
 
 def test_a_fork_tells_nothing():

@@ -187,7 +187,7 @@ def test_an_interrupt_does_not_wait_for_the_save_in_flight(gate, caplog):
 
     with pytest.raises(KeyboardInterrupt):
         fit("run", At({6: interrupt}), ModelCheckpoint(every=4))
-    assert "it is given up" in caplog.text
+    assert "it is abandoned" in caplog.text
     gate.set()  # so that the thread ends with this test
     for thread in threading.enumerate():
         if thread.name == "cadence-save":
@@ -240,10 +240,27 @@ def test_a_writer_refuses_a_second_save_and_tells_how_the_latest_ended(caplog):
     assert caplog.text.count("torn") == 1
     assert not writer.failed
     writer.start(fail)
-    with pytest.raises(CheckpointError, match="A save in the background failed: ValueError"):
+    with pytest.raises(CheckpointError, match="A background save failed: ValueError"):
         writer.wait()
     assert not writer.failed
     assert not writer.wait()
+
+
+def test_the_thread_that_saves_is_on_the_process_s_device(monkeypatch):
+    made_current = []
+
+    def note(index):
+        made_current.append((threading.current_thread().name, index))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", note)
+    state = PartialState()
+    state.__dict__["device"] = torch.device("cuda", 1)
+    writer = Writer(state)
+    writer.start(lambda group: None)
+    assert writer.wait()
+    assert made_current == [("cadence-save", 1)]
+    writer.start(lambda group: None, background=False)  # the caller's thread stays where it is
+    assert len(made_current) == 1
 
 
 # -- saves that fail -------------------------------------------------------------------------------
@@ -290,7 +307,7 @@ def test_a_run_goes_on_without_a_checkpoint_if_it_is_told_to(monkeypatch, caplog
         every=3, save_top_k=2, background=background, on_save_error="warn", save_last=2
     )
     fit("run", saver)
-    assert caplog.text.count("goes on without this checkpoint") == 2
+    assert caplog.text.count("continues without this checkpoint") == 2
     assert sorted(os.listdir("run/checkpoints")) == ["step-00000003", "step-00000012"]
     assert [path.name for path in saver.best_k_models] == ["step-00000012", "step-00000003"]
     assert saver.last_model_path.name == "step-00000012"
@@ -326,7 +343,7 @@ def test_little_space_is_told_before_the_first_update(monkeypatch, caplog):
         free[0] = 10**12
 
     fit("run", At({1: grow}), ModelCheckpoint(), module=module)
-    assert "may be too little" in caplog.text
+    assert "may not be enough space" in caplog.text
     assert steps_in("run") == [12]
 
 
@@ -351,9 +368,9 @@ def test_weights_alone_are_for_evaluation_not_to_go_on_from():
     assert disk.verify(path)["weights_only"] is True
     (seen,) = trainer.validate(Net(), loader(1), ckpt_path=path)
     assert seen["seen"] == pytest.approx(trainer.module.head.weight.sum().item())
-    with pytest.raises(CheckpointError, match="weights alone"):
+    with pytest.raises(CheckpointError, match="only weights"):
         fit("run", ckpt_path=path)
-    with pytest.raises(CheckpointError, match="weights alone"):
+    with pytest.raises(CheckpointError, match="only weights"):
         fit("run", saver, ckpt_path="auto")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import os
 import pickle
 import socket
@@ -99,6 +100,7 @@ def test_a_group_wins_over_variables_that_say_otherwise(tmp_path, monkeypatch):
 
 
 def test_the_variable_forces_the_cpu(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # set where there is a GPU
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     assert PartialState().device == torch.device("mps")
@@ -108,6 +110,7 @@ def test_the_variable_forces_the_cpu(monkeypatch):
 
 
 def test_a_device_named_by_variable_is_taken_unless_the_cpu_is_asked_for(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # set where there is a GPU
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps")
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     assert PartialState().device == torch.device("mps")
@@ -116,6 +119,7 @@ def test_a_device_named_by_variable_is_taken_unless_the_cpu_is_asked_for(monkeyp
 
 
 def test_more_processes_than_devices_are_refused(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # set where there is a GPU
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -126,6 +130,7 @@ def test_more_processes_than_devices_are_refused(monkeypatch):
 
 
 def test_the_cpu_cannot_be_asked_for_after_another_device_was_taken(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)  # set where there is a GPU
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "mps")
     monkeypatch.setattr(torch.mps, "is_available", lambda: True)
     PartialState()
@@ -282,7 +287,7 @@ def test_what_a_process_is_cannot_be_assigned(name):
     state = PartialState(cpu=True)
     before = getattr(state, name)
     with pytest.raises(
-        AttributeError, match=rf"`PartialState.{name}` is for reading .* start the process differen"
+        AttributeError, match=rf"`PartialState.{name}` is read-only .* start the process differen"
     ):
         setattr(state, name, 7)
     assert getattr(PartialState(), name) == before
@@ -328,7 +333,7 @@ def test_of_the_window_only_the_synchronisation_can_be_assigned(name):
 
 def test_an_accelerator_state_before_an_accelerator_says_what_to_do():
     for arguments in ({}, {"mixed_precision": "bf16", "cpu": True}):
-        with pytest.raises(ValueError, match=r"Make one first: accelerator = Accelerator\(\)"):
+        with pytest.raises(ValueError, match=r"Create one first: accelerator = Accelerator\(\)"):
             AcceleratorState(**arguments)
     assert not AcceleratorState._shared_state
     make("bf16")
@@ -458,7 +463,7 @@ def test_a_named_accelerator_is_shared_out_by_local_rank(monkeypatch, named, wor
 @pytest.mark.parametrize(
     ("named", "world_size", "message"),
     [
-        ("gpu", 1, "'gpu', which is no device"),
+        ("gpu", 1, "'gpu', which is not a device"),
         ("mps", 2, "'mps', which has no collectives for 2 processes"),
         ("xpu", 1, "'xpu', which this machine or this build of torch does not have"),
         ("cuda:1", 2, "'cuda:1', which this machine"),
@@ -515,7 +520,7 @@ def test_an_unknown_backend_is_refused_before_anybody_waits(monkeypatch):
 
 
 def test_processes_of_one_machine_share_its_cores(monkeypatch, caplog):
-    monkeypatch.setattr(joining.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     torch.set_num_threads(6)
     joining.share_out_cores(launch(0, 4))
@@ -608,7 +613,7 @@ def test_a_local_rank_is_one_of_the_machine():
 def test_a_decorator_without_a_function_is_refused(name):
     with pytest.raises(ValueError, match=f"write `@state.{name}` above one, without parenth"):
         getattr(PartialState(cpu=True), name)(None)
-    with pytest.raises(TypeError, match="3 cannot be called"):
+    with pytest.raises(TypeError, match="3 is not callable"):
         getattr(PartialState(), name)(3)
 
 
@@ -781,7 +786,7 @@ def test_processes_on_the_cpu_meet_where_other_machines_come(
         assert not caplog.text
         network.choose_interface(launch)
         assert os.environ[network._VARIABLE] == ((chosen or "") if size == 1 else "")
-    assert ("Export GLOO_SOCKET_IFNAME as the interface that leads" in caplog.text) == warned
+    assert ("Set GLOO_SOCKET_IFNAME to the interface that reaches" in caplog.text) == warned
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
@@ -795,8 +800,9 @@ def test_networks_are_known_by_their_addresses():
     assert network.reachable_from("127.0.0.1") is None
 
 
-@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
-def test_a_group_on_the_cpu_asks_for_its_network_and_ends_in_peace(monkeypatch, backend):
+@pytest.mark.parametrize("backend", [None, "cpu:gloo", "fake"])
+def test_a_group_of_any_backend_asks_for_its_network_and_ends_in_peace(monkeypatch, backend):
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")
     asked = []
     monkeypatch.setattr(joining, "choose_interface", asked.append)
     monkeypatch.setattr(joining.atexit, "register", asked.append)

@@ -389,7 +389,7 @@ def report(num_workers=0, stage="fit", **parts):
     )
 
 
-LIMIT = "computes 70 % of the time, which is its limit. It waits for data 30 %"
+LIMIT = "spends 70 % of the time computing, which is its limit. It waits for data 30 %"
 ADVICE = [
     ({"data_wait": 61, "forward": 39}, "waits for data 61 % of the time: raise num_workers"),
     ({"data_wait": 61, "forward": 39}, "of the DataLoader (it is 0)"),
@@ -400,7 +400,7 @@ ADVICE = [
     ({"saving": 60, "forward": 40}, "give ModelCheckpoint a larger every"),
     ({"rest": 60, "forward": 40}, "larger batches"),
     ({"data_wait": 30, "forward": 25, "backward": 25, "optimizer": 20}, LIMIT),
-    ({"data_wait": 5, "forward": 95}, "computes 95 % of the time, which is its limit: mixed"),
+    ({"data_wait": 5, "forward": 95}, "95 % of the time computing, which is its limit: mixed"),
 ]
 
 

@@ -280,8 +280,8 @@ def test_images_and_tables_go_to_those_that_take_them(caplog):
     ]
     assert listed.seen == ["begun"]
     assert [record.getMessage() for record in caplog.records] == [
-        "The tracker 'listed' takes no images. They are left out there.",
-        "The tracker 'listed' takes no tables. They are left out there.",
+        "The tracker 'listed' does not support images. They are left out there.",
+        "The tracker 'listed' does not support tables. They are left out there.",
     ]
 
 
@@ -396,7 +396,7 @@ def test_a_tracker_is_found_by_name_and_unwrapped_to_the_object_of_its_sdk(tmp_p
     assert isinstance(writer, SummaryWriter)
     assert tracking.get_tracker("tensorboard").writer is writer
     with pytest.raises(
-        ValueError, match=r"no tracker 'wandb'; there are \['listed', 'tensorboard'"
+        ValueError, match=r"no tracker 'wandb'; the trackers are \['listed', 'tensorboard'"
     ):
         tracking.get_tracker("wandb")
     tracking.end_training()

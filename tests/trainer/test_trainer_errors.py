@@ -627,7 +627,7 @@ LOGGED = [
     ((3, 1.0), {}, TypeError, ["3", "string"]),
     (("x", 1.0), {"reduce": "avg"}, ValueError, ["'x'", "'avg'", "'max', 'mean', 'min', 'sum'"]),
     (("x", 1.0), {"reduce": "maxx"}, ValueError, ["Did you mean 'max'"]),
-    (("step", 1.0), {}, ValueError, ["'step'", "field of that name"]),
+    (("step", 1.0), {}, ValueError, ["'step'", "field with that name"]),
     (("epoch", 1.0), {}, ValueError, ["'epoch'"]),
     (("time", 1.0), {}, ValueError, ["'time'"]),
 ]

@@ -3,6 +3,7 @@
 import math
 import random
 import time
+from collections import UserList
 from datetime import timedelta
 
 import numpy
@@ -536,8 +537,9 @@ def test_a_list_of_dicts_is_one_loader_and_a_list_of_loaders_several():
     module, _ = fit(data, data, module=Dicts(), max_epochs=1)
     assert module.seen["train"] == FOUR
     assert module.seen["validation"] == [None] * 4
-    module, _ = fit(data, [loader(1), Batches()], module=Dicts(), max_epochs=1)
-    assert module.seen["validation"] == [0, 1, 1, 1, 1]
+    for kind in (list, tuple, UserList):  # the last is a sequence as Hydra's lists are
+        module, _ = fit(data, kind([loader(1), Batches()]), module=Dicts(), max_epochs=1)
+        assert module.seen["validation"] == [0, 1, 1, 1, 1]
 
 
 def test_a_loader_of_ready_made_batches_weighs_them_by_their_size():

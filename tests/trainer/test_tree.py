@@ -127,7 +127,7 @@ def test_a_batch_size_that_is_not_there_is_an_error_of_the_helper():
     for empty in ([], {}, ({}, [])):
         with pytest.raises(ValueError, match=f"from an empty {type(empty).__name__}"):
             find_batch_size(empty)
-    with pytest.raises(TypeError, match="that of a tensor, and find_batch_size met int, str"):
+    with pytest.raises(TypeError, match="find_batch_size needs a tensor, but found only int, str"):
         find_batch_size(["a", 3])
     with pytest.raises(ValueError, match="no tensor has a dimension"):
         find_batch_size(torch.tensor(1.0))
@@ -315,8 +315,8 @@ def test_concatenate_pairs_by_key():
     ("data", "error", "text"),
     [
         ([], ValueError, "nothing to join"),
-        ([[torch.ones(1), 3]] * 2, TypeError, "it met int"),
-        ([torch.ones(1), [torch.ones(1)]], TypeError, "it met Tensor, list"),
+        ([[torch.ones(1), 3]] * 2, TypeError, "it found int"),
+        ([torch.ones(1), [torch.ones(1)]], TypeError, "it found Tensor, list"),
         ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], ValueError, r"\['a'\] and \['b'\]"),
         ([[torch.ones(1)], [torch.ones(1)] * 2], ValueError, r"\[0\] and \[0, 1\]"),
     ],

@@ -666,7 +666,7 @@ def test_there_is_no_suggestion_where_nothing_can_be_said(caplog):
     assert made([5.0, 4.0, 2.0, 1.0, 0.0]).suggestion(0, 7) is None
     assert "of 5 updates, skip_begin=0 and skip_end=7 leave 0" in caplog.text
     assert made([1.0, 2.0, 3.0, 4.0]).suggestion(0, 0) is None
-    assert "the loss falls nowhere" in caplog.text
+    assert "the loss never falls" in caplog.text
     with pytest.raises(ValueError, match="skip_begin is -1"):
         made([1.0]).suggestion(-1)
 
@@ -728,7 +728,7 @@ def test_without_a_suggestion_the_attribute_stays(caplog):
     module = Line()
     find(module, update_attr=True, num_training=3)
     assert module.lr == 0.1
-    assert "lr stays as it is" in caplog.text
+    assert "lr is left unchanged" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -1140,11 +1140,14 @@ def test_an_attribute_that_changes_nothing_ends_the_search():
     assert scale(Fixed(500), train_dataloaders=None).trials == {2: True, 4: True, 6: True}
 
 
-def test_batches_of_which_nothing_tells_the_size_are_as_large_as_was_asked_for():
-    class Graphs:
-        def __init__(self, samples):
-            self.samples = samples
+class Graphs:
+    """A batch of which nothing tells the size."""
 
+    def __init__(self, samples):
+        self.samples = samples
+
+
+def test_batches_of_which_nothing_tells_the_size_are_as_large_as_was_asked_for():
     class Opaque(Hungry):
         def training_step(self, batch, batch_idx):
             samples = torch.utils.data.default_collate(batch.samples)
@@ -1178,6 +1181,37 @@ def test_evaluations_are_sized_too(method):
         test_step = predict_step = validation_step
 
     assert scale(Indexed(9), dataloaders=loaders, method=method).batch_size == 8
+
+
+class Endless(Hungry):
+    """Takes every batch, and looks at none."""
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(torch.ones(1, 3)).sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
+def test_the_search_ends_with_the_data_whatever_tells_their_size(method, drop_last):
+    class Streamed(IterableDataset):
+        def __iter__(self):
+            return iter(data(50))
+
+    def largest(dataset, **kwargs):
+        loader = DataLoader(dataset, batch_size=1, drop_last=drop_last, **kwargs)
+        name = "train_dataloaders" if method == "fit" else "dataloaders"
+        return max(scale(Endless(0), method=method, init_val=16, **{name: loader}).trials)
+
+    assert largest(data(50)) == 50
+    assert largest(data(50), collate_fn=Graphs) == 50
+    # a stream ends with its first batch, of 64; of those that are dropped there is none of 64
+    assert largest(Streamed(), collate_fn=Graphs) == (32 if drop_last else 64)
+    assert largest(Streamed()) == (32 if drop_last else 50)
 
 
 def test_predictions_of_unequal_processes(ranks2):

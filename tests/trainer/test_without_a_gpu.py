@@ -112,6 +112,46 @@ def test_an_update_is_bad_only_if_its_gradients_are(tmp_path, late):
     assert len(records(tmp_path / "other")) == 4
 
 
+class KernelOfCuda(TorchDispatchMode):
+    """The kernel of gradient scalers takes on the device what it takes on CUDA."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            kinds = {gradient.dtype for gradient in args[0]}
+            assert kinds <= {torch.float16, torch.float32, torch.float64}, "not implemented"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_gradients_of_bfloat16_weights_are_looked_at_without_a_kernel_for_them(late):
+    def gradient(*values, dtype=torch.bfloat16):
+        return torch.tensor(values, dtype=dtype).to(DEVICE)
+
+    def found(*gradients):
+        with KernelOfCuda():
+            return find_non_finite(gradients).tolist()
+
+    fine = [gradient(), gradient(3e38, -3e38), gradient(1.0, dtype=torch.float32)]
+    assert found(*fine) == found(*fine[:2]) == found(fine[0]) == 0.0
+    for number in (math.nan, math.inf, -math.inf):
+        assert found(*fine, gradient(1.0, number, 2.0)) == 1.0
+        assert found(*fine, gradient(number, dtype=torch.float16)) == 1.0
+
+
+def test_only_where_all_optimizers_skip_on_the_device_is_an_update_begun_unread(late):
+    weight = [torch.nn.Parameter(torch.ones(1))]
+    fused, plain = (torch.optim.SGD(weight, lr=1.0, fused=each) for each in (True, False))
+    found = find_non_finite([torch.tensor([1.0, math.nan], device=DEVICE)])
+    guard = FiniteGuard("skip", 5, optimizers=[fused], named_parameters=list)
+    assert guard.admits(found, 1, None)
+    assert fused.found_inf is found  # by which its step leaves the weights as they are
+    guard.settle()
+    assert guard.skipped == 1
+    assert not hasattr(fused, "found_inf")
+    guard = FiniteGuard("skip", 5, optimizers=[fused, plain], named_parameters=list)
+    assert not guard.admits(found, 1, None)
+    assert guard.skipped == 1
+
+
 def test_an_answer_comes_to_the_host_whatever_the_default_device(late):
     guard = FiniteGuard("stop", 5, optimizers=[], named_parameters=list)
     found = find_non_finite([torch.tensor([1.0, math.nan], device=DEVICE)])

@@ -1,32 +1,33 @@
-"""Checkpoints: folders of tensors and JSON that exist whole or not at all.
+"""Checkpoints: folders of tensors and JSON, committed atomically.
 
 The format, version 1::
 
     checkpoints/step-00000100/
         manifest.json           format version, the caller's fields, every file's size and SHA-256
         model.safetensors       weights under the module's own names
-        trained.safetensors     where those are averages: the weights that the run goes on with
-        optimizer.json          the tree of a state dict; its tensors are named in it …
-        optimizer.safetensors   … and lie here
-        trainer.json            where the run stands
-        datamodule.json         what the datamodule says of itself, if it has a state
-        record.json             how long the local record was
-        rank-00000.json         what belongs to one rank, for example random states
+        trained.safetensors     if those are averages: the weights that training resumes with
+        optimizer.json          the tree of a state dict, with the names of its tensors
+        optimizer.safetensors   … and the tensors
+        trainer.json            the position and state of the run
+        datamodule.json         the datamodule's state dict, if it has one
+        record.json             the length of the local record
+        rank-00000.json         the state of one rank, such as its RNG states
 
-A folder is a checkpoint exactly if it has a manifest, and it gets its name, by one rename, only
-when every file is on the disk and every rank has said so. Reading never runs code from a file.
+A folder is a checkpoint if and only if it has a manifest. It gets its name by one rename, after
+every file is on disk and every rank has confirmed it. Reading never runs code from a file.
 
-``layout`` has the names, the commit and the removal, ``tensors`` the trees, ``weights`` the
-weights, ``fitting`` their return into a module, and ``save`` what the ranks do together. ``lock``
-keeps a second run out of a folder, and ``branch`` sets aside what a run leaves behind that goes
-back. ``portions`` are what one rank adds, copied if training goes on while ``writer`` writes.
+``layout`` has the names, commit and removal, ``tensors`` the trees, ``weights`` the weights,
+``fitting`` loads them into a module, and ``save`` coordinates the ranks. ``lock`` keeps a second
+run out of a folder, and ``branch`` sets aside the checkpoints after the one that a run resumes
+from. ``portions`` are each rank's part of a save, copied if training continues while ``writer``
+writes.
 
-The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads what is
-each process's own, ``restore`` puts it back, with what ``gradients`` has kept of a window,
-``folder`` commits it where other files lie, ``project`` names it, and ``accelerate_format`` reads
-the folders of accelerate. Weights for other libraries are ``model`` and ``load`` (with
-``weightfiles`` and ``offload``), single objects ``objects``; below them are ``atomic`` and
-``torchfile``.
+The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads the
+per-process state, ``restore`` puts it into the objects, with the pending gradients from
+``gradients``, ``folder`` commits into a folder with other files, ``project`` names the folders, and
+``accelerate_format`` reads those of accelerate. ``model`` and ``load`` handle weights for other
+libraries (with ``weightfiles`` and ``offload``), ``objects`` single objects; ``atomic`` and
+``torchfile`` are helpers of these.
 """
 
 from importlib import import_module
@@ -135,7 +136,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # when first used: what only reads manifests needs no torch
+def __getattr__(name: str) -> Any:  # lazy: code that only reads manifests does not import torch
     if name not in _HOME:
         raise AttributeError(f"module 'trainer.checkpoint' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.checkpoint.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""Folders that accelerate's ``save_state`` wrote, 0.31 to 1.x, read without running code of theirs.
+"""Read folders of accelerate's ``save_state``, 0.31 to 1.x, without running code from them.
 
 ::
 
@@ -8,7 +8,7 @@
     random_states_0.pkl                             for each rank
 
 Samplers (``sampler.bin``) are pickled objects, and the positions of torchdata's loaders
-(``dl_state_dict.bin``) mean nothing to ours: what they held is told as lost.
+(``dl_state_dict.bin``) do not apply to our loaders: both are reported as lost.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOST = re.compile(r"(sampler|dl_state_dict)(_\d+)?\.bin")
 
 
 def recognised(path: Path) -> bool:
-    """Whether a folder without a manifest is one of accelerate's."""
+    """Return whether a folder without a manifest was written by accelerate."""
     return path.is_dir() and any(_STATE.fullmatch(file.name) for file in path.iterdir())
 
 
@@ -39,12 +39,12 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
 
     Args:
         path: The folder.
-        rank: Whose random states are wanted.
-        local_rank: Which of the machine's accelerators is this rank's.
+        rank: The rank whose RNG states to read.
+        local_rank: The index of this rank's accelerator on its machine.
 
     Raises:
-        CheckpointError: If a file is damaged or holds objects that are not plain values; the text
-            names it.
+        CheckpointError: If a file is damaged or holds objects that are not plain values; the
+            message names it.
     """
     ranks = sorted(
         int(match[1]) for file in path.iterdir() if (match := _RANK.fullmatch(file.name))
@@ -66,8 +66,9 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
         first_rng=_generators(first, local_rank),
         step=(first or {}).get("step", 0),
         lost=[
-            f"{file.name} holds the state of a sampler or loader, which cannot be taken over: the "
-            "loader prepared here begins anew. Use skip_first_batches to go on inside a pass."
+            f"{file.name} holds the state of a sampler or loader, which cannot be loaded: the "
+            "loader prepared here starts from the beginning. Use skip_first_batches to resume "
+            "inside a pass."
             for file in sorted(path.iterdir())
             if _LOST.fullmatch(file.name)
         ],
@@ -75,7 +76,7 @@ def read(path: Path, rank: int, local_rank: int) -> Stored:
 
 
 def _read_model(path: Path, number: int) -> dict[str, torch.Tensor]:
-    """The weights of one model, safetensors before ``torch.save``'s."""
+    """Read the weights of one model, preferring safetensors to ``torch.save``'s file."""
     suffix = f"_{number}" if number else ""
     safe = path / f"model{suffix}.safetensors"
     if safe.exists():
@@ -116,7 +117,7 @@ def _random_states(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _generators(states: dict[str, Any] | None, local_rank: int) -> dict[str, Any] | None:
-    """Random states under our names."""
+    """Return the RNG states under our names."""
     if states is None:
         return None
     rng = {"python": states["random_state"], "torch": states["torch_manual_seed"]}

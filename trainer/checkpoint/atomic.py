@@ -1,4 +1,4 @@
-"""Single files that appear whole or not at all."""
+"""Atomic writes of single files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _TEMPORARY = ".cadence-writing-"
 
 
 def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
-    """Write a file beside its place, under a hidden name, and wait until it is on the disk.
+    """Write a file under a hidden name beside its final path, and sync it to disk.
 
     Args:
-        file: Where it will belong; a rename of the result puts it there.
-        write: Writes the file that it is given.
+        file: The final path; the caller renames the result to it.
+        write: Writes to the path that it is given.
 
     Returns:
-        The hidden file. If ``write`` fails nothing is left of it.
+        The hidden file. If ``write`` fails, it is removed.
     """
-    # Named after its process too: whoever writes the same file at the same time has another.
+    # The name includes the process id, since another process may write the same file.
     temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{file.name}")
     try:
         write(temporary)
@@ -33,12 +33,12 @@ def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file so that its name never stands for a part of it; one of that name is replaced."""
+    """Write a file atomically, replacing an existing one."""
     os.replace(write_aside(file, write), file)
     sync(file.parent)
 
 
 def sweep_aside(file: Path) -> None:
-    """Remove what killed processes have left of this file; nobody else may be writing it now."""
+    """Remove hidden files that killed processes left; no other process may be writing this file."""
     for left in file.parent.glob(f"{_TEMPORARY}*-{file.name}"):
         left.unlink(missing_ok=True)

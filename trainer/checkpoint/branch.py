@@ -1,6 +1,6 @@
-"""Going back: a run that goes on from an earlier checkpoint leaves the later ones behind.
+"""Resuming from an earlier checkpoint: the later checkpoints are set aside.
 
-They are set aside, never deleted: under their names the next start would take them for the newest.
+They are renamed, never deleted: under their old names the next start would take one as the newest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_other_runs(chosen: Path, roots: Iterable[Path]) -> None:
-    """See that the folders which a run will save to hold checkpoints of no other one.
+    """Check that the folders which a run will save to hold no checkpoints of another run.
 
     Args:
-        chosen: The checkpoint that it goes on from, wherever it is.
-        roots: The folders.
+        chosen: The checkpoint that the run resumes from, in any folder.
+        roots: The folders that the run will save to.
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
-        ValueError: There are some.
+        ValueError: A folder holds a checkpoint of another run.
     """
     run_id = read_manifest(chosen).get("run_id")
     for path in (path for root in roots for path in committed(root)):
@@ -31,15 +31,15 @@ def refuse_other_runs(chosen: Path, roots: Iterable[Path]) -> None:
         if None not in (run_id, other) and run_id != other:
             raise ValueError(
                 f"{path} is a checkpoint of another run than {chosen}, from which this one is to "
-                "go on. Give another project_dir, or move it away."
+                "resume. Give another project_dir, or move it away."
             )
 
 
 def later_than(chosen: Path, roots: Iterable[Path]) -> list[Path]:
-    """The checkpoints behind the one that a run goes on from, the newest first.
+    """Return the checkpoints later than the one that a run resumes from, newest first.
 
     Args:
-        chosen: That one, wherever it is.
+        chosen: The checkpoint that the run resumes from, in any folder.
         roots: The folders that the run saves to.
 
     Raises:
@@ -51,11 +51,11 @@ def later_than(chosen: Path, roots: Iterable[Path]) -> list[Path]:
 
 
 def leave_branch(chosen: Path, later: Iterable[Path]) -> None:
-    """Set these aside, which :func:`later_than` gave; the log tells it.
+    """Rename the checkpoints from :func:`later_than` to ``abandoned-…``, with a warning each.
 
     Raises:
-        OSError: The disk refuses. The older ones have their names then, so the run that is started
-            again finds them.
+        OSError: A rename failed. The older checkpoints still have their names then, so the next
+            start finds them.
     """
     step = read_manifest(chosen)["step"]
     for path in later:

@@ -1,4 +1,4 @@
-"""How weights fit a module, and loading them into it."""
+"""Compare weights with a module, and load them into it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 
-_SHOWN = 20  # names of a kind in an error
+_SHOWN = 20  # names of each kind listed in an error
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Misfits:
-    """Where weights and a model differ: names, and for shapes ``(saved, the model's)``."""
+    """Differences between weights and a model: names, and shapes as ``(saved, model's)``."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -39,9 +39,9 @@ class Misfits:
 
 
 def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Misfits:
-    """How weights of these names and shapes fit a model.
+    """Compare the names and shapes of weights with a model's.
 
-    A name that the model ties to a saved one is not missing.
+    A name that the model ties to a saved one does not count as missing.
     """
     here = model.state_dict(keep_vars=True)
     saved = {id(here[name]) for name in shapes if name in here}
@@ -59,7 +59,7 @@ def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Mi
 
 
 def renames(model: torch.nn.Module) -> bool:
-    """Whether modules translate what is loaded, so that only loading shows what fits."""
+    """Return whether load hooks may rename keys, so that only loading shows which ones fit."""
     return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
@@ -70,19 +70,19 @@ def load_into(
     where: str | os.PathLike[str],
     strict: bool = True,
 ) -> None:
-    """Load weights into a module, whose submodules may be compiled or not.
+    """Load weights into a module, whether its submodules are compiled or not.
 
     Args:
         module: The module.
-        weights: Tensors by the module's own names; they may have been saved compiled.
+        weights: Tensors by the module's own names, perhaps saved from a compiled module.
         where: The file that they came from, for the error.
-        strict: Every name must fit. Otherwise those that do are loaded, and a warning of the log
-            lists the others. Shapes must fit in any case.
+        strict: All names must match. False loads those that match and logs a warning that lists the
+            others. Shapes must match in either case.
 
     Raises:
-        CheckpointError: Listing the missing, the unexpected and the mis-shaped names. Nothing is
-            loaded then, unless modules translate the names of what they load: only loading shows
-            what fits those.
+        CheckpointError: Names or shapes do not fit; the message lists the missing, unexpected and
+            misshaped names. Nothing is loaded then, unless modules translate the names that they
+            load: for these only loading shows what fits.
     """
     weights = own_names(module, weights)
     misfits = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
@@ -97,7 +97,7 @@ def load_into(
             raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
     if misfits:
         logger.warning(
-            "%s does not fit %s wholly; what fits was loaded.\n%s",
+            "%s does not fit %s completely; only what fits was loaded.\n%s",
             os.fspath(where),
             type(module).__name__,
             _grouped(misfits),
@@ -105,7 +105,7 @@ def load_into(
 
 
 def _translates(module: torch.nn.Module) -> bool:
-    """Whether modules change the names or shapes of what is loaded."""
+    """Return whether modules change the names or shapes of the weights that they load."""
     loaders = (type(each)._load_from_state_dict for each in module.modules())
     return renames(module) or any(not each.__module__.startswith("torch.nn.") for each in loaders)
 
@@ -116,7 +116,7 @@ def _load_translated(
     misfits: Misfits,
     where: str | os.PathLike[str],
 ) -> Misfits:
-    """Load, and return which of the misfits remain when the modules have translated."""
+    """Load, and return the misfits that remain after the modules' translation."""
     shapes = misfits.misshaped
     try:
         try:
@@ -129,7 +129,7 @@ def _load_translated(
             found = module.load_state_dict(fitting, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
-    # A name tied to one that is there is not missing.
+    # A name tied to a saved one is not missing.
     missing = [name for name in found.missing_keys if name in misfits.missing]
     return Misfits(missing, list(found.unexpected_keys), shapes)
 
@@ -139,18 +139,18 @@ def _refuse(
 ) -> None:
     if misfits if strict else misfits.misshaped:
         fix = (
-            "or make a new module from what fits with load_from_checkpoint(…, strict=False)"
+            "or create a new module from what fits with load_from_checkpoint(…, strict=False)"
             if not misfits.misshaped
-            else "and replace what shall have another shape after loading"
+            else "and replace parts that should have another shape after loading"
         )
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
-            f"{_grouped(misfits)}\nMake the module as it was when the file was saved, {fix}."
+            f"{_grouped(misfits)}\nCreate the module as it was when the file was saved, {fix}."
         )
 
 
 def _grouped(misfits: Misfits) -> str:
-    """The names of each kind of misfit on a line of their own."""
+    """Return the misfits as text, with one line for each kind."""
     shapes = [
         f"{name} ({list(saved)} in the file, {list(here)} in the module)"
         for name, (saved, here) in misfits.misshaped.items()

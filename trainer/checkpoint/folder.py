@@ -1,14 +1,15 @@
-"""Checkpoints in folders that hold other files too, which stay.
+"""Checkpoints in folders that also hold other files, which are preserved.
 
-A new folder, or one that holds nothing but a checkpoint, is committed by one rename
-(:mod:`trainer.checkpoint.layout`). Into any other, the user's, the files are moved one by one::
+A new folder, or one that holds only a checkpoint, is committed by one rename
+(:mod:`trainer.checkpoint.layout`). Into any other folder the files are moved one by one::
 
-    folder/notes.txt                    the user's: left alone
-    folder/.cadence-staging/            a save that runs, or was killed …
-    folder/.cadence-staging/manifest.json      … and if this is there, it only has to be moved
+    folder/notes.txt                    the user's file: left alone
+    folder/.cadence-staging/            a save in progress, or one that was killed …
+    folder/.cadence-staging/manifest.json      … after which only the moves are left to do
 
-The staged manifest is the commit: whoever finds it moves what was not moved yet. The old manifest
-goes first and the new one comes last, so no reader takes old and new files for one checkpoint.
+Writing the staged manifest is the commit: the next process that finds it completes the moves. The
+old manifest is removed first and the new one moved last, so that no reader takes a mixture of old
+and new files for a checkpoint.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ STAGING = ".cadence-staging"
 
 
 def open_folder(target: Path) -> Path:
-    """Make the empty staging folder of a save to ``target``, whatever that holds.
+    """Create an empty staging folder for a save to ``target``, whatever that folder holds.
 
     Raises:
         NotADirectoryError: If ``target`` is a file.
-        OSError: If the folder cannot be made.
+        OSError: If the staging folder cannot be created.
     """
     if target.exists() and not target.is_dir():
         raise NotADirectoryError(f"{target} is a file; a checkpoint needs a folder.")
@@ -56,14 +57,14 @@ def open_folder(target: Path) -> Path:
 
 
 def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
-    """Make what :func:`open_folder` began visible in ``target``, durably.
+    """Commit a staging folder from :func:`open_folder` to ``target``, durably.
 
-    Files of an earlier checkpoint there go; files that are neither its nor ours stay. Where the
-    user's file has the name of one of ours, ours replaces it.
+    Files of an earlier checkpoint there are removed; the user's files stay, except one with the
+    name of a checkpoint file, which is replaced.
 
     Raises:
-        TypeError: If JSON cannot hold a field of ``manifest``.
-        OSError: If the disk refuses.
+        TypeError: If a field of ``manifest`` is not valid JSON.
+        OSError: If writing fails.
     """
     if staging.parent != target:
         return commit(staging, target, manifest)
@@ -73,12 +74,12 @@ def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> P
 
 
 def recover(target: Path) -> Path:
-    """Finish what a killed save had committed but not moved; do nothing where there is no such.
+    """Complete the moves of a save that was killed after its commit, if there was one.
 
     Call it on one rank, before ``target`` is read.
 
     Returns:
-        ``target``, or where a killed save had set it aside.
+        ``target``, or the path to which a killed save has set it aside.
     """
     if is_ours(target / STAGING):
         _move(target / STAGING, target)
@@ -86,20 +87,20 @@ def recover(target: Path) -> Path:
 
 
 def abandon(staging: Path) -> None:
-    """Give up a save that failed, unless it is committed: then the next reader finishes it."""
+    """Discard a failed save, unless it was committed: the next reader then completes it."""
     if staging.name != STAGING or not is_ours(staging):
         discard(staging)
 
 
 def is_shared(target: Path) -> bool:
-    """Whether a folder is the user's, wholly or in part; an empty one is: it may be a mount."""
+    """Return whether a folder holds the user's files; also if it is empty: it may be a mount."""
     if not target.exists():
         return False
-    # A mount or the working folder cannot be replaced, and a link shall stay one.
+    # A mount point or the working folder cannot be replaced, and a symlink must stay one.
     if target.is_symlink() or os.path.ismount(target) or target.resolve() == Path.cwd().resolve():
         return True
     if not is_ours(target):
-        return True  # also a damaged one: what is ours in it cannot be told
+        return True  # also a damaged checkpoint: which of its files are ours is unknown
     listed = {MANIFEST, *read_manifest(target)["files"]}
     folders = {parent.as_posix() for name in listed for parent in Path(name).parents}
     names = {entry.relative_to(target).as_posix() for entry in target.rglob("*")}
@@ -111,7 +112,7 @@ def _move(staging: Path, target: Path) -> None:
     (target / MANIFEST).unlink(missing_ok=True)
     sync(target)
     for name in new:
-        if (staging / name).exists():  # else it was moved before the kill
+        if (staging / name).exists():  # otherwise it was moved before the process was killed
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / name, target / name)
     for name in set(old) - set(new):
@@ -123,7 +124,7 @@ def _move(staging: Path, target: Path) -> None:
 
 
 def _listed(folder: Path) -> list[str]:
-    """The files that a folder's manifest names; of a damaged one, none."""
+    """Return the files that a folder's manifest lists; none if it is missing or damaged."""
     try:
         return list(read_manifest(folder)["files"])
     except CheckpointError:

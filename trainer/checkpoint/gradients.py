@@ -1,7 +1,7 @@
-"""Gradients that wait for an update to come when a state is saved, and their return.
+"""Save and restore gradients that are pending for a later update.
 
-Inside a window of micro-batches, or behind a boundary of manual optimisation, they are a process's
-own until they are reduced, and so part of each process's file.
+Inside a window of micro-batches, or after a boundary of manual optimisation, gradients differ
+between processes until they are reduced, so each process's file holds its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainer.errors import CheckpointError
 def named_parameters(
     models: Sequence[nn.Module], optimizers: Iterable[Any]
 ) -> dict[str, Parameter]:
-    """Every parameter of the models, then of the optimizers, under a name that is always its.
+    """Return the parameters of the models, then of the optimizers, under stable names.
 
-    Names are ``<model's number>.<name>``, and ``optimizer.<n>`` for the n-th of those that belong
+    Names are ``<model's number>.<name>``, and ``optimizer.<n>`` for the n-th parameter that belongs
     to no model.
     """
     named: dict[str, Parameter] = {}
@@ -39,7 +39,7 @@ def named_parameters(
 
 
 def take(named: Mapping[str, Parameter]) -> dict[str, Any]:
-    """The gradients that there are, by the names of their parameters, as a tree to be saved."""
+    """Return the existing gradients by parameter name, as a tree to be saved."""
     return {
         name: _packed(parameter.grad.detach())
         for name, parameter in named.items()
@@ -48,10 +48,10 @@ def take(named: Mapping[str, Parameter]) -> dict[str, Any]:
 
 
 def given(ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """What a process begins with, of what all those that saved have taken.
+    """Return the gradients that a process starts with, from those of all ranks that saved.
 
-    As many processes get each its own. Any other number begins with their mean, which is what the
-    reduction would have made of it.
+    With the same number of processes each gets its own. With any other number each gets their mean,
+    as the reduction would have computed it.
     """
     if len(ranks) == world_size:
         return {name: _unpacked(value) for name, value in ranks[rank].items()}
@@ -63,38 +63,38 @@ def given(ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dic
 
 
 def check(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> list[str]:
-    """See that gradients fit.
+    """Check that the gradients fit the parameters.
 
     Returns:
-        What will not be put back, each in a sentence.
+        Warnings about gradients that will not be restored.
 
     Raises:
-        CheckpointError: One has another shape than its parameter.
+        CheckpointError: A gradient and its parameter differ in shape.
     """
     for name in gradients.keys() & named.keys():
         if gradients[name].shape != named[name].shape:
             raise CheckpointError(
-                f"The gradient of {name} has the shape {tuple(gradients[name].shape)}, the "
-                f"parameter prepared {tuple(named[name].shape)}."
+                f"The gradient of {name} has the shape {tuple(gradients[name].shape)}, but the "
+                f"prepared parameter has {tuple(named[name].shape)}."
             )
     lost = sorted(gradients.keys() - named.keys())
-    return [f"Gradients of what is not prepared are not loaded: {', '.join(lost)}."] if lost else []
+    return [f"Gradients of unprepared parameters are dropped: {', '.join(lost)}."] if lost else []
 
 
 def put(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> None:
-    """Give the parameters these gradients; the others have none."""
+    """Set the parameters' gradients; those without one get None."""
     for name, parameter in named.items():
         gradient = gradients.get(name)
         if gradient is None or gradient.is_sparse:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
             continue
-        if parameter.grad is None:  # else DDP may have it in a bucket
+        if parameter.grad is None:  # an existing one is kept: it may be a view of DDP's bucket
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(gradient)
 
 
 def _packed(gradient: Tensor) -> Any:
-    """A gradient as files hold it: a sparse one, as of embeddings, by its indices and values."""
+    """Return a gradient in savable form: a sparse one as its indices and values."""
     if not gradient.is_sparse:
         return gradient
     return [gradient._indices(), gradient._values(), gradient.shape, gradient.is_coalesced()]

@@ -1,19 +1,19 @@
-"""Names on disk and the commit protocol: a checkpoint is a folder that one rename made visible.
+"""Names on disk and the commit protocol: a checkpoint becomes visible by one folder rename.
 
 A save fills a staging folder beside its target. :func:`commit` syncs every file, writes the
-manifest last and renames the folder to the target's name, so that no reader meets a partial one::
+manifest last and renames the folder to the target's name, so that no reader sees a partial one::
 
     root/step-00000100/                     a committed checkpoint: it has a manifest
-    root/.cadence-staging-step-00000200/    a save that runs, or was killed
-    root/.cadence-replaced-step-00000100/   what a save over an existing checkpoint replaces
-    root/.cadence-trash-step-00000050/      a removal that runs, or was killed
+    root/.cadence-staging-step-00000200/    a save in progress, or one that was killed
+    root/.cadence-replaced-step-00000100/   the old checkpoint during a save that replaces it
+    root/.cadence-trash-step-00000050/      a removal in progress, or one that was killed
 
-Folders under the last three names are ours alone; :func:`sweep` clears them. What stands in the way
-and may be somebody's is renamed, and never deleted (:func:`set_aside`)::
+Folders with the last three prefixes belong to the library; :func:`sweep` clears them. Anything else
+in the way may be the user's: it is renamed and never deleted (:func:`set_aside`)::
 
-    root/damaged-step-00000100/             it had no manifest that can be read
+    root/damaged-step-00000100/             it had no readable manifest
     root/replaced-step-00000100/            a checkpoint with files that are not the checkpoint's
-    root/abandoned-step-00000100/           the run went on from an earlier one
+    root/abandoned-step-00000100/           the run resumed from an earlier one
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REPLACED = ".cadence-replaced-"
 _TRASH = ".cadence-trash-"
 LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
 ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
-NUMBERED = re.compile(r"checkpoint_(\d+)")  # as the Accelerator's projects name theirs
+NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _OWN_FIELDS = ("format_version", "files", "sha256")
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder's name of the checkpoint taken after ``step`` updates.
+    """Return the folder name of the checkpoint taken after ``step`` updates.
 
     Raises:
         ValueError: If ``step`` is negative.
@@ -57,35 +57,35 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:
-    """The step in the name of a checkpoint's folder, or None where it is not named by us."""
+    """Return the step in a checkpoint folder's name, or None if the name is not in our format."""
     match = _STEP_NAME.fullmatch(Path(path).name.removeprefix(_REPLACED))
     return int(match[1]) if match else None
 
 
 def rank_stem(rank: int) -> str:
-    """The stem of the files that hold what belongs to one rank: ``rank-00000``."""
+    """Return the stem of the files that hold one rank's state: ``rank-00000``."""
     return f"rank-{rank:05d}"
 
 
 def staging_path(target: Path) -> Path:
-    """Where a save of ``target`` is prepared: beside it, under a name that no reader takes."""
+    """Return the staging folder of ``target``: beside it, under a name that readers ignore."""
     return target.with_name(_STAGING + target.name)
 
 
 def open_staging(target: Path) -> Path:
-    """Make the empty staging folder of ``target``, clearing what a killed save left in it.
+    """Create an empty staging folder for ``target``, clearing what a killed save left in it.
 
-    What is no checkpoint but named by step, a damaged one or the user's, is set aside as
-    ``damaged-…``: it must not stop the run from saving that step.
+    If ``target`` is named by step but is not an intact checkpoint, it is renamed to ``damaged-…``:
+    it must not keep the run from saving that step.
 
     Raises:
-        CheckpointError: If there is something else under another name, or a checkpoint of a later
-            release: told before anything is written, not after.
-        OSError: If the folder cannot be made.
+        CheckpointError: If ``target`` has another name and is not a checkpoint, or is a checkpoint
+            of a later release; raised before anything is written.
+        OSError: If the folder cannot be created.
     """
     there = step_of(target) is not None and os.path.lexists(target)
     if there and not is_ours(target) and not is_newer(target):
-        logger.warning("%s is no sound checkpoint. It is now %s.", target, set_aside(target))
+        logger.warning("%s is not an intact checkpoint. It is now %s.", target, set_aside(target))
     _refuse_foreign(target)
     staging = staging_path(target)
     if staging.exists():
@@ -95,7 +95,7 @@ def open_staging(target: Path) -> Path:
 
 
 def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
-    """Size in bytes and SHA-256 of every file in a folder, by name relative to it."""
+    """Return the size in bytes and SHA-256 of every file in a folder, by relative name."""
     names = sorted(file.relative_to(staging).as_posix() for file in files_in(staging))
     return {
         name: {"size": (staging / name).stat().st_size, "sha256": sha256_of(staging / name)}
@@ -105,24 +105,24 @@ def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
 
 
 def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
-    """Make a staged checkpoint visible under its name, durably and at once.
+    """Make a staged checkpoint visible under its name, durably and atomically.
 
-    A crash at any instant leaves the old checkpoint, the new one, or the old one set aside under a
-    name that :func:`locate` and :func:`committed` know.
+    A crash at any instant leaves the old checkpoint, the new one, or the old one under a name that
+    :func:`locate` and :func:`committed` recognise.
 
     Args:
-        staging: The folder from :func:`open_staging`, complete but for its manifest.
+        staging: The folder from :func:`open_staging`, complete except for its manifest.
         target: The checkpoint's final path. A committed checkpoint there is replaced.
-        manifest: The caller's fields: values that JSON can hold.
+        manifest: The caller's fields; values must be valid JSON.
 
     Returns:
         ``target``.
 
     Raises:
-        CheckpointError: If ``target`` is something else than a checkpoint of ours.
-        TypeError: If JSON cannot hold a field of ``manifest``.
-        ValueError: If a field has a name that the format keeps for itself.
-        OSError: If the disk refuses; ``target`` is then as it was.
+        CheckpointError: If ``target`` exists and is not a checkpoint of this format.
+        TypeError: If a field of ``manifest`` is not valid JSON.
+        ValueError: If the name of a field is reserved by the format.
+        OSError: If the disk fails; ``target`` is then unchanged.
     """
     _refuse_foreign(target)
     seal(staging, manifest)
@@ -138,12 +138,12 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def seal(staging: Path, manifest: Mapping[str, Any]) -> None:
-    """Complete a staging folder by its manifest; everything in it is on the disk then.
+    """Complete a staging folder with its manifest, after syncing every file in it to disk.
 
     Raises:
-        TypeError: If JSON cannot hold a field of ``manifest``.
-        ValueError: If a field has a name that the format keeps for itself.
-        OSError: If the disk refuses.
+        TypeError: If a field of ``manifest`` is not valid JSON.
+        ValueError: If the name of a field is reserved by the format.
+        OSError: If the disk fails.
     """
     for file in files_in(staging):
         sync(file)
@@ -152,19 +152,19 @@ def seal(staging: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def locate(path: Path) -> Path:
-    """``path``, or where a save that was killed while replacing it had set it aside."""
+    """Return ``path``, or the path to which a save killed while replacing it has set it aside."""
     aside = _aside(path)
     return aside if aside.is_dir() and not path.exists() else path
 
 
 def set_aside(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "damaged") -> Path:
-    """Give a folder or file a name that no reader takes and nobody clears, numbered if taken.
+    """Rename a folder or file to a name that readers ignore and :func:`sweep` never clears.
 
     Returns:
-        Its new path, such as ``damaged-step-00000100`` beside the old one.
+        The new path, such as ``damaged-step-00000100`` beside the old one; numbered if taken.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If the rename fails.
     """
     name = f"{why}-{path.name.removeprefix(_REPLACED)}"
     number, target = 1, path.with_name(name)
@@ -177,9 +177,9 @@ def set_aside(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "da
 
 
 def committed(root: Path) -> list[Path]:
-    """The committed checkpoints named by step in a folder, oldest first; they may be damaged.
+    """Return the committed checkpoints named by step in a folder, oldest first.
 
-    Staging folders, folders without a manifest and everything that is not ours are left out.
+    They may be damaged. Staging folders, folders without a manifest and other names are left out.
     """
     if not root.is_dir():
         return []
@@ -192,7 +192,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def without_manifest(root: Path) -> list[Path]:
-    """The folders named by step that have no manifest: damaged checkpoints, or not ours."""
+    """Return the folders named by step without a manifest: damaged checkpoints, or not ours."""
     if not root.is_dir():
         return []
     named = (each for each in root.iterdir() if _STEP_NAME.fullmatch(each.name) and each.is_dir())
@@ -200,11 +200,11 @@ def without_manifest(root: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a committed checkpoint.
+    """Read the manifest of a committed checkpoint.
 
     Raises:
-        CheckpointError: If it is missing, torn, altered, or of a newer format. The text names the
-            file.
+        CheckpointError: If it is missing, truncated, altered, or of a newer format. The message
+            names the file.
     """
     file = path / MANIFEST
     try:
@@ -236,13 +236,13 @@ def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
 
     Args:
         path: The checkpoint.
-        hashes: Their contents too, and not their sizes alone; this reads all of it.
+        hashes: Check the files' hashes too, not only their sizes; this reads the whole checkpoint.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: Naming the file and what is wrong with it.
+        CheckpointError: A file is missing, damaged or unreadable; the message names it.
     """
     manifest = read_manifest(path)
     for name, expected in manifest["files"].items():
@@ -257,7 +257,7 @@ def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
             raise CheckpointError(f"{file} cannot be read: {error}.") from error
         if not sound:
             raise CheckpointError(
-                f"{file} is damaged: it has {size} bytes, the manifest says {expected['size']}."
+                f"{file} is damaged: it has {size} bytes, but the manifest says {expected['size']}."
             )
         if not intact:
             raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's.")
@@ -265,7 +265,7 @@ def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether we may replace or delete a folder: its manifest is sound, and says what is in it."""
+    """Return whether a folder is a checkpoint of this format, which we may replace or delete."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -274,13 +274,13 @@ def is_ours(path: Path) -> bool:
 
 
 def is_newer(path: Path) -> bool:
-    """Whether a later release wrote a checkpoint: it is no damage, but cannot be read here."""
+    """Return whether a later release wrote a checkpoint: it is intact, but unreadable here."""
     version = peek(path).get("format_version")
     return isinstance(version, int) and version > FORMAT_VERSION
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """A folder's manifest as it is, of any version and unchecked; empty where there is none."""
+    """Return a folder's manifest unchecked, of any version; empty if there is none."""
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
     except (OSError, ValueError):
@@ -289,11 +289,11 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: for readers it is gone at once.
+    """Delete a checkpoint; it disappears atomically for readers.
 
     Raises:
-        CheckpointError: If ``path`` is not a checkpoint of ours, or if its files could not be
-            deleted; in that case it is no checkpoint any more, and the text says where the rest is.
+        CheckpointError: If ``path`` is not a checkpoint of this format, or if its files could not
+            be deleted; it is then no longer a checkpoint, and the message says where the rest is.
     """
     if not is_ours(path):
         raise CheckpointError(
@@ -315,12 +315,12 @@ def remove(path: Path) -> None:
     except OSError as error:
         rest = trash if trash.exists() else path
         raise CheckpointError(
-            f"Deleting {path} failed: {error}. What is left lies in {rest}; delete it by hand."
+            f"Deleting {path} failed: {error}. Its remaining files are in {rest}: delete that."
         ) from error
 
 
 def _strangers(path: Path) -> list[str]:
-    """Files in a checkpoint's folder that its manifest does not list."""
+    """Return the files in a checkpoint's folder that its manifest does not list."""
     listed = {MANIFEST, *read_manifest(path)["files"]}
     return sorted({file.relative_to(path).as_posix() for file in files_in(path)} - listed)
 
@@ -329,8 +329,7 @@ def sweep(root: Path) -> list[Path]:
     """Clear what killed saves and removals left in a folder; nothing else is touched.
 
     Call it on one rank, while no save runs in ``root`` and before a checkpoint is chosen: one that
-    a killed save had set aside gets its name back. What cannot be deleted is told in a warning of
-    the log.
+    a killed save has set aside gets its name back. A failure to delete is logged as a warning.
 
     Returns:
         The leftovers found.
@@ -354,27 +353,27 @@ def sweep(root: Path) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder of ours that no reader sees; failing is told in a warning of the log."""
+    """Delete a folder of ours that readers ignore; a failure is logged as a warning."""
     try:
         shutil.rmtree(path)
     except OSError as error:
         if path.exists():
-            logger.warning("%s is not needed any more but could not be deleted: %s", path, error)
+            logger.warning("%s is no longer needed but could not be deleted: %s", path, error)
 
 
 def _discard_replaced(aside: Path) -> None:
-    """Delete what a save has replaced, unless there is more in it than a checkpoint."""
+    """Delete a replaced checkpoint, unless its folder holds other files."""
     try:
         if not is_ours(aside) or _strangers(aside):
             kept = set_aside(aside, "replaced")
-            logger.warning("A checkpoint was replaced that held other files: it is now %s.", kept)
+            logger.warning("The replaced checkpoint held other files: it is now %s.", kept)
             return
         trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
         if trash.exists():
             shutil.rmtree(trash)
-        os.rename(aside, trash)  # of which a part is a leftover, and not a checkpoint of somebody's
+        os.rename(aside, trash)  # so that a partial deletion is swept, not taken for a checkpoint
     except OSError as error:
-        logger.warning("%s is not needed any more but could not be moved: %s", aside, error)
+        logger.warning("%s is no longer needed but could not be moved: %s", aside, error)
     else:
         discard(trash)
 
@@ -382,7 +381,7 @@ def _discard_replaced(aside: Path) -> None:
 def _refuse_foreign(target: Path) -> None:
     if is_newer(target):
         raise CheckpointError(
-            f"{target} was written by a later release, so it is not replaced. Go on with that "
+            f"{target} was written by a later release, so it is not replaced. Continue with that "
             "release, or save elsewhere."
         )
     if os.path.lexists(target) and not is_ours(target):
@@ -393,7 +392,7 @@ def _refuse_foreign(target: Path) -> None:
 
 
 def _replace(staging: Path, target: Path, aside: Path) -> None:
-    """Put ``staging`` in the place of ``target``: no single rename replaces a folder with files."""
+    """Replace ``target`` by ``staging`` with two renames: one cannot replace a non-empty folder."""
     if aside.exists():
         _discard_replaced(aside)
     os.rename(target, aside)
@@ -405,22 +404,22 @@ def _replace(staging: Path, target: Path, aside: Path) -> None:
 
 
 def _aside(path: Path) -> Path:
-    named = path if path.name else Path(os.path.abspath(path))  # that of `.` has no name
+    named = path if path.name else Path(os.path.abspath(path))  # Path(".") has no name
     return named.with_name(_REPLACED + named.name)
 
 
 def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
-    """Describe a folder's files in its manifest, and wait until that is on the disk.
+    """Write the manifest of a folder's files, and sync it to disk.
 
     Raises:
-        TypeError: If JSON cannot hold a field.
-        ValueError: If a field has a name that the format keeps for itself.
+        TypeError: If a field is not valid JSON.
+        ValueError: If the name of a field is reserved by the format.
     """
     taken = [field for field in _OWN_FIELDS if field in fields]
     if taken:
-        raise ValueError(f"The manifest's fields {taken} are the format's own; use other names.")
+        raise ValueError(f"The manifest's fields {taken} are reserved; use other names.")
     own = {"format_version": FORMAT_VERSION, **fields, "files": describe_files(staging)}
-    manifest = json.loads(json.dumps(own))  # as a reader will see it: string keys, lists
+    manifest = json.loads(json.dumps(own))  # as a reader will parse it: string keys, lists
     text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
         stream.write(text + "\n")
@@ -433,12 +432,12 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Every file under a folder, those in its subfolders too."""
+    """Return all files in a folder and its subfolders."""
     return [file for file in folder.rglob("*") if file.is_file()]
 
 
 def sha256_of(file: Path) -> str:
-    """The hash of a file's bytes, in hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(file, "rb") as stream:
         while chunk := stream.read(1 << 20):
@@ -447,15 +446,15 @@ def sha256_of(file: Path) -> str:
 
 
 def sync_folders(folder: Path) -> None:
-    """Wait until the names in a folder, and in those below it, are on the disk."""
+    """Sync the directory entries of a folder and its subfolders to disk."""
     for each, _, _ in os.walk(folder, topdown=False):
         sync(Path(each))
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
+    """Sync a file's contents, or a folder's entries, to disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder; its file system orders renames by itself
+        return  # Windows cannot open a folder; its file system orders renames itself
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)

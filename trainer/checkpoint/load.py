@@ -1,4 +1,4 @@
-"""Weights from a checkpoint of any of the usual forms into a model, wherever its parts shall be."""
+"""Load weights from any common checkpoint form into a model, placed by a device map."""
 
 from __future__ import annotations
 
@@ -34,32 +34,34 @@ def load_checkpoint_in_model(
     offload_8bit_bnb: bool = False,
     strict: bool = False,
 ) -> None:
-    """Load weights, one file of the checkpoint at a time, into a model that may be empty.
+    """Load weights into a model, perhaps on the meta device, one checkpoint file at a time.
 
     Names and shapes are compared before anything is loaded. Without ``device_map`` and ``dtype``
-    the model's own tensors are filled; otherwise, or where it is on the meta device, they are
-    replaced by new ones: make optimizers after that. Weights that the model ties stay tied.
+    the model's own tensors are filled; otherwise, or if the model is on the meta device, they are
+    replaced by new ones: create optimizers after that. Weights that the model ties stay tied.
 
     Args:
         model: The model.
         checkpoint: A file of weights (safetensors, or ``torch.save`` of a state dict), an index, or
             a folder that holds one; `model.safetensors` is preferred to `pytorch_model.bin`.
-        device_map: Where the modules' weights go, by the modules' names (``""`` is the whole
-            model; the longest name that fits counts): a device, the number of an accelerator, or
-            ``"disk"``. None leaves them where they are (the CPU for the meta device).
-        offload_folder: Where weights for ``"disk"`` are written; their tensors in the model are
+        device_map: The placement of modules by name (``""`` is the whole model; the longest
+            matching name counts): a device, the index of an accelerator, or ``"disk"``. None leaves
+            weights on their devices (on the CPU for the meta device).
+        offload_folder: The folder for weights placed on ``"disk"``; their tensors in the model are
             then on the meta device.
-        dtype: Convert floating-point weights to it, for example ``"float16"``; None to the model's.
+        dtype: The dtype to convert floating-point weights to, for example ``"float16"``; None means
+            the model's.
         offload_state_dict: Has no effect: weights are read from the file one by one in any case.
-        offload_buffers: Write buffers of modules on the disk too; otherwise they go to the CPU.
-        keep_in_fp32_modules: Names of modules that are float32 though ``dtype`` is float16.
+        offload_buffers: Also offload buffers of modules placed on disk; otherwise they go to the
+            CPU.
+        keep_in_fp32_modules: Names of modules kept in float32 if ``dtype`` is float16.
         offload_8bit_bnb: Not supported.
         strict: The names in the checkpoint and the model must be the same.
 
     Raises:
         ValueError: If there is no such checkpoint, a shape differs, a weight has no device, or an
             argument is outside its choices.
-        CheckpointError: If a file is damaged, or with ``strict`` names differ.
+        CheckpointError: If a file is damaged or, with ``strict``, names differ.
     """
     if offload_8bit_bnb:
         raise ValueError("offload_8bit_bnb=True is not supported; load unquantised weights.")
@@ -89,7 +91,7 @@ def load_checkpoint_in_model(
 
 @dataclass(kw_only=True)
 class _Placement:
-    """Makes the new tensors of a model, each once however many names it has."""
+    """Creates the new tensors of a model, each only once if it has several names."""
 
     here: Mapping[str, Any]
     devices: Mapping[str, str | torch.device] | None
@@ -111,7 +113,7 @@ class _Placement:
             part: dict[str, torch.Tensor] = {}
             for name, tensor in own_names(model, dict(read_each(file))).items():
                 if name not in self.here:
-                    part[name] = tensor.clone()  # for modules that translate old names
+                    part[name] = tensor.clone()  # for modules whose load hooks rename keys
                 elif (key := id(self.here[name])) not in made:
                     made.add(key)
                     part.update(dict.fromkeys(names[key], self._make(name, tensor)))
@@ -123,7 +125,7 @@ class _Placement:
     def _make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         old = self.here[name]
         if not isinstance(old, torch.Tensor):
-            return tensor.clone()  # what set_extra_state gets
+            return tensor.clone()  # passed to set_extra_state
         dtype = old.dtype
         if self.dtype is not None and tensor.is_floating_point():
             dtype = torch.float32 if self._is_kept(name) else self.dtype
@@ -131,13 +133,13 @@ class _Placement:
         if device == _DISK and not isinstance(old, torch.nn.Parameter) and not self.disk_buffers:
             device = torch.device("cpu")
         if device == _DISK:
-            assert self.folder is not None  # checked where the arguments came in
+            assert self.folder is not None  # checked by load_checkpoint_in_model
             value = tensor.to(dtype)
             offload_weight(value, name, self.folder, self.index)
             value = torch.empty_like(value, device="meta")
         else:
             device = torch.device("cpu") if torch.device(device).type == "meta" else device
-            value = tensor.to(device, dtype, copy=True)  # the file is not mapped for ever
+            value = tensor.to(device, dtype, copy=True)  # a view would keep the file mapped
         if isinstance(old, torch.nn.Parameter):
             return torch.nn.Parameter(value, requires_grad=old.requires_grad)
         return value
@@ -156,7 +158,7 @@ def _fill(model: torch.nn.Module, files: Iterable[Path]) -> Misfits:
 
 
 def _combined(results: list[Any]) -> Misfits:
-    """What all files together lack and have too much."""
+    """Return the names that no file has, and those that the model does not have."""
     missing = set.intersection(*(set(result.missing_keys) for result in results))
     unexpected = set().union(*(set(result.unexpected_keys) for result in results))
     return Misfits(sorted(missing), sorted(unexpected))
@@ -173,8 +175,8 @@ def _check(
     misfits = compare(model, shapes)
     for name, (saved, here) in misfits.misshaped.items():
         raise ValueError(
-            f"The weight {name!r} has shape {saved} in {checkpoint} and {here} in the model; make "
-            "the model as it was when it was saved."
+            f"The weight {name!r} has shape {saved} in {checkpoint} and {here} in the model; "
+            "create the model as it was when it was saved."
         )
     if strict and misfits:
         raise CheckpointError(_strictly(checkpoint, misfits))
@@ -186,7 +188,7 @@ def _tell(misfits: Misfits, checkpoint: object, *, strict: bool) -> None:
         raise CheckpointError(_strictly(checkpoint, misfits))
     if misfits.unexpected:
         logger.warning(
-            "%s holds weights that the model has not: %s.",
+            "%s holds weights that the model does not have: %s.",
             checkpoint,
             ", ".join(misfits.unexpected),
         )
@@ -200,7 +202,7 @@ def _tell(misfits: Misfits, checkpoint: object, *, strict: bool) -> None:
 
 def _strictly(checkpoint: object, misfits: Misfits) -> str:
     return (
-        f"{checkpoint} does not fit the model: {misfits}. Make the model as it was when it was "
+        f"{checkpoint} does not fit the model: {misfits}. Create the model as it was when it was "
         "saved, or load what fits with strict=False."
     )
 
@@ -217,7 +219,7 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 def _devices(
     model: torch.nn.Module, device_map: Mapping[str, int | str | torch.device]
 ) -> dict[str, str | torch.device]:
-    """The place of every weight, by its name."""
+    """Return the device or ``"disk"`` of every weight, by name."""
     if not isinstance(device_map, Mapping):
         raise TypeError(
             f"device_map is {device_map!r}; it must be a dict from modules' names to devices, for "
@@ -244,7 +246,7 @@ def _parse_place(module: str, place: int | str | torch.device) -> str | torch.de
         torch.empty(0, device=device)
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ValueError(
-            f"device_map puts {module!r} on {place!r}, which is not here; it must be a device of "
-            "this machine, the number of an accelerator, 'cpu' or 'disk'."
+            f"device_map puts {module!r} on {place!r}, which does not exist; it must be a device "
+            "of this machine, the index of an accelerator, 'cpu' or 'disk'."
         ) from error
     return device

@@ -1,13 +1,13 @@
-"""One run at a time in a folder: a lock that ends with its process, however that ends.
+"""A lock that admits one run at a time to a folder, released when its process ends in any way.
 
-The lock is the kernel's (``flock``), on a file that says who holds it and goes with it::
+It is a kernel lock (``flock``) on a file that names the holder and is deleted with the lock::
 
     runs/digits/.cadence-lock       {"host": …, "pid": …, "since": …, "run_id": …}
 
-A file that a killed process has left locks nothing. Such a lock belongs to the opened file, which
-forked children share: a worker that outlives its killed run would hold it on. (``lockf`` has no
-such heirs, but there the lock is lost as soon as anything in the process, a backup for example,
-opens and closes the file.) So children close it when they begin.
+A file left by a killed process locks nothing. The lock belongs to the open file description, which
+forked children share: a worker that outlives its killed run would keep the lock. So children close
+the file when they start. (A ``lockf`` lock is not inherited, but is lost as soon as any code in the
+process opens and closes the file, for example a backup.)
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 
 LOCK = ".cadence-lock"
 
-_ATTEMPTS = 10  # whoever only looks whether a folder is in use holds the lock for a moment
-_PAUSE = 0.05  # seconds between them
+_ATTEMPTS = 10  # `holder_of` in another process holds the lock for a moment
+_PAUSE = 0.05  # seconds between attempts
 
 _open: set[int] = set()  # descriptors of lock files, for children to close
 
@@ -36,18 +36,18 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
-    """Inside, no other run may begin in a folder; it is made, and goes if nothing was put into it.
+    """Keep other runs out of a folder; create it if needed, and remove it again if it stays empty.
 
-    Where the folder or its file system cannot be locked a warning of the log says so.
+    If the folder or its file system cannot be locked, a warning is logged.
 
     Args:
         folder: The folder.
 
     Yields:
-        A function to tell the id of the run, for whoever is refused.
+        A function that records the run's id, for the error message of a refused run.
 
     Raises:
-        ValueError: Another run is in it, perhaps of this very process. The text names it.
+        ValueError: Another run, perhaps of this process, uses the folder. The message names it.
     """
     descriptor, made = None, [each for each in (folder, *folder.parents) if not each.exists()]
     try:
@@ -59,26 +59,26 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
         _tell(descriptor, None)
         yield partial(_tell, descriptor)
     finally:
-        if descriptor in _open:  # else this is a child, where it is closed
+        if descriptor in _open:  # otherwise this is a forked child, which has closed it
             _give_up(descriptor, folder / LOCK)
         for each in made:
             try:
                 each.rmdir()
-            except OSError:  # it is not empty, which is as it should be, or was never made
+            except OSError:  # it is not empty, the usual case, or was never created
                 break
 
 
 def holder_of(folder: Path) -> str | None:
-    """Who runs in a folder, for a message; None where nobody does, or it cannot be told."""
+    """Describe the run that uses a folder; None if there is none or it is unknown."""
     try:
         descriptor = _opened(folder / LOCK, os.O_RDONLY)
-    except OSError:  # as a rule there is no such file
+    except OSError:  # usually the file does not exist
         return None
     try:
         _lock(descriptor, exclusive=False)
     except BlockingIOError:
         return _named(folder / LOCK)
-    except OSError:  # there are no locks here, as the run itself has told
+    except OSError:  # no locks on this file system; the run itself has logged it
         return None
     finally:
         _close(descriptor)
@@ -89,18 +89,18 @@ def _take(file: Path) -> int:
     """Lock a file.
 
     Returns:
-        Its descriptor.
+        The descriptor of the locked file.
 
     Raises:
-        ValueError: Somebody else holds it.
-        OSError: It cannot be made, or there are no locks.
+        ValueError: Another run holds the lock.
+        OSError: The file cannot be created, or the file system has no locks.
     """
     for _ in range(_ATTEMPTS):
         descriptor = _opened(file, os.O_RDWR | os.O_CREAT)
         try:
             _lock(descriptor, exclusive=True)
             if _is(file, descriptor):
-                return descriptor  # and not what a run that has just ended removed
+                return descriptor  # the file was not deleted meanwhile by a run that ended
         except BlockingIOError:
             pass
         except BaseException:
@@ -116,10 +116,10 @@ def _take(file: Path) -> int:
 
 def _give_up(descriptor: int, file: Path) -> None:
     try:
-        if _is(file, descriptor):  # else it was deleted, and this one is another run's
-            file.unlink()  # while it is locked: whoever opened it before sees that it is gone
+        if _is(file, descriptor):  # otherwise it was deleted, and the file is another run's
+            file.unlink()  # while locked: a process that has it open then sees that it is gone
     except OSError as error:
-        logger.warning("%s is not needed any more but could not be deleted: %s", file, error)
+        logger.warning("%s is no longer needed but could not be deleted: %s", file, error)
     finally:
         _close(descriptor)
 
@@ -132,8 +132,8 @@ def _tell(descriptor: int | None, run_id: str | None) -> None:
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(told).encode(), 0)
-    except OSError as error:  # the lock holds all the same
-        logger.warning("The lock does not say who holds it: %s.", error)
+    except OSError as error:  # the lock is held nevertheless
+        logger.warning("The holder could not be written to the lock file: %s.", error)
 
 
 def _named(file: Path) -> str:
@@ -141,7 +141,7 @@ def _named(file: Path) -> str:
         told = json.loads(file.read_bytes())
         run = f", run {told['run_id']}" if told["run_id"] else ""
         return f"process {told['pid']} on {told['host']} (since {told['since']}{run})"
-    except (OSError, ValueError, KeyError, TypeError):  # it is being written, or ends just now
+    except (OSError, ValueError, KeyError, TypeError):  # it is just being written or deleted
         return "another process"
 
 
@@ -149,12 +149,12 @@ def _lock(descriptor: int, *, exclusive: bool) -> None:
     try:
         import fcntl
     except ImportError as error:
-        raise OSError(errno.ENOSYS, "this system has no locks on files") from error
+        raise OSError(errno.ENOSYS, "this system has no file locks") from error
     fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
 
 
 def _is(file: Path, descriptor: int) -> bool:
-    """Whether a file that was opened still has its name."""
+    """Return whether the path still refers to the open file."""
     try:
         return os.path.samestat(os.fstat(descriptor), file.stat())
     except FileNotFoundError:

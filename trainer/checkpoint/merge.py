@@ -1,9 +1,9 @@
-"""Shards of safetensors as one file, copied piece by piece: memory does not grow with the weights.
+"""Merge safetensors shards into one file, copied in chunks so that memory use is constant.
 
 A safetensors file is the length of its header (8 bytes, little-endian), the header as JSON, and the
 bytes of the tensors one after the other, at the offsets that the header gives for each name
-(https://github.com/huggingface/safetensors#format). So a merge is a new header and copies of
-stretches of files; no tensor is ever made.
+(https://github.com/huggingface/safetensors#format). So a merge writes a new header and copies byte
+ranges; no tensor is ever created.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from trainer.checkpoint.weightfiles import find_weight_files
 from trainer.checkpoint.weights import tied_names
 from trainer.errors import CheckpointError
 
-_CHUNK = 1 << 22  # bytes in memory at a time
+_CHUNK = 1 << 22  # bytes copied at a time
 _HEADER_LIMIT = 100_000_000  # safetensors refuses longer ones
 _DISTRIBUTED = ".metadata"  # what torch.distributed.checkpoint writes beside its .distcp files
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What a merge has written.
+    """The result of a merge.
 
     Attributes:
-        files: Where the weights were.
-        tensors: How many tensors the new file stores.
-        tied: How many more names there are for them.
-        size: Its bytes.
-        sha256: Its hash.
+        files: The files that held the weights.
+        tensors: The number of tensors in the new file.
+        tied: The number of further names for these tensors.
+        size: The size of the new file in bytes.
+        sha256: The hash of the new file.
     """
 
     files: tuple[Path, ...]
@@ -51,7 +51,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """The bytes of one tensor in one file."""
+    """The byte range of one tensor in one file."""
 
     file: Path
     offset: int
@@ -63,9 +63,8 @@ class _Stretch:
 def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> Merged:
     """Write the weights of a checkpoint as one safetensors file.
 
-    The file appears whole or not at all, and takes the place of one of its name. It is read again
-    and compared by its hash before that. Where a manifest lies beside the weights, they are
-    compared with it first.
+    The file is written atomically and replaces an existing one. Before that, it is read back and
+    its hash compared. If there is a manifest beside the weights, they are first checked against it.
 
     Args:
         checkpoint: A folder with ``model.safetensors`` or shards and their index, such as
@@ -73,10 +72,10 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
         output: A file that ends in ``.safetensors``.
 
     Raises:
-        ValueError: There are no weights at `checkpoint`, they are of a kind that only unpickling
-            could read, or `output` is no place for a merged file.
+        ValueError: There are no weights at `checkpoint`, reading them would require unpickling, or
+            `output` is not a valid path for the merged file.
         CheckpointError: A file is missing or damaged, or shards contradict each other.
-        OSError: The disk refuses.
+        OSError: Reading or writing fails.
     """
     target = Path(output)
     if target.suffix != ".safetensors":
@@ -104,7 +103,7 @@ def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[
 def _sources(checkpoint: Path) -> list[Path]:
     if (checkpoint / _DISTRIBUTED).is_file() or checkpoint.suffix == ".distcp":
         raise ValueError(
-            f"{checkpoint} is a checkpoint of torch.distributed.checkpoint, whose list of contents "
+            f"{checkpoint} is a checkpoint of torch.distributed.checkpoint, whose metadata file "
             f"({_DISTRIBUTED}) is a pickle: reading it can run any code, so it is not read here. "
             "If you trust the file, torch converts it: python -m "
             "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER weights.bin."
@@ -112,14 +111,14 @@ def _sources(checkpoint: Path) -> list[Path]:
     files = find_weight_files(locate(checkpoint))
     if pickled := [file for file in files if file.suffix != ".safetensors"]:
         raise ValueError(
-            f"{pickled[0]} is no safetensors file but one of torch.save, a pickle. Load it "
-            "(load_checkpoint_in_model) and save it with safe_serialization=True first."
+            f"{pickled[0]} is a pickle written by torch.save, not a safetensors file. Load it with "
+            "load_checkpoint_in_model and save it with safe_serialization=True first."
         )
     return files
 
 
 def _check_against_manifest(files: list[Path]) -> None:
-    """Compare with the hashes of the checkpoint's manifest; only the weights are read for it."""
+    """Check the weight files, and no others, against the hashes in the checkpoint's manifest."""
     folder = files[0].parent
     if not (folder / MANIFEST).is_file():
         return
@@ -138,15 +137,17 @@ def _check_against_index(checkpoint: Path, files: list[Path], found: dict[str, _
     if not indexes:
         return
     listed = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
-    if files[0].name not in listed.values():  # it is about other files than the one to be copied
+    if files[0].name not in listed.values():  # the index describes other files
         return
     for name, file in listed.items():
         if name not in found or found[name].file.name != file:
-            raise CheckpointError(f"{indexes[0]} has {name!r} in {file}, which does not hold it.")
+            raise CheckpointError(
+                f"{indexes[0]} lists {name!r} in {file}, which does not contain it."
+            )
 
 
 def _read_headers(files: list[Path]) -> tuple[dict[str, _Stretch], dict[str, str]]:
-    """Every tensor by name, and the metadata of all files together."""
+    """Return the byte range of every tensor by name, and the merged metadata of all files."""
     stretches: dict[str, _Stretch] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -162,7 +163,7 @@ def _read_headers(files: list[Path]) -> tuple[dict[str, _Stretch], dict[str, str
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where its tensors begin."""
+    """Return the header of a safetensors file, and the offset of its tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -179,8 +180,8 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
 def _write(
     stretches: dict[str, _Stretch], metadata: dict[str, str], digest: Any, file: Path
 ) -> None:
-    """Write the merged file and read it again; `digest` is fed with all that is written."""
-    # Wide elements first: then each tensor lies at a multiple of its element's size.
+    """Write the merged file, read it back and compare; update `digest` with the bytes written."""
+    # Wide elements first: then each tensor's offset is a multiple of its element size.
     order = sorted(stretches, key=lambda name: (-_element(stretches[name]), name))
     with open(file, "wb") as stream:
         for piece in _pieces(_header(order, stretches, metadata), order, stretches):
@@ -189,7 +190,7 @@ def _write(
         stream.flush()
         os.fsync(stream.fileno())
     if sha256_of(file) != digest.hexdigest():
-        raise CheckpointError(f"{file} does not hold what was written to it: check the disk.")
+        raise CheckpointError(f"{file} differs from what was written to it: check the disk.")
     _read_header(file)
 
 
@@ -203,7 +204,10 @@ def _header(order: list[str], stretches: dict[str, _Stretch], metadata: dict[str
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_LIMIT:
-        raise ValueError(f"The names of {len(order)} tensors are too much for one file.")
+        raise ValueError(
+            f"The header of {len(order)} tensors has {len(text)} bytes; safetensors files allow "
+            f"{_HEADER_LIMIT}."
+        )
     return len(text).to_bytes(8, "little") + text
 
 
@@ -217,7 +221,7 @@ def _pieces(header: bytes, order: list[str], stretches: dict[str, _Stretch]) -> 
             while left:
                 piece = stream.read(min(left, _CHUNK))
                 if not piece:
-                    raise CheckpointError(f"{part.file} became shorter while it was read.")
+                    raise CheckpointError(f"{part.file} was truncated while it was being read.")
                 left -= len(piece)
                 yield piece
 

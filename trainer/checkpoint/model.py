@@ -2,13 +2,13 @@
 
 ::
 
-    model.safetensors                      or, where that would be too big,
+    model.safetensors                      or, if that would be too big,
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
-    model.safetensors.index.json           which name is in which file
+    model.safetensors.index.json           the file of each name
 
-``pytorch_model.bin`` and its kin take the same places with ``safe_serialization=False``. A tensor
-of several names is stored once, as :mod:`trainer.checkpoint.weights` says.
+With ``safe_serialization=False`` the files are ``pytorch_model.bin``, or shards named accordingly.
+A tensor with several names is stored once, see :mod:`trainer.checkpoint.weights`.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Save weights so that :func:`load_checkpoint_in_model` and other libraries read them.
+    """Save weights in a form that :func:`load_checkpoint_in_model` and other libraries read.
 
-    Everything is written under hidden names and then renamed, the index last. Files of an earlier
-    save go after that, those of the other kind too, which might else be loaded in place of the new
-    ones; other files in the folder are left alone. A save that is killed leaves the earlier weights
-    or, for a moment between the renames, shards without an index.
+    Everything is written under hidden names and then renamed, the index last. Then the files of an
+    earlier save are removed, including those of the other format, which might otherwise be loaded
+    instead of the new ones; other files in the folder are left alone. A save that is killed leaves
+    the earlier weights or, if killed between the renames, shards without an index.
 
     Args:
-        model: The bare module; its ``state_dict()`` gives names, without what ``torch.compile``
-            puts into those of compiled submodules, and tensors.
-        save_directory: A folder; it is made if need be.
+        model: The bare module; its ``state_dict()`` gives the tensors and their names, from which
+            the prefixes that ``torch.compile`` adds for compiled submodules are removed.
+        save_directory: A folder; it is created if needed.
         max_shard_size: Bytes, or a number with a unit: ``"5MB"`` (10^6), ``"5MiB"`` (2^20). A
-            tensor that is bigger gets a file of its own.
+            larger tensor gets its own file.
         safe_serialization: Write safetensors; otherwise files of ``torch.save``.
 
     Raises:
-        ValueError: If ``max_shard_size`` is no size above 0.
+        ValueError: If ``max_shard_size`` is not a size above 0.
         NotADirectoryError: If ``save_directory`` is a file.
         RuntimeError: If parameters have no data, being on the meta device.
-        TypeError: If the state dict holds something else than plain dense tensors.
+        TypeError: If the state dict holds anything but plain dense tensors.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
     folder = Path(save_directory)
@@ -80,7 +80,7 @@ def save_model(
         if len(files) > 1:
             total = sum(map(_bytes, tensors.values()))
             places = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}
-            if not safe_serialization:  # there every name is in a file
+            if not safe_serialization:  # torch.save's files contain tied names too
                 places |= {key: places[first] for key, first in tied.items()}
             index = folder / (name + INDEX_SUFFIX)
             aside[index] = write_aside(index, lambda path: _write_index(path, total, places))
@@ -93,11 +93,11 @@ def save_model(
 def write_weights_file(
     tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], file: Path
 ) -> None:
-    """Write one file of weights, of the kind that its name ends in.
+    """Write one file of weights, in the format of its suffix.
 
     Args:
         tensors: Each stored tensor by its first name.
-        tied: For each further name of a tensor, stored here or elsewhere, its first.
+        tied: The first name for each further name of a tensor, stored here or elsewhere.
         file: Ends in ``.safetensors`` or ``.bin``.
 
     Raises:
@@ -112,32 +112,32 @@ def write_weights_file(
 
 
 def parse_size(size: int | str, what: str) -> int:
-    """Bytes of a size: an int, or a number and a unit.
+    """Return a size in bytes, from an int or a number with a unit.
 
-    ``KB MB GB TB`` are powers of 1000, ``KiB MiB GiB TiB`` of 1024, in either case; after a small
-    final ``b`` the number counts bits.
+    ``KB MB GB TB`` are powers of 1000, ``KiB MiB GiB TiB`` of 1024, in either case; with a
+    lower-case final ``b``, ``KB`` to ``TB`` count bits.
 
     Raises:
-        ValueError: If it is neither, or not above 0; the text names ``what`` it is for.
+        ValueError: If it is neither, or not above 0; ``what`` names the argument in the message.
     """
     count = size if isinstance(size, int) and not isinstance(size, bool) else _parse(size)
     if count is None or count < 1:
         raise ValueError(
-            f"{what} is {size!r}; it must be a number of bytes above 0, or a text such as '5GB', "
-            "'500MB' or '5GiB' (units KB, MB, GB, TB, KiB, MiB, GiB, TiB)."
+            f"{what} is {size!r}; it must be a number of bytes above 0, or a string such as "
+            "'5GB', '500MB' or '5GiB' (units KB, MB, GB, TB, KiB, MiB, GiB, TiB)."
         )
     return count
 
 
 def plan_shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
-    """Names for each file, in order: a file is begun when the next tensor would not fit any more.
+    """Return the names for each file, in order; a tensor that would not fit starts a new file.
 
     Args:
-        tensors: The tensors in their order.
-        limit: Bytes in a file; only a single bigger tensor passes it.
+        tensors: The tensors in order.
+        limit: Maximum bytes per file; only a single larger tensor exceeds it.
 
     Returns:
-        At least one list, even for no tensors at all.
+        At least one list, even without tensors.
     """
     shards: list[list[str]] = [[]]
     filled = 0
@@ -173,7 +173,7 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """A portable tensor without the rest of a bigger storage, which ``torch.save`` would write."""
+    """Return a portable tensor; copy a view, since ``torch.save`` would write its whole storage."""
     stored = portable(tensor, where).cpu()
     return stored.clone() if stored.untyped_storage().nbytes() > _bytes(stored) else stored
 
@@ -187,11 +187,11 @@ def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:
     other = BIN_NAME if name == WEIGHTS_NAME else WEIGHTS_NAME
     index, old = folder / (name + INDEX_SUFFIX), _files_of(folder, name)
     if index in old and any(file in aside for file in old if file != index):
-        # Shards of both saves would go under the old index: rather none is found than a mixture.
+        # The old index would cover shards of both saves: no weights are better than a mixture.
         index.unlink()
         sync(folder)
         old.remove(index)
-    for file, temporary in aside.items():  # the index is the last of them
+    for file, temporary in aside.items():  # the index comes last
         os.replace(temporary, file)
     sync(folder)
     for file in (*old, *_files_of(folder, other)):
@@ -200,7 +200,7 @@ def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:
 
 
 def _files_of(folder: Path, name: str) -> list[Path]:
-    """The files of weights of one kind that are in a folder, the index first."""
+    """Return the weight files of one format in a folder, the index first."""
     stem, suffix = name.split(".")
     shard = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.{suffix}")
     index = name + INDEX_SUFFIX

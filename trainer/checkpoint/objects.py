@@ -1,4 +1,4 @@
-"""Any object in a file of its own, written whole or not at all, read without running code."""
+"""Save any object to a file atomically, and load it without running code."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Write an object to a file, which is replaced at once when everything is on the disk.
+    """Write an object to a file, replacing it atomically.
 
     Only the main process writes; the others return at once.
 
     Args:
-        obj: What ``torch.save`` takes; with ``safe_serialization`` a dict of tensors by name.
-            Tensors that are the same memory are then stored once.
+        obj: Any object that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors by
+            name, in which tensors that share their memory are stored once.
         f: A path, or with ``safe_serialization=False`` an open binary file.
         save_on_each_node: The main process of each machine writes.
-        safe_serialization: Write safetensors in place of what ``torch.save`` writes.
+        safe_serialization: Write safetensors instead of using ``torch.save``.
 
     Raises:
         TypeError: If safetensors cannot hold the object.
@@ -58,14 +58,14 @@ def save(
 
 
 def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
-    """What :func:`save` wrote, as long as it is tensors, plain values and containers of them.
+    """Load a file of :func:`save` that holds tensors, plain values and containers of them.
 
     Args:
         f: The file, of ``torch.save`` or safetensors.
-        map_location: Where tensors are put, as for ``torch.load``.
+        map_location: The device of the tensors, as for ``torch.load``.
 
     Raises:
-        CheckpointError: If the file is missing or damaged, or holds other objects: making those
+        CheckpointError: If the file is missing or damaged, or holds other objects: creating those
             would run whatever code the file names.
     """
     file = Path(f)
@@ -77,7 +77,7 @@ def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
 
 def _is_safetensors(file: Path) -> bool:
-    """By its beginning, the length of a header in JSON: users name files as they please."""
+    """Return whether a file starts like safetensors; its suffix is the user's choice."""
     try:
         with open(file, "rb") as stream:
             return stream.read(9)[8:] == b"{"

@@ -1,4 +1,4 @@
-"""Weights that stay on the disk: one file of raw bytes each, and an index of what they are.
+"""Weights offloaded to disk: one file of raw bytes each, and an index of dtypes and shapes.
 
 ::
 
@@ -29,10 +29,10 @@ def offload_weight(
     """Write one weight to the disk.
 
     Args:
-        weight: Of any dense dtype.
+        weight: A dense tensor of any dtype.
         name: Its name; the file is ``<name>.dat``.
         folder: An existing folder.
-        index: What is in the folder; the weight is added.
+        index: The folder's index, to which the weight is added.
     """
     raw = portable(weight, f"The weight {name!r}").cpu().reshape(-1).view(torch.uint8)
     write_whole(Path(folder) / f"{name}.dat", lambda path: raw.numpy().tofile(path))
@@ -41,7 +41,7 @@ def offload_weight(
 
 
 def save_offload_index(index: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's index, which is made if need be; nothing to add, nothing done."""
+    """Add entries to a folder's index file, created if needed; do nothing without entries."""
     if index:
         known = _load_index(folder)
         text = json.dumps({**known, **index}, indent=2)

@@ -1,7 +1,7 @@
-"""What one process puts into a checkpoint, checked and encoded, to be written now or later.
+"""One process's part of a checkpoint, validated and encoded, to be written now or later.
 
-A save in the background must hold the tensors of its own update, though state dicts are made of
-the live ones. So their values are copied to memory of the host, which every save uses again.
+State dicts refer to live tensors, but a background save must hold their values at its update. So
+the values are copied to host memory, which every save reuses.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Portion:
     """A part of a checkpoint.
 
     Attributes:
-        tensors: Plain, contiguous ones; they may be live.
-        write: Writes them, or copies of them, into a folder, with what is to be said about them.
-        text_size: Bytes of that.
+        tensors: Plain, contiguous tensors, perhaps live ones.
+        write: Writes the tensors, or copies of them, and the portion's text into a folder.
+        text_size: The size of the text in bytes.
     """
 
     tensors: Mapping[str, Tensor]
@@ -37,12 +37,12 @@ class Portion:
 
     @property
     def size(self) -> int:
-        """Bytes that it takes on the disk, but for file headers."""
+        """The size on disk in bytes, without file headers."""
         return self.text_size + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def weights_portion(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> Portion:
-    """A module's weights, see `trainer.checkpoint.weights`, for the file of this name.
+    """Return a module's weights as a portion; see `trainer.checkpoint.weights`.
 
     Raises:
         TypeError: A value cannot be saved.
@@ -55,16 +55,16 @@ def weights_portion(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) 
 
 
 def tree_portion(tree: object, stem: str) -> Portion:
-    """A tree of state, see `trainer.checkpoint.tensors`.
+    """Return a tree of state as a portion; see `trainer.checkpoint.tensors`.
 
     Raises:
-        TypeError: The tree holds what cannot be saved; the text says where.
+        TypeError: The tree holds a value that cannot be saved; the message says where.
     """
     return encoded_portion(*encode_tree(tree, stem), stem)
 
 
 def encoded_portion(document: str, tensors: Mapping[str, Tensor], stem: str) -> Portion:
-    """A tree that is encoded already, by another process for example."""
+    """Return an already encoded tree as a portion, for example one from another process."""
     return Portion(
         tensors,
         lambda values, folder: write_tree(document, values, folder, stem),
@@ -73,7 +73,7 @@ def encoded_portion(document: str, tensors: Mapping[str, Tensor], stem: str) -> 
 
 
 def write_portions(portions: Sequence[Portion]) -> Write:
-    """A function that writes the portions as they are when it is called."""
+    """Return a function that writes the portions' values at the time of its call."""
 
     def write(folder: Path) -> None:
         for portion in portions:
@@ -83,19 +83,19 @@ def write_portions(portions: Sequence[Portion]) -> Write:
 
 
 class HostCopies:
-    """Memory of the host for the tensors of a save; the next one copies into the same.
+    """Host memory for the tensors of a save, reused by the next save.
 
-    Fresh memory would have to be found and mapped page by page, which takes longer than the copy.
+    Allocating and mapping fresh memory page by page takes longer than the copy.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], Tensor] = {}
 
     def hold(self, portions: Sequence[Portion]) -> Write:
-        """A function that writes the portions as they are now; the last such must be done with.
+        """Return a function that writes the portions' present values.
 
-        The copies are only begun here where a device makes them by itself, in the order of its
-        work: what it computes later cannot reach them.
+        The previous such function must have finished: its memory is reused. Asynchronous copies
+        from a device are only enqueued here, in stream order: later kernels cannot affect them.
         """
         kept: dict[tuple[int, str], Tensor] = {}
         for number, portion in enumerate(portions):
@@ -103,7 +103,7 @@ class HostCopies:
                 kept[number, name] = self._copy(tensor, self._kept.get((number, name)))
         self._kept = kept
         arrivals = _events_of([tensor for part in portions for tensor in part.tensors.values()])
-        writers = [portion.write for portion in portions]  # not the portions: they hold the live
+        writers = [portion.write for portion in portions]  # the portions refer to live tensors
 
         def write(folder: Path) -> None:
             for arrival in arrivals:
@@ -126,7 +126,7 @@ def _copies_by_itself(device: torch.device) -> bool:
 
 
 def _events_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """An event for each device that copies by itself, behind the copies just asked for."""
+    """Record an event on each device with asynchronous copies, after the copies just enqueued."""
     events = []
     for device in {tensor.device for tensor in tensors if _copies_by_itself(tensor.device)}:
         event = torch.Event(device)

@@ -1,4 +1,4 @@
-"""Checkpoints that a project names: ``<project_dir>/checkpoints/checkpoint_<iteration>``."""
+"""Automatically named checkpoints: ``<project_dir>/checkpoints/checkpoint_<iteration>``."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def save_state(
 ) -> Path:
     """Save to ``output_dir``, or with automatic naming to the next checkpoint; collective.
 
-    After the save ``project.iteration`` is one more. With automatic naming and a ``total_limit``
-    the checkpoints of the lowest numbers are then deleted; folders that are not ours, or hold other
-    files too, are not.
+    The save increments ``project.iteration``. With automatic naming and a ``total_limit`` the
+    checkpoints with the lowest numbers are then deleted, but no folders that are not checkpoints or
+    that hold other files too.
 
     Args:
-        output_dir: Where to; ignored with automatic naming.
-        prepared: What is saved.
+        output_dir: The folder to save to; ignored with automatic naming.
+        prepared: The objects to save.
         processes: The ranks.
-        project: Names, limit and iteration.
+        project: Naming, limit and iteration.
         safe_serialization: See :func:`trainer.checkpoint.state.save_state`.
-        hooks: See there.
+        hooks: See :func:`trainer.checkpoint.state.save_state`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: If there is no ``output_dir`` and no automatic naming, or the next checkpoint or
-            one of a higher number exists already. Nothing is changed then.
-        CheckpointError: On every rank alike, if any failed. If only the deleting did, the save
-            stands.
+        ValueError: If there is no ``output_dir`` and no automatic naming, or if the next checkpoint
+            or one with a higher number exists already. Nothing is changed then.
+        CheckpointError: If any rank failed; raised on every rank. If only the deletion failed, the
+            save is complete.
     """
     naming, each = project.automatic_checkpoint_naming, project.save_on_each_node
     main = keeps(processes, each)
@@ -98,25 +98,25 @@ def load_state(
     hooks: Iterable[LoadHook] = (),
     **kwargs: Any,
 ) -> int:
-    """Load ``input_dir``, or the project's newest sound checkpoint; collective.
+    """Load ``input_dir``, or the project's newest intact checkpoint; collective.
 
-    After one of the project's own checkpoints ``project.iteration`` is the number that follows it.
+    After loading one of the project's own checkpoints, ``project.iteration`` is the next number.
 
     Args:
-        input_dir: The folder; None takes the highest number among the checkpoints that are sound,
-            on all machines if each saves its own. Damaged ones are told in a warning.
-        prepared: What is loaded into.
+        input_dir: The folder; None takes the intact checkpoint with the highest number (intact on
+            all machines if each saves its own). Damaged ones are logged as warnings.
+        prepared: The objects to load into.
         processes: The ranks.
-        project: Says where they are.
+        project: The project whose checkpoints these are.
         hooks: See :func:`trainer.checkpoint.state.load_state`.
-        **kwargs: ``map_location``, ``strict`` and others; see there.
+        **kwargs: ``map_location``, ``strict`` and other arguments of that function.
 
     Returns:
         The `Accelerator`'s count of micro-batches.
 
     Raises:
         ValueError: If there is no ``input_dir`` and no automatic naming, or no such folder.
-        CheckpointError: On every rank alike, if there is no sound checkpoint, or it does not fit.
+        CheckpointError: If there is no intact checkpoint or it does not fit; raised on every rank.
     """
     naming = project.automatic_checkpoint_naming
     if input_dir is not None:
@@ -159,15 +159,15 @@ def _numbered(root: Path) -> dict[int, Path]:
 
 
 def _refuse_taken(target: Path) -> None:
-    """Refuse a number that does not follow all that are there: another run has written those."""
+    """Refuse a number that is not above all existing ones: those are another run's."""
     number, taken = _number(target), _numbered(target.parent)
     later = [path for other, path in sorted(taken.items()) if number is None or other >= number]
     if later:
         raise ValueError(
             f"{target} is the next checkpoint, but {', '.join(path.name for path in later)} of "
             "another run exist already; nothing was saved or deleted. Call load_state() first to "
-            "go on from them, set accelerator.project_configuration.iteration to "
-            f"{max(taken) + 1} to number behind them, or choose another project_dir."
+            "resume from them, set accelerator.project_configuration.iteration to "
+            f"{max(taken) + 1} to continue their numbering, or choose another project_dir."
         )
 
 
@@ -182,7 +182,7 @@ def _rotate(saved: Path, limit: int) -> None:
 
 
 def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
-    """The checkpoint of the highest number that is sound wherever it is read."""
+    """Return the checkpoint with the highest number that is intact on all machines."""
     root, each = _root(project), project.save_on_each_node
     main = keeps(processes, each)
     what = f"Choosing a checkpoint in {root}"
@@ -197,7 +197,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
         if all(step(lambda: not main or _is_sound(path))):  # noqa: B023
             return path
     raise CheckpointError(
-        f"{root} holds no sound checkpoint among {len(common)}. Begin without load_state(), or "
+        f"{root} holds no intact checkpoint among {len(common)}. Start without load_state(), or "
         "pass the folder to load."
     )
 

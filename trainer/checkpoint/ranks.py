@@ -1,4 +1,4 @@
-"""What a process goes on from of what each one that saved an `Accelerator`'s state wrote itself."""
+"""Read the per-rank files of an `Accelerator`'s state, by any number of processes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from trainer.strategies.communication import for_processes
 
 
 def name_of(rank: int) -> str:
-    """The stem of a rank's own file."""
+    """Return the stem of a rank's own file."""
     return f"random_states_{rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """A rank that loads, and what it has read so far.
+    """A rank that is loading, and the per-rank state that it has read.
 
     Attributes:
         path: The checkpoint.
-        own: What the rank of its number saved; if there was none, what some other one did. Earlier
+        own: The state saved by the same rank or, if there was none, by another one. Earlier
             releases saved neither gradients nor states of communication hooks.
-        rank: Its number.
-        saved_by: How many processes saved.
-        here: How many load.
+        rank: The rank.
+        saved_by: The number of processes that saved.
+        here: The number of processes that load.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Loading:
 
 
 def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
-    """This rank's gradients, or what stands for those of another number of processes."""
+    """Return this rank's gradients; for a different number of processes, the mean of all."""
     if it.own.get("gradients") is None:
         return None
     if it.saved_by == it.here:
@@ -50,7 +50,7 @@ def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
 
 
 def communication_of(it: Loading) -> list[dict[str, Any]]:
-    """This rank's states of the communication hooks, or what stands for those of others."""
+    """Return this rank's communication hook states, converted for the number of processes."""
     own: list[dict[str, Any]] = it.own.get("communication", [])
     if it.saved_by == it.here or not own:
         return own
@@ -60,12 +60,12 @@ def communication_of(it: Loading) -> list[dict[str, Any]]:
 
 
 def _every_rank(it: Loading, how: str, what: str) -> list[dict[str, Any]]:
-    """What each rank has saved of its own."""
+    """Return the per-rank state of every rank that saved."""
     path, saved_by = it.path, it.saved_by
     files = [path / f"{name_of(rank)}.json" for rank in range(saved_by)]
     if missing := [file.name for file in files if not file.exists()]:  # on another machine's disk
         raise CheckpointError(
             f"{path} was saved {how} by {saved_by} processes, and {', '.join(missing)} with {what} "
-            f"are not here. Load it with {saved_by} processes."
+            f"are missing here. Load it with {saved_by} processes."
         )
     return [load_tree(path, file.stem) for file in files]

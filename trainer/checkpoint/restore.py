@@ -1,6 +1,6 @@
-"""What a folder holds of an `Accelerator`'s state, how it fits what is prepared, its return.
+"""Compare an `Accelerator`'s stored state with the prepared objects, and restore it into them.
 
-Everything is read and compared before anything is changed.
+Everything is read and compared before any object is changed.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ logger = logging.getLogger(__name__)
 
 
 class Stateful(Protocol):
-    """Anything whose state can be taken and put back."""
+    """Any object whose state can be saved and restored."""
 
     def state_dict(self) -> Any:
-        """Its state."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Take a state over."""
+        """Restore a state."""
 
 
 @dataclass(kw_only=True)
 class Prepared:
-    """What an `Accelerator` saves and loads.
+    """The objects that an `Accelerator` saves and loads.
 
     Attributes:
         models: The bare modules.
         optimizers: The optimizers.
         schedulers: The schedulers.
         dataloaders: The prepared loaders.
-        custom_objects: What the user registered.
+        custom_objects: The objects that the user registered.
         scaler: The gradient scaler, if there is one.
-        step: Micro-batches since the last update of the accumulation's count.
-        window_open: Gradients have been gathered for an update that is still to come.
-        communication: The hooks whose state on this process its averages of gradients go on from.
+        step: The `Accelerator`'s count of micro-batches.
+        window_open: Whether gradients have been accumulated for an update that is still to come.
+        communication: Communication hooks with state on this process that later averages need.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -63,25 +63,25 @@ class Prepared:
 
 @dataclass(kw_only=True)
 class Stored:
-    """What a folder holds, read into memory.
+    """The contents of a folder, read into memory.
 
     Attributes:
         path: The folder.
         weights: The models' state dicts.
-        optimizers: Their state dicts.
-        schedulers: Their state dicts.
-        loaders: Their state dicts, each under ``"state"``; None where the folder's format does not
-            say.
-        custom_objects: Their state dicts.
+        optimizers: The optimizers' state dicts.
+        schedulers: The schedulers' state dicts.
+        loaders: The loaders' state dicts, each under ``"state"``; None if the folder's format does
+            not have them.
+        custom_objects: The custom objects' state dicts.
         scaler: The scaler's state dict, if one was saved.
-        rng: This rank's random states as `trainer.rng.rng_state` returns them; None if there are
-            none of this rank.
-        first_rng: The first rank's.
+        rng: This rank's RNG states as `trainer.rng.rng_state` returns them; None if this rank saved
+            none.
+        first_rng: The first rank's RNG states.
         step: See `Prepared`.
         gradients: Those of an open window, see `trainer.checkpoint.gradients`; None if there was
-            none, or the folder's format does not say.
+            no open window, or the folder's format does not have them.
         communication: This rank's states of the communication hooks.
-        lost: What the folder holds that cannot be put back, each in a sentence.
+        lost: Warnings about contents of the folder that cannot be restored.
     """
 
     path: Path
@@ -107,14 +107,15 @@ def check(
     strict: bool,
     model_kwargs: Mapping[str, Any],
 ) -> list[str]:
-    """Compare what was read with what is prepared; complete the weights by the models' ties.
+    """Compare the stored state with the prepared objects; add weights that the models tie.
 
     Returns:
-        What will not be put back, each in a sentence.
+        Warnings about state that will not be restored.
 
     Raises:
-        CheckpointError: If state that is prepared is missing in the folder, or does not fit. With
-            ``strict`` false names of weights may differ, and a scaler and random states be missing.
+        CheckpointError: If the state of a prepared object is missing, or does not fit. If
+            ``strict`` is False, names of weights may differ, and the scaler and RNG states may be
+            missing.
         TypeError: If a model's ``load_state_dict`` does not take ``model_kwargs``.
     """
     notes = list(stored.lost)
@@ -155,11 +156,11 @@ def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str
         if strict:
             raise CheckpointError(
                 f"{text} Load it with the precision it was saved with, or pass strict=False to "
-                "begin with a new scaler."
+                "start with a new scaler."
             )
         notes.append(text)
     if prepared.scaler is None and stored.scaler is not None:
-        notes.append("The gradient scaler's state is not loaded: this precision has none.")
+        notes.append("The gradient scaler's state is not loaded: this precision uses no scaler.")
     if prepared.communication and len(stored.communication) != len(prepared.communication):
         notes.append(
             f"It holds the state of {len(stored.communication)} communication hooks, but "
@@ -176,9 +177,9 @@ def _check_rest(stored: Stored, prepared: Prepared, *, strict: bool) -> list[str
         if strict:
             raise CheckpointError(
                 f"{stored.path} holds no random states. Pass strict=False to leave the generators "
-                "as they are."
+                "unchanged."
             )
-        notes.append("It holds no random states: the generators are left as they are.")
+        notes.append("It holds no random states: the generators are left unchanged.")
     return notes
 
 
@@ -200,7 +201,7 @@ def _check_model(
         misfits.missing, misfits.unexpected = [], []
     if misfits:
         raise CheckpointError(
-            f"{what} does not fit the one prepared: {misfits}. Make it as it was when it was saved."
+            f"{what} does not fit the one prepared: {misfits}. Recreate it as it was when saved."
         )
 
 
@@ -212,15 +213,15 @@ def _check_optimizer(what: str, optimizer: Any, state: Any) -> None:
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:
         raise CheckpointError(
-            f"{what} has groups of {saved} parameters, the one prepared of {here}. Make it as it "
-            "was when it was saved."
+            f"{what} has groups of {saved} parameters, but the one prepared has {here}. Recreate "
+            "it as it was when saved."
         )
 
 
 def dtypes_of(
     model: torch.nn.Module, weights: Mapping[str, torch.Tensor]
 ) -> dict[int, torch.dtype]:
-    """The types of saved weights by the ``id`` of the parameters that are loaded with them."""
+    """Return the dtypes of saved weights by the ``id`` of the parameters that they load into."""
     named = model.named_parameters()
     return {id(each): weights[name].dtype for name, each in named if name in weights}
 
@@ -234,7 +235,7 @@ def apply(
     strict: bool,
     model_kwargs: Mapping[str, Any],
 ) -> None:
-    """Put everything back, the generators last."""
+    """Restore everything, the generators last."""
     dtypes: dict[int, torch.dtype] = {}
     for model, weights in zip(models, stored.weights, strict=False):
         dtypes |= dtypes_of(model, weights)
@@ -250,7 +251,7 @@ def apply(
         prepared.scaler.load_state_dict(stored.scaler)
     for obj, state in zip(prepared.custom_objects, stored.custom_objects, strict=True):
         obj.load_state_dict(state)
-    # One side may be empty, see `_check_rest`; else there are as many.
+    # Either may be empty, see `_check_rest`; otherwise their lengths are equal.
     for hook, state in zip(prepared.communication, stored.communication, strict=False):
         hook.load_state_dict(state)
     _apply_rng(stored, rank)
@@ -261,7 +262,7 @@ def _apply_rng(stored: Stored, rank: int) -> None:
         load_rng_state(stored.rng)
     elif stored.first_rng is not None:
         logger.warning(
-            "%s was saved by fewer processes: rank %d begins with random states derived from rank "
+            "%s was saved by fewer processes: rank %d starts with random states derived from rank "
             "0's.",
             stored.path,
             rank,

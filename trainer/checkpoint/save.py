@@ -1,7 +1,8 @@
-"""Saving and choosing checkpoints on all ranks together: each step succeeds on all or fails on all.
+"""Save and choose checkpoints on all ranks: each step succeeds on all ranks or fails on all.
 
-Every function here is collective: all ranks call it, in the same order. Either they share one disk,
-and rank 0 keeps the checkpoints, or each machine has its own, and the first rank of each does.
+Most functions here are collective: all ranks call them, in the same order. Either all ranks share
+one disk and rank 0 writes the checkpoints, or each machine has its own disk and its first rank
+writes there.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CHECKPOINT = "checkpoint"  # what is said to be called where no public name is known
+CHECKPOINT = "checkpoint"  # the operation's name in errors, where no public name is known
 
 
 class Ranks(Protocol):
-    """What is needed to know of the processes; ``PartialState`` has it."""
+    """The required attributes of the processes; ``PartialState`` has them."""
 
     @property
     def is_main_process(self) -> bool:
@@ -62,11 +63,14 @@ class Ranks(Protocol):
 
     @property
     def num_processes(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
+
+    def set_device(self) -> None:
+        """Make the rank's device the current one of the calling thread."""
 
 
 def keeps(state: Ranks, on_each_node: bool) -> bool:
-    """Whether this rank keeps the checkpoints of its disk."""
+    """Return whether this rank writes and removes the checkpoints on its disk."""
     return state.is_local_main_process if on_each_node else state.is_main_process
 
 
@@ -77,19 +81,19 @@ def keeper_of(
     *,
     operation: str = CHECKPOINT,
 ) -> int:
-    """The rank that keeps the checkpoints of this rank's disk.
+    """Return the rank that writes the checkpoints on this rank's disk.
 
-    Where each machine has a disk of its own this is collective: launchers give out ranks in any
-    order, SLURM's ``--distribution=cyclic`` for example one to each machine in turn.
+    With ``on_each_node`` this is collective: launchers assign ranks in any order, for example
+    SLURM's ``--distribution=cyclic`` one to each machine in turn.
 
     Args:
         state: The ranks.
         on_each_node: The machines share no disk.
-        group: The process group to agree over.
+        group: The process group of the collectives.
         operation: See :func:`together`.
 
     Raises:
-        CheckpointError: On every rank alike, if a machine has no rank that is its first one.
+        CheckpointError: If a machine has no local rank 0; raised on every rank.
     """
     if not on_each_node or state.num_processes == 1:
         return 0
@@ -103,11 +107,11 @@ def keeper_of(
     if lacking := {host for host, _ in homes} - {host for host, local in homes if local == 0}:
         raise CheckpointError(
             f"No process on {', '.join(sorted(lacking))} has the local rank 0, so none would save "
-            "there. Let the launcher set LOCAL_RANK, as torchrun does."
+            "there. Make the launcher set LOCAL_RANK, as torchrun does."
         )
     host, _ = homes[state.process_index]
     firsts = [rank for rank, home in enumerate(homes) if home == (host, 0)]
-    # Machines may bear one name (containers do); then their ranks follow each other.
+    # Machines may share a host name (containers do); their ranks are then consecutive.
     before = [rank for rank in firsts if rank <= state.process_index]
     return before[-1] if before else firsts[0]
 
@@ -128,25 +132,24 @@ def save_checkpoint(
 
     Args:
         target: The checkpoint's path; a checkpoint there is replaced.
-        write_shared: Called on the ranks that keep checkpoints with the staging folder.
-        write_rank: Called on every rank with the staging folder, after ``write_shared``. Its files'
-            names hold the rank (:func:`trainer.checkpoint.rank_stem`).
-        manifest: Fields for the manifest; those of the rank that keeps it are written.
+        write_shared: Called with the staging folder on the ranks that write checkpoints.
+        write_rank: Called with the staging folder on every rank, after ``write_shared``. Its files'
+            names contain the rank (:func:`trainer.checkpoint.rank_stem`).
+        manifest: Fields for the manifest, taken from the rank that writes it.
         state: The ranks.
-        group: The process group to agree over. A save in the background needs one of its own, since
-            the collectives of training would mix with these.
+        group: The process group of the collectives. A background save needs its own group, since
+            its collectives would mix with those of training.
         on_each_node: The machines share no disk: each keeps a checkpoint.
         needs: Bytes that will be written to a disk; they must be free.
-        displaces: Checkpoints to remove after the commit. What cannot be removed is told in the
-            log.
+        displaces: Checkpoints to remove after the commit. A failure to remove one is logged.
 
     Returns:
-        The committed checkpoint, on every rank and not before it is committed.
+        The checkpoint; every rank returns only after it is committed.
 
     Raises:
-        CheckpointError: On every rank alike, if any rank failed; the text names the rank. Nothing
-            is committed then, and what was at ``target`` is still there; but where each machine has
-            its disk and only the commit failed, the others have committed.
+        CheckpointError: If any rank failed; raised on every rank, and the message names the ranks.
+            Nothing is committed then, and ``target`` is unchanged, except that if each machine has
+            its own disk and only a commit failed, the other machines have committed.
     """
     keeper = keeps(state, on_each_node)
 
@@ -165,10 +168,10 @@ def save_checkpoint(
             if staging.exists():
                 raise
             raise CheckpointError(
-                f"{staging.absolute()}, which rank {first} has made, is not there on "
-                f"{socket.gethostname()}. Where machines share no disk, let each keep checkpoints: "
-                "project_config=ProjectConfiguration(save_on_each_node=True). Where they do, give "
-                "a folder on it, by a path that means the same to all"
+                f"{staging.absolute()}, which rank {first} has created, does not exist on "
+                f"{socket.gethostname()}. If machines share no disk, let each keep checkpoints: "
+                "project_config=ProjectConfiguration(save_on_each_node=True). If they do, give a "
+                "folder on it, by a path that is the same on all machines"
             ) from error
 
     what = f"Saving {target}"
@@ -187,7 +190,7 @@ def save_checkpoint(
 
 
 def remove_or_tell(path: Path) -> None:
-    """Delete a checkpoint that is not wanted any more; failing, told in the log, costs no run."""
+    """Delete an obsolete checkpoint; a failure is only logged, so that the run continues."""
     try:
         remove(path)
     except (CheckpointError, OSError):
@@ -195,10 +198,10 @@ def remove_or_tell(path: Path) -> None:
 
 
 def require_space(folder: Path, needs: int) -> None:
-    """See that so many bytes can be written where a folder is, or will be made.
+    """Check that ``needs`` bytes can be written to a folder, which may not exist yet.
 
     Raises:
-        CheckpointError: They cannot.
+        CheckpointError: The folder is not writable, or too few bytes are free.
     """
     there = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -221,26 +224,26 @@ def newest_sound(
     group: dist.ProcessGroup | None = None,
     on_each_node: bool = False,
 ) -> Path | None:
-    """The newest checkpoint of a run whose every byte is as it was written; alike on all ranks.
+    """Return the newest intact checkpoint of a run, the same on all ranks; collective.
 
-    The candidates are read in full, newest first, until one is sound; where each machine has its
-    disk, one that all have. Damage is told in a warning of the log. A later release's is no damage:
-    to go back behind it would throw away what it has trained. Folders that hold weights alone are
-    left out. Call :func:`trainer.checkpoint.sweep` before.
+    The candidates are read in full and verified, newest first, until one is intact (on all
+    machines, if each has its own disk). Damage is logged as a warning. A later release's checkpoint
+    is not skipped as damaged: resuming from an older one would discard training. Checkpoints of
+    weights only are left out. Call :func:`trainer.checkpoint.sweep` first.
 
     Args:
         root: The folder of checkpoints.
         state: The ranks.
-        group: The process group to agree over.
+        group: The process group of the collectives.
         on_each_node: The machines share no disk.
 
     Returns:
-        The checkpoint, or None where there is none at all.
+        The checkpoint, or None if there are no checkpoints.
 
     Raises:
-        CheckpointError: On every rank alike, if there are checkpoints but none is sound: to start
-            from nothing then would throw a run away.
-        LaterReleaseError: On every rank alike, if a later release has written a newer one.
+        CheckpointError: If there are checkpoints but none is intact, since starting from scratch
+            would discard a run; raised on every rank.
+        LaterReleaseError: If a later release wrote a newer checkpoint; raised on every rank.
     """
     keeper, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
 
@@ -263,43 +266,43 @@ def newest_sound(
         verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
-                f"{what} failed: {later[0].text} To go on from an older checkpoint all the same, "
-                "pass its path."
+                f"{what} failed: {later[0].text} To resume from an older checkpoint anyway, pass "
+                "its path."
             )
         if not any(verdicts):
             return path
     if some:
         several = len(listed) > 1
         raise CheckpointError(
-            f"{what} failed: none of the {len(some)} checkpoints there is sound"
+            f"{what} failed: none of the {len(some)} checkpoints there is intact"
             f"{' on every machine' if several else ''} (the log says what is wrong with each). "
             f"{'Copy one to the machines that lack it, or move' if several else 'Move'} them away "
-            "to start anew."
+            "to start a new run."
         )
     return None
 
 
 def holds_weights_only(path: Path) -> bool:
-    """Whether a checkpoint was saved without what a run needs to go on."""
+    """Return whether a checkpoint holds only weights, from which no run can be resumed."""
     try:
         return bool(read_manifest(path).get("weights_only", False))
     except CheckpointError:
-        return False  # damaged: whoever wants to use it will be told
+        return False  # damaged: reported when it is used
 
 
 def refuse_weights_alone(
     roots: Iterable[Path], state: Ranks, *, instead: str, on_each_node: bool = False
 ) -> None:
-    """Tell that there is nothing but checkpoints of weights, from which no run goes on; collective.
+    """Raise if there are checkpoints of weights only, for use if no other was found; collective.
 
     Args:
         roots: The folders of checkpoints.
         state: The ranks.
-        instead: What to do.
+        instead: The advice at the end of the message.
         on_each_node: The machines share no disk.
 
     Raises:
-        CheckpointError: On every rank alike, if there are such.
+        CheckpointError: If there is such a checkpoint; raised on every rank.
     """
 
     def find() -> list[Path]:
@@ -309,15 +312,15 @@ def refuse_weights_alone(
     lists = together("Looking for checkpoints", find, state)
     if found := [path for paths in lists for path in paths]:
         raise CheckpointError(
-            f"{found[-1]} holds weights alone (save_weights_only=True), as do all checkpoints "
-            f"there; no run can go on from them. {instead}"
+            f"{found[-1]} holds only weights (save_weights_only=True), as do all checkpoints "
+            f"there; no run can be resumed from them. {instead}"
         )
 
 
 def refuse_together(
     check: Callable[[], object], state: Ranks, *, here: bool, operation: str = CHECKPOINT
 ) -> None:
-    """Check the user's input where it can be checked; what is refused there is refused everywhere.
+    """Check the user's input on some ranks, and raise on all ranks if one refuses it; collective.
 
     Args:
         check: Raises a ``ValueError`` to refuse.
@@ -326,7 +329,7 @@ def refuse_together(
         operation: See :func:`together`.
 
     Raises:
-        ValueError: On every rank alike, if any refused.
+        ValueError: If any rank refused; raised on every rank.
     """
 
     def refusal() -> str | None:
@@ -343,30 +346,30 @@ def refuse_together(
 
 
 def _differs(step: int, listed: Mapping[int, Mapping[int, tuple[Path, Any]]]) -> str | None:
-    """Why a checkpoint is not the same on all disks; None if it is, or there is one disk.
+    """Return how a checkpoint differs between the disks; None if it is the same on all.
 
     Args:
-        step: Its step.
-        listed: What each rank that keeps checkpoints has, by step: its path and its run's id.
+        step: The checkpoint's step.
+        listed: For each rank that writes checkpoints, the path and run id by step.
     """
     if lacking := [str(rank) for rank, here in listed.items() if step not in here]:
         return f"the machine of rank {', '.join(lacking)} does not have it"
     runs = {rank: here[step][1] for rank, here in listed.items()}
-    if len(set(runs.values()) - {None}) > 1:  # of a damaged one it is not known
+    if len(set(runs.values()) - {None}) > 1:  # None: a damaged one, whose run is unknown
         told = ", ".join(f"that of rank {rank} from {run_id}" for rank, run_id in runs.items())
         return f"the machines have it from different runs ({told})"
     return None
 
 
 class _Verdict(NamedTuple):
-    """Why a checkpoint is not used."""
+    """The reason why a checkpoint is not used."""
 
     text: str
-    damaged: bool  # else a later release wrote it
+    damaged: bool  # False: a later release wrote it
 
 
 def _verdict(path: Path) -> _Verdict | None:
-    """None of a sound checkpoint; damage is told in the log."""
+    """Return why a checkpoint cannot be used, and log damage; None if it is intact."""
     try:
         verify(path)
     except CheckpointError as error:
@@ -385,18 +388,19 @@ def together(
     *,
     operation: str = CHECKPOINT,
 ) -> list[T]:
-    """Each rank's result of ``work``, once all are done; if one failed, its error on all.
+    """Run ``work`` on each rank and return all ranks' results; if one fails, raise on all.
 
     Args:
-        what: What is done, to begin the error with.
-        work: This rank's part. Its result must be picklable: it travels between the processes.
+        what: A description of the action, which begins the error message.
+        work: This rank's part. Its result is sent to the other ranks and must be picklable.
         state: The ranks.
-        group: The process group to agree over.
-        operation: What users called, and in parentheses which step of it; the same on all ranks.
+        group: The process group of the collectives.
+        operation: The function that users called and, in parentheses, its step; the same on all
+            ranks.
 
     Raises:
-        CheckpointError: On every rank alike, naming each rank that failed and its error.
-        DistributedOperationException: On every rank alike, if another one called something else.
+        CheckpointError: Some rank failed; raised on every rank, with each failed rank's error.
+        DistributedOperationException: A rank called another operation; raised on every rank.
     """
     outcome: tuple[T | None, str | None]
     cause, payload = None, b""
@@ -404,7 +408,7 @@ def together(
         outcome = work(), None
         if state.num_processes > 1:
             payload = pickle.dumps(outcome)
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # of any type: the other ranks are waiting for the outcome
         if parted(error, operation):
             raise
         cause = error
@@ -414,7 +418,7 @@ def together(
     if state.num_processes > 1:
         payloads = share(operation, payload, group)
         outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
-    told: dict[str, list[str]] = {}  # the same once: it may be that of a hundred ranks
+    told: dict[str, list[str]] = {}  # each text once: a hundred ranks may have the same
     for rank, (_, text) in enumerate(outcomes):
         if text is not None:
             told.setdefault(text.rstrip("."), []).append(str(rank))
@@ -432,7 +436,7 @@ def _told(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"{error!r}. The disk, or the quota on it, is full; earlier checkpoints are as they "
-            "were. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
+            f"{error!r}. The disk is full or its quota is exhausted; earlier checkpoints are "
+            "unchanged. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
         )
     return repr(error)

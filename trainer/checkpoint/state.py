@@ -1,13 +1,13 @@
-"""The state of an `Accelerator` in a folder, and back; collective.
+"""Save the state of an `Accelerator` to a folder, and load it; collective.
 
-The documented names, with tensors and JSON in place of pickles::
+The documented file names, with tensors and JSON instead of pickles::
 
-    manifest.json                     what there is: numbers of objects, every file's hash
+    manifest.json                     the numbers of objects, every file's hash
     model.safetensors                 weights, then model_1.safetensors …
     optimizer.json, .safetensors      then optimizer_1 …; in the same way
     scheduler.json                    …
     sampler.json                      the prepared loaders' epochs
-    scaler.json                       the gradient scaler's state, where there is one
+    scaler.json                       the gradient scaler's state, if there is one
     custom_checkpoint_0.json          the registered objects' state dicts
     random_states_0.json              for each rank, with its gradients inside a window and the
                                       states of its communication hooks
@@ -56,27 +56,27 @@ def save_state(
     hooks: Iterable[SaveHook] = (),
     save_on_each_node: bool = False,
 ) -> Path:
-    """Save everything that is prepared; collective.
+    """Save all prepared objects; collective.
 
-    A checkpoint of ours in ``folder`` is replaced, other files there stay.
+    A checkpoint of ours in ``folder`` is replaced; other files there stay.
 
     Args:
-        folder: Where to; ``~`` is the home. Rank 0's counts for all.
-        prepared: What is saved.
+        folder: The folder to save to; ``~`` is the home. Rank 0's is used by all ranks.
+        prepared: The objects to save.
         processes: The ranks.
-        safe_serialization: Weights as safetensors; otherwise as ``torch.save`` writes them.
-        hooks: Called on every rank with the models, their state dicts and a folder, before anything
-            is written. State dicts that a hook removes from its list (on the process that writes)
-            are not saved. The folder is where the checkpoint is prepared, not yet ``folder``: files
-            written there become part of the checkpoint.
+        safe_serialization: Save weights as safetensors; otherwise with ``torch.save``.
+        hooks: Called on every rank with the models, their state dicts and the staging folder,
+            before anything is written. State dicts that a hook removes from its list (on the
+            process that writes) are not saved. Files written to the staging folder become part of
+            the checkpoint.
         save_on_each_node: The machines share no disk: the first process of each writes.
 
     Returns:
-        The folder, once everything is on the disk.
+        The folder, once everything is on disk.
 
     Raises:
-        CheckpointError: On every rank alike, if any failed or an object's state cannot be saved;
-            the text names it. What was in ``folder`` is then still there.
+        CheckpointError: If any rank failed or an object's state cannot be saved; raised on every
+            rank, and the message names it. The previous contents of ``folder`` are then unchanged.
     """
     target = Path(folder).expanduser()
     what = f"Saving {target}"
@@ -98,14 +98,14 @@ def save_state(
     most_hooks = max(step("begin", begin))
     keeper = keeper_of(processes, save_on_each_node, operation="save_state (machines)")
     opened = step("folder", open_)[keeper]
-    assert opened is not None  # a writer answers
+    assert opened is not None  # the keeper writes
     staging, place, target = opened
 
     def write() -> int:
         trees = _trees(prepared)
         if writes:
             _write_all(weights, trees, staging, safe=safe_serialization)
-        # After the scaler's state: taking that may put the gradients on another scale.
+        # After the scaler's state: reading that may rescale the gradients.
         save_tree(_own_state(prepared), staging, ranks.name_of(processes.process_index))
         return len(weights)
 
@@ -114,7 +114,7 @@ def save_state(
             commit_folder(staging, place, manifest)
 
     try:
-        for number in range(most_hooks):  # one by one, since a hook may speak with its peers
+        for number in range(most_hooks):  # one step each, since a hook may call collectives
             step(
                 f"hook {number + 1}",
                 partial(_call_hook, hooks, number, models, weights, str(staging)),
@@ -142,33 +142,33 @@ def load_state(
     save_on_each_node: bool = False,
     **load_model_func_kwargs: Any,
 ) -> int:
-    """Put everything that is prepared back to what a folder holds; collective.
+    """Restore all prepared objects from a folder; collective.
 
-    Takes folders of :func:`save_state` and of accelerate's ``save_state`` (0.31 to 1.x). The hashes
-    of the first are checked, then the hooks run, then every rank reads and compares everything, and
-    only when all have done that anything is changed. What was saved and is not prepared is not
-    loaded, with a warning; registered objects must be the same.
+    Loads folders of :func:`save_state` and of accelerate's ``save_state`` (0.31 to 1.x). The hashes
+    of the former are checked, then the hooks run, then every rank reads and compares everything;
+    only when all ranks have done that are objects changed. The state of objects that are not
+    prepared is skipped with a warning; registered objects must be the same.
 
     Args:
-        folder: The folder; ``~`` is the home. Rank 0's counts for all.
-        prepared: What is loaded into.
+        folder: The folder; ``~`` is the home. Rank 0's is used by all ranks.
+        prepared: The objects to load into.
         processes: The ranks.
-        map_location: None, ``"cpu"`` or ``"on_device"``. State goes where its parameters are
-            whichever is chosen.
-        strict: False allows names of weights to differ, and a scaler's or random states to be
+        map_location: None, ``"cpu"`` or ``"on_device"``. All have the same effect: state is moved
+            to the device of its parameters.
+        strict: False allows names of weights to differ, and the scaler's and RNG states to be
             missing.
         hooks: Called on every rank with the models and the folder. Models that a hook removes from
             its list are not loaded.
         save_on_each_node: The machines share no disk.
-        **load_model_func_kwargs: For the models' ``load_state_dict``.
+        **load_model_func_kwargs: Arguments of the models' ``load_state_dict``.
 
     Returns:
         The `Accelerator`'s count of micro-batches.
 
     Raises:
-        TypeError: If ``map_location`` is something else.
+        TypeError: If ``map_location`` is none of these.
         ValueError: If the folder does not exist.
-        CheckpointError: On every rank alike, if anything is damaged, missing or does not fit.
+        CheckpointError: If anything is damaged, missing or does not fit; raised on every rank.
     """
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
@@ -187,7 +187,7 @@ def load_state(
     )
     keeper = keeper_of(processes, save_on_each_node, operation="load_state (machines)")
     examined = step("folder", lambda: examine(target) if main else None)[keeper]
-    assert examined is not None  # a main process answers
+    assert examined is not None  # the keeper has examined it
     path, manifest = examined
     for number in range(max(step("hooks", lambda: len(hooks)))):
         step(f"hook {number + 1}", partial(_call_hook, hooks, number, models, str(path)))
@@ -208,7 +208,7 @@ def load_state(
             logger.warning("Loading %s: %s", path, note)
 
     def load() -> None:
-        assert stored is not None  # read() ended well
+        assert stored is not None  # read() succeeded
         apply(
             stored,
             models,
@@ -221,7 +221,7 @@ def load_state(
             gradients.put(_named(prepared), stored.gradients or {})
 
     step("read", read)
-    step("load", load, f"{what}, of which a part is loaded,")
+    step("load", load, f"{what}, which is partly done,")
     assert isinstance(stored, Stored)
     if main:
         logger.info("The state of %s was loaded.", path)
@@ -229,14 +229,14 @@ def load_state(
 
 
 def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
-    """See that a folder holds a sound state.
+    """Check that a folder holds an intact state.
 
     Returns:
-        The folder, where a killed save may have set it aside, and its manifest; None in the place
-        of that for a folder of accelerate.
+        The folder (or the path to which a killed save has set it aside) and its manifest, which is
+        None for a folder of accelerate.
 
     Raises:
-        CheckpointError: If it is damaged, or something else.
+        CheckpointError: If it is damaged, or not a state of an `Accelerator`.
     """
     path = recover(Path(os.path.abspath(path)))
     if not (path / MANIFEST).exists() and accelerate_format.recognised(path):
@@ -260,7 +260,7 @@ def _expect_folder(target: Path) -> None:
 
 def _call_hook(hooks: Sequence[Callable[..., object]], number: int, *args: Any) -> None:
     if number < len(hooks):  # it may have been registered on some processes only
-        hooks[number](*args)  # what it returns need not be picklable
+        hooks[number](*args)  # its result is dropped: it may not be picklable
 
 
 def _numbered(name: str, number: int) -> str:
@@ -279,7 +279,7 @@ def _manifest_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def _own_state(prepared: Prepared) -> dict[str, Any]:
-    """What is each process's own."""
+    """Return the state of this process alone."""
     return {
         "step": prepared.step,
         "rng": rng_state(),
@@ -289,7 +289,7 @@ def _own_state(prepared: Prepared) -> dict[str, Any]:
 
 
 def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
-    """Each tree to save by its stem, with whose it is."""
+    """Return the trees to save by file stem, each with its owner's type."""
     owners: dict[str, Any] = {}
     for name, objects in (("optimizer", prepared.optimizers), ("scheduler", prepared.schedulers)):
         owners |= {_numbered(name, number): obj for number, obj in enumerate(objects)}
@@ -321,7 +321,7 @@ def _write_all(
 
 @contextmanager
 def _refused_as(what: str) -> Iterator[None]:
-    """Name what it is that cannot be saved."""
+    """Turn a TypeError into a CheckpointError that names the object which cannot be saved."""
     try:
         yield
     except TypeError as error:
@@ -332,8 +332,8 @@ def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
     if (stored.scaler is None) != (prepared.scaler is None):
         raise CheckpointError(
             f"{stored.path} was saved inside a window of micro-batches, whose gradients are "
-            f"{'not ' if stored.scaler is None else ''}scaled as those of fp16 are. Load it with "
-            "the precision it was saved with."
+            f"{'not ' if stored.scaler is None else ''}scaled as in fp16. Load it with the "
+            "precision it was saved with."
         )
     return gradients.check(_named(prepared), stored.gradients or {})
 
@@ -343,7 +343,7 @@ def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
 
 
 def _read_weights(path: Path, listed: Container[str], number: int) -> Any:
-    """A model's weights, in which of the two kinds of file they were saved: others are not ours."""
+    """Read a model's weights from the file in the manifest; ignore one of the other format."""
     file = f"{_numbered('model', number)}.safetensors"
     if file in listed:
         return load_weights(path / file)

@@ -1,15 +1,16 @@
-"""Trees of state as JSON, with their tensors in a safetensors file beside it. Nothing is pickled.
+"""Save trees of state as JSON, with their tensors in a safetensors file, without pickle.
 
-What JSON has is written as it is. Everything else is an object with the key ``$`` naming its type::
+Values that JSON supports are written unchanged; others as an object whose key ``$`` names the
+type::
 
     {"$": "tensor", "name": "state.0.exp_avg"}          # the bytes are in <stem>.safetensors
     {"$": "dict", "items": [[0, …], [1, …]]}            # keys that are not strings keep their type
 
-A tree comes back equal bit for bit, with the same types, except that
+A loaded tree equals the saved one bit for bit, with the same types, except that
 
-* tensors are plain, on the CPU and own their memory: what shared memory is equal, not shared;
+* tensors are plain, on the CPU and own their memory: those that shared memory are copies;
 * numpy arrays are C-contiguous;
-* a named tuple has the name and the fields it had, but its class is made anew.
+* a named tuple has the same type name and fields, but a new class.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 
 from trainer.errors import CheckpointError
 
-# What safetensors stores; quantized types and wider complex numbers have no name there.
+# The dtypes that safetensors supports; it has no quantized types or wider complex numbers.
 DTYPES = frozenset(
     {
         torch.bool,
@@ -42,7 +43,7 @@ DTYPES = frozenset(
     }
 )
 
-_NUMPY_KINDS = "biufcmMSU"  # numbers, dates and text of fixed length: what their bytes say in full
+_NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text: fully described by their bytes
 _FACTORIES: dict[str, type | None] = {
     "None": None,
     **{factory.__name__: factory for factory in (bool, int, float, str, list, dict, set, tuple)},
@@ -52,25 +53,25 @@ _Tensors = dict[str, torch.Tensor]
 
 
 def save_tree(tree: object, directory: Path, stem: str) -> None:
-    """Write a tree as ``<stem>.json`` and, where it holds tensors, ``<stem>.safetensors``.
+    """Write a tree as ``<stem>.json`` and, if it holds tensors, ``<stem>.safetensors``.
 
     Args:
-        tree: Nested dicts, lists, tuples, sets and their kin in :mod:`collections` with tensors,
-            numpy arrays, numbers, strings, bytes, dtypes, devices and sizes as leaves.
+        tree: Nested dicts, lists, tuples, sets and their variants in :mod:`collections` with
+            tensors, numpy arrays, numbers, strings, bytes, dtypes, devices and sizes as leaves.
         directory: An existing folder.
         stem: The files' name before the dot.
 
     Raises:
-        TypeError: If the tree holds anything else; the text says where and what to save instead.
+        TypeError: If the tree holds anything else; the message says where and what to save instead.
     """
     document, tensors = encode_tree(tree, stem)
     write_tree(document, tensors, directory, stem)
 
 
 def encode_tree(tree: object, stem: str) -> tuple[str, dict[str, torch.Tensor]]:
-    """What :func:`save_tree` writes: the JSON, and the tensors that it names.
+    """Return the JSON that :func:`save_tree` writes, and the tensors that it names.
 
-    The tensors may share memory with those of the tree and lie on their devices.
+    The tensors may share the memory and the devices of the tree's.
 
     Raises:
         TypeError: See :func:`save_tree`.
@@ -91,10 +92,10 @@ def write_tree(
 
 
 def load_tree(directory: Path, stem: str) -> Any:
-    """The tree that :func:`save_tree` wrote, its tensors on the CPU.
+    """Load a tree that :func:`save_tree` wrote, with its tensors on the CPU.
 
     Raises:
-        CheckpointError: If a file is missing or cannot be read; the text names it.
+        CheckpointError: If a file is missing or cannot be read; the message names it.
     """
     file = directory / f"{stem}.json"
     try:
@@ -112,17 +113,17 @@ def load_tree(directory: Path, stem: str) -> Any:
 
 
 def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
-    """A tensor as safetensors takes it: plain and contiguous, copied only if need be.
+    """Return a tensor in the form that safetensors takes: plain and contiguous, copied if needed.
 
     Args:
         tensor: The tensor.
-        where: What to call it in an error.
+        where: Its name in an error message.
 
     Raises:
-        TypeError: If it is of a subclass, has no data, is sparse, or has another dtype.
+        TypeError: If it is of a subclass, has no data, is sparse, or has an unsupported dtype.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        fix = "save what its full_tensor() or dequantize() returns"
+        fix = "save the result of its full_tensor() or dequantize()"
     elif tensor.layout != torch.strided:
         fix = "save its to_dense()"
     elif tensor.device.type == "meta":
@@ -133,19 +134,19 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
     raise TypeError(
         f"{where} cannot be saved: it is a {type(tensor).__name__} of dtype {tensor.dtype}, layout "
-        f"{tensor.layout} on {tensor.device}. Plain dense tensors are; {fix}."
+        f"{tensor.layout} on {tensor.device}. Only plain dense tensors can be saved; {fix}."
     )
 
 
 def write_tensors(
     tensors: Mapping[str, torch.Tensor], file: Path, metadata: dict[str, str] | None = None
 ) -> None:
-    """Write portable tensors to one safetensors file; those that share memory are written apart.
+    """Write portable tensors to one safetensors file; shared memory is written once per tensor.
 
-    The file gets the mode of any new file: left to itself, safetensors makes it its owner's alone.
+    The file gets the mode of any new file; safetensors alone would make it private to its owner.
 
     Raises:
-        OSError: If the disk refuses.
+        OSError: If writing fails.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -168,17 +169,17 @@ def write_tensors(
 
 
 def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, on the CPU, and its metadata.
+    """Read the tensors of a safetensors file to the CPU, and its metadata.
 
     Raises:
-        CheckpointError: If the file is missing or damaged; the text names it.
+        CheckpointError: If the file is missing or damaged; the message names it.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as opened:
-            # Copies: the tensors of safe_open are the mapped file, which outlives a checkpoint's
-            # removal on a local disk and kills the process on a network disk.
+            # Clone: safe_open's tensors map the file, which keeps a removed checkpoint's disk space
+            # on a local disk and kills the process on a network disk.
             tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
             return tensors, dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
@@ -186,7 +187,7 @@ def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 class _Place:
-    """Where in a tree a value is: as a reader writes it in Python, and as its tensor is named."""
+    """The position of a value in a tree, as a Python expression and as a tensor's name."""
 
     def __init__(self, stem: str, keys: tuple[object, ...]) -> None:
         self.stem, self.keys = stem, keys
@@ -210,7 +211,7 @@ def _encode(value: Any, place: _Place, tensors: _Tensors) -> Any:
 
 def _encode_float(value: float) -> Any:
     if isfinite(value):
-        return value  # json writes the shortest text that reads back as the same number
+        return value  # json writes the shortest text that parses to the same number
     return {"$": "float", "bits": struct.pack("<d", value).hex()}
 
 
@@ -239,8 +240,8 @@ def _encode_defaultdict(value: defaultdict[Any, Any], place: _Place, tensors: _T
     names = [name for name, factory in _FACTORIES.items() if factory is value.default_factory]
     if not names:
         raise TypeError(
-            f"{place} is a defaultdict of {value.default_factory!r}, which cannot be saved; the "
-            f"factories that can are {', '.join(_FACTORIES)}. Save dict(…) of it."
+            f"{place} is a defaultdict of {value.default_factory!r}, which cannot be saved; "
+            f"supported factories are {', '.join(_FACTORIES)}. Save dict(…) of it."
         )
     return {**_encode_mapping(value, place, tensors), "factory": names[0]}
 
@@ -251,16 +252,16 @@ def _encode_tuple(value: tuple[Any, ...], place: _Place, tensors: _Tensors) -> A
 
 def _encode_set(value: Iterable[Any], place: _Place, tensors: _Tensors) -> Any:
     items = [_encode(item, place, tensors) for item in value]
-    # A set has no order, yet the file of the same set is always the same.
+    # Sorted, so that equal sets give equal files.
     return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
 
 
 def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any:
     name = place.name()
-    while name in tensors or name == "__metadata__":  # keys 0 and "0", or safetensors' own name
+    while name in tensors or name == "__metadata__":  # keys 0 and "0"; a name safetensors reserves
         name = f"{name}#{len(tensors)}"
     tensors[name] = stored = portable(value, place)
-    # Another dense order of the dimensions (channels_last) is kept: sums round by their order.
+    # Keep a dense memory format such as channels_last: it affects the rounding of sums.
     strides = torch.empty_like(value, device="meta").stride()
     if strides == stored.stride():
         return {"$": "tensor", "name": name}
@@ -278,7 +279,7 @@ def _encode_other(value: Any, place: _Place, tensors: _Tensors) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
         return {"$": "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
     if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
-        # As bytes, since numpy has more types than safetensors.
+        # As bytes, since numpy has more dtypes than safetensors.
         flat = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         document = {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape}
         return {**document, "data": _encode_tensor(flat, place, tensors)}
@@ -295,7 +296,7 @@ def _refusal(value: object, place: _Place) -> str:
         base = next(t for t in (str, int, float, list, dict) if isinstance(value, t))
         fix = f"Save {base.__name__}(…) of it"
     else:
-        fix = "Save plain values from which it can be made again, or leave it out of the state"
+        fix = "Save plain values from which it can be recreated, or leave it out of the state"
     return (
         f"{place} is a {kind}, which cannot be saved: checkpoints hold tensors, numpy arrays, "
         f"numbers, strings, bytes, dtypes and containers of them. {fix}."
@@ -325,7 +326,7 @@ _CONTAINERS: dict[type, Callable[[Any, _Place, _Tensors], Any]] = {
 
 
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that a document's JSON and its tensors stand for."""
+    """Return the tree that a document's JSON and its tensors represent."""
     if isinstance(value, list):
         return [decode_tree(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``, read as data: tensors, arrays and plain values, never code."""
+"""Read files of ``torch.save`` as data: tensors, arrays and plain values, never code."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from trainer.errors import CheckpointError
 
 
 def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-    """What ``torch.save`` wrote, as long as it is tensors, arrays, plain values and containers.
+    """Read a file of ``torch.save`` that holds tensors, arrays, plain values and containers.
 
     Args:
         file: The file.
-        map_location: Where tensors are put, as for ``torch.load``.
-        mmap: Leave tensors in the file until they are used; they must be copied before it goes.
+        map_location: The device of the tensors, as for ``torch.load``.
+        mmap: Map tensors from the file; they must be copied before it is deleted.
 
     Raises:
-        CheckpointError: If the file is missing or damaged, or holds anything else; the text names
-            it.
+        CheckpointError: If the file is missing or damaged, or holds anything else; the message
+            names it.
     """
     try:
         mmap = mmap and zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be mapped
         with torch.serialization.safe_globals(_numpy_globals()):
-            return torch.load(  # noqa: TID251  # of other libraries or tools, and weights_only
+            return torch.load(  # noqa: TID251  # for files of other tools, with weights_only
                 file, map_location=map_location, weights_only=True, mmap=mmap
             )
     except FileNotFoundError as error:
@@ -35,15 +35,15 @@ def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} is not read: it is damaged, or holds objects besides tensors and plain "
-            "values, and making those would run whatever code the file names. Load it where it "
+            "values, and creating those would run whatever code the file names. Load it where it "
             f"was written and save plain values instead. ({_first_lines(error)}.)"
         ) from error
-    except Exception as error:  # damaged bytes raise whatever they lead to
+    except Exception as error:  # damaged bytes can raise anything
         raise CheckpointError(f"{file} cannot be read: {_first_lines(error)}.") from error
 
 
 def _first_lines(error: Exception) -> str:
-    """The part of torch's text that says what was met, not how to switch the check off."""
+    """Return the part of torch's message that names the problem, not how to disable the check."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines[:1]
     text = " ".join(told[:1]).partition(" was not an allowed")[0].rstrip(".")
@@ -51,7 +51,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _numpy_globals() -> list[Any]:
-    """What the pickle of a numpy array names, under the names of numpy 1 and 2."""
+    """Return the globals in the pickle of a numpy array, under the names of numpy 1 and 2."""
     import _codecs
 
     import numpy as np

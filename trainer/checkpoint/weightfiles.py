@@ -1,4 +1,4 @@
-"""Files of weights as they are found: which belong together, and what is in them."""
+"""Find the files of a checkpoint's weights, and read their contents."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from trainer.errors import CheckpointError
 
 
 def find_weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
-    """The files of a checkpoint's weights, in order.
+    """Return the files of a checkpoint's weights, in order.
 
     Args:
         checkpoint: A file of weights, an index (``.index.json``), or a folder with either. In a
             folder ``model.safetensors`` is preferred to ``pytorch_model.bin``, and both to shards.
 
     Raises:
-        ValueError: If there is nothing of the kind, or more than one index.
-        CheckpointError: If an index is damaged, or a file that it names is missing.
+        ValueError: If there are no weights, or more than one index.
+        CheckpointError: If an index is damaged, or a file that it lists is missing.
     """
     path = Path(checkpoint)
     if path.is_file():
@@ -54,10 +54,10 @@ def find_weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
 
 
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight in a file by name, tied names included; no weight is read.
+    """Return the shape of each weight in a file, tied names included, without reading weights.
 
     Raises:
-        CheckpointError: If the file cannot be read, or holds something else.
+        CheckpointError: If the file cannot be read, or is not a file of weights.
     """
     if file.suffix == ".safetensors":
         with _opened(file) as opened:
@@ -68,12 +68,12 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight of a file, tied names included.
+    """Yield the name and tensor of each weight of a file, tied names included.
 
-    The tensors may be parts of the mapped file: copy what is kept.
+    The tensors may be views of the mapped file: copy those that you keep.
 
     Raises:
-        CheckpointError: If the file cannot be read, or holds something else.
+        CheckpointError: If the file cannot be read, or is not a file of weights.
     """
     if file.suffix == ".safetensors":
         with _opened(file) as opened:
@@ -92,13 +92,13 @@ def _indexed(index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         missing = [name for name in names if not (index.parent / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index of weights: {error!r}.") from error
+        raise CheckpointError(f"{index} is not an index of weights: {error!r}.") from error
     if not names:
-        raise CheckpointError(f"{index} names no file of weights.")
+        raise CheckpointError(f"{index} lists no file of weights.")
     if outside := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{index} names files outside its folder: {', '.join(outside)}.")
+        raise CheckpointError(f"{index} lists files outside its folder: {', '.join(outside)}.")
     if missing:
-        raise CheckpointError(f"{index} names files that are missing: {', '.join(missing)}.")
+        raise CheckpointError(f"{index} lists files that are missing: {', '.join(missing)}.")
     return [index.parent / name for name in names]
 
 
@@ -119,7 +119,7 @@ def _torch_weights(file: Path) -> dict[str, torch.Tensor]:
         isinstance(value, torch.Tensor) for value in weights.values()
     ):
         raise CheckpointError(
-            f"{file} is no file of weights: it must hold a dict of tensors by name, which is what "
-            "torch.save(model.state_dict(), …) writes."
+            f"{file} is not a file of weights: it must hold a dict of tensors by name, as "
+            "torch.save(model.state_dict(), …) writes it."
         )
     return weights

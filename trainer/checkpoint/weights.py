@@ -1,9 +1,8 @@
-"""Weights as one safetensors file that any tool reads, tied names included.
+"""Weights as one safetensors file that any tool can read, including tied names.
 
-The file carries the module's own names, without what ``torch.compile`` puts into those of compiled
-submodules. A tensor that several names share is stored once, under the first of them; every other
-name is an entry ``other: first`` of the file's metadata, which is also how
-``safetensors.torch.save_model`` records it.
+The file uses the module's own names, without the prefixes that ``torch.compile`` adds for compiled
+submodules. A tensor with several names is stored once, under the first; every other name is an
+entry ``other: first`` of the file's metadata, as ``safetensors.torch.save_model`` records it.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
     """Write a module's ``state_dict()`` as safetensors.
 
     Args:
-        state_dict: Tensors by name. Views that overlap without being the same are stored apart;
-            names are made bare by :func:`bare_names`.
+        state_dict: Tensors by name. Views that overlap but are not identical are stored separately;
+            names are converted by :func:`bare_names`.
         path: A file ending in ``.safetensors``, or a folder for ``model.safetensors``.
 
     Returns:
         The file written.
 
     Raises:
-        TypeError: If a value is not a plain dense tensor, for example what ``get_extra_state``
-            returned.
+        TypeError: If a value is not a plain dense tensor, for example the result of
+            ``get_extra_state``.
     """
     tensors, tied = separate_tied(bare_names(state_dict))
     file = _file(path)
@@ -45,14 +44,14 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
 
 
 def bare_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict()`` under the names that it has without ``torch.compile``."""
+    """Return a ``state_dict()`` under the names that it has without ``torch.compile``."""
     return {_bare(name): value for name, value in state_dict.items()}
 
 
 def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
-    """What has names of the module with or without those of ``torch.compile``, under its own.
+    """Rename entries to the module's own names, whichever parts of either are compiled.
 
-    Names that it does not have stay as they are.
+    Names that the module does not have are left unchanged.
     """
     own = {_bare(name): name for name in module.state_dict(keep_vars=True)}
     return {own.get(_bare(name), name): value for name, value in named.items()}
@@ -61,13 +60,13 @@ def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
 def separate_tied(
     state_dict: Mapping[str, object],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Split a ``state_dict()`` into the tensors to store and the names that repeat one of them.
+    """Split a ``state_dict()`` into the tensors to store and the further names of tied ones.
 
     Returns:
-        The tensors as they are, in order; and for each further name of one of them, its first name.
+        The tensors, in order and unchanged; and the first name for each further name of a tensor.
 
     Raises:
-        TypeError: If a value is not a tensor, for example what ``get_extra_state`` returned.
+        TypeError: If a value is not a tensor, for example the result of ``get_extra_state``.
     """
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
@@ -76,7 +75,7 @@ def separate_tied(
         if not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"The weight {name!r} is a {type(value).__name__}; a weights file holds tensors "
-                "only. Let get_extra_state return a tensor, or save that state beside the weights."
+                "only. Make get_extra_state return a tensor, or save that state separately."
             )
         first = first_name.setdefault(_memory(value), name) if value.numel() else name
         if first != name and name != "format":
@@ -87,7 +86,7 @@ def separate_tied(
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], file: Path) -> None:
-    """Write one file of weights, with the tied names whose first name is in it.
+    """Write one file of weights, including tied names whose first name is in it.
 
     Raises:
         TypeError: If a tensor is not a plain dense one with data.
@@ -100,7 +99,7 @@ def write_weights(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], 
 
 
 def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Every weight of a file by name, on the CPU; tied names share one tensor.
+    """Load all weights of a file by name, to the CPU; tied names share one tensor.
 
     Args:
         path: A file from :func:`save_weights`, or the folder with ``model.safetensors``.
@@ -113,7 +112,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def tied_names(metadata: Mapping[str, str], stored: Container[str]) -> dict[str, str]:
-    """The further names of stored tensors in a file's metadata, each with the first one."""
+    """Return the first name for each further name of a stored tensor in a file's metadata."""
     return {
         name: first
         for name, first in metadata.items()
@@ -126,9 +125,9 @@ def _bare(name: str) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same for two tensors exactly where they are the same view of the same memory."""
+    """Return a key that is equal for two tensors if they are the same view of the same memory."""
     if tensor.layout != torch.strided:
-        return (id(tensor),)  # it has no one stretch of memory
+        return (id(tensor),)  # it has no single memory block
     memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *memory, tensor.is_conj(), tensor.is_neg()
 

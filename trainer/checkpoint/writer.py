@@ -1,4 +1,4 @@
-"""One save at a time, at once or on a thread that lives as long as the save."""
+"""Run one save at a time, in the foreground or on a thread that lives as long as the save."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """Makes a save, also while the training goes on.
+    """Runs saves, if requested in the background while training continues.
 
-    All processes call it together. Between `open` and `close` a save agrees over a process group of
-    its own, since its collectives would mix with those of the training.
+    All processes call it together. Between `open` and `close` saves use their own process group,
+    since their collectives would mix with those of training.
 
     Args:
         state: The processes.
 
     Attributes:
-        group: The group to agree over; None for the usual one, or where one process is alone.
-        copies: Memory for what is being written; it is free again after :meth:`wait`.
+        group: The process group of saves; None for the default one, or with a single process.
+        copies: Host memory of the save in flight; it can be reused after :meth:`wait`.
     """
 
     def __init__(self, state: Ranks) -> None:
@@ -34,20 +34,20 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._required = True
         self._name: object = None
-        self._failed: set[object] = set()  # of which the latest save failed
+        self._failed: set[object] = set()  # names whose latest save failed
         self._error: CheckpointError | None = None
         self._abandoned = False
         self.group: dist.ProcessGroup | None = None
         self.copies = HostCopies()
 
     def open(self) -> None:
-        """Make the group, while all processes are here for sure; collective."""
+        """Create the group, at a point that all processes reach; collective."""
         if self._state.num_processes > 1:
             self.group = dist.new_group(backend="gloo")
 
     @property
     def failed(self) -> bool:
-        """The save in flight has ended in an error that must end the run, and nobody knows yet."""
+        """Whether a required save has failed and :meth:`wait` has not raised the error yet."""
         return self._error is not None and self._required
 
     def start(
@@ -58,25 +58,29 @@ class Writer:
         required: bool = True,
         background: bool = True,
     ) -> None:
-        """Make or begin a save; :meth:`wait` tells how it ended.
+        """Run a save, or start it in the background; :meth:`wait` reports its outcome.
 
         Args:
-            work: Makes it, and agrees over the ``group`` that it is given.
-            name: What is saved, to ask :meth:`wait` for.
-            required: Its failure shall end the run.
-            background: On a thread.
+            work: Makes the save, with collectives over the ``group`` that it is given.
+            name: An identifier of the save for :meth:`wait`.
+            required: A failure must end the run.
+            background: Run on a thread.
 
         Raises:
-            RuntimeError: One is in flight; wait for it.
+            RuntimeError: Another save is in flight.
         """
         if self._thread is not None:
-            raise RuntimeError("A save is in flight. Wait for it before the next one is begun.")
+            raise RuntimeError("A save is in flight. Wait for it before starting the next one.")
         self._required, self._error, self._name = required, None, name
         self._failed.discard(name)
         group = self.group
 
         def run() -> None:
             try:
+                if background:
+                    # A thread starts on device 0: waiting there for a copy from another device
+                    # would create a context, 0.5 GB of device 0 for each process of the machine.
+                    self._state.set_device()
                 work(group=group)
             except Exception as error:  # noqa: BLE001 - kept for `wait`, which raises it
                 self._keep(error)
@@ -84,13 +88,13 @@ class Writer:
         if not background:
             run()
             return
-        # A daemon, so that a second Ctrl-C ends the process though a save hangs.
+        # A daemon thread, so that a second Ctrl-C ends the process even if a save hangs.
         self._thread = threading.Thread(target=run, name="cadence-save", daemon=True)
         self._thread.start()
 
     def _keep(self, error: Exception) -> None:
         if not isinstance(error, CheckpointError):
-            failed = CheckpointError(f"A save in the background failed: {error!r}.")
+            failed = CheckpointError(f"A background save failed: {error!r}.")
             failed.__cause__ = error
             error = failed
         self._error = error
@@ -99,14 +103,14 @@ class Writer:
         """Wait for the save in flight, if any.
 
         Args:
-            name: Whose save is asked for, which others may have followed; None for the latest.
+            name: The save to ask about, even if other saves followed it; None for the latest.
 
         Returns:
-            Whether the latest one of this name succeeded, also when it is asked again; one that
-            failed without being required is told in the log.
+            Whether the latest save of this name succeeded, also in later calls. The failure of a
+            save that is not required is logged.
 
         Raises:
-            CheckpointError: It was required and failed. On all processes alike.
+            CheckpointError: A required save failed; raised on all processes.
         """
         if self._thread is not None and not self._abandoned:
             self._thread.join()
@@ -116,17 +120,17 @@ class Writer:
             self._failed.add(self._name)
             if self._required:
                 raise error
-            logger.warning("The run goes on without this checkpoint. %s", error)
+            logger.warning("The run continues without this checkpoint. %s", error)
         return (self._name if name is None else name) not in self._failed
 
     def abandon(self) -> None:
-        """Do not wait for the save in flight: its process is about to end."""
+        """Do not wait for the save in flight: the process is about to end."""
         if self._thread is not None:
-            logger.warning("A checkpoint was still being written; it is given up.")
+            logger.warning("A checkpoint was still being written; it is abandoned.")
         self._abandoned = True
 
     def close(self) -> None:
-        """Wait for the save in flight and give its group back.
+        """Wait for the save in flight and destroy the group.
 
         Raises:
             CheckpointError: See :meth:`wait`.

@@ -1,8 +1,8 @@
 """The command `trainer`.
 
-Each command is a module of this package with two functions: ``parser(prog)`` makes its argument
-parser, ``run(arguments)`` does the work and returns the exit code. Only the module of the command
-that was asked for is loaded.
+Each command is a module of this package with two functions: ``parser(prog)`` returns its argument
+parser, ``run(arguments)`` does the work and returns the exit code. Only the module of the requested
+command is imported.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from trainer.errors import choose
 
 # command: (its module in this package, what it does)
 COMMANDS = {
-    "config": ("config", "answer questions about how scripts are started, for launch"),
-    "launch": ("launch", "start a script on one or more processes and machines"),
+    "config": ("config", "ask how launch should start scripts, and save the answers"),
+    "launch": ("launch", "run a script in one or more processes, on one or more machines"),
     "test": ("test", "start processes and check that they work together"),
     "env": ("env", "show the versions, the devices, the configuration and the files in use"),
     "checkpoints": (
         "checkpoints",
-        "list the checkpoints in a folder, verify them, remove old ones",
+        "list the checkpoints in a folder, verify them or remove old ones",
     ),
-    "report": ("report", "write one HTML page about a run, or comparing several"),
-    "watch": ("watch", "show the curves of runs in the terminal while they are trained"),
-    "fit": ("fit", "train what configuration files and options describe"),
-    "validate": ("fit", "validate it"),
-    "test-model": ("fit", "test it"),
-    "predict": ("fit", "predict with it, into files"),
-    "estimate-memory": ("estimate_memory", "say how much memory the training of a model needs"),
-    "merge-weights": ("merge_weights", "write the shards of a checkpoint as one safetensors file"),
-    "completion": ("completion", "let bash, zsh or fish complete what is typed"),
+    "report": ("report", "write an HTML page about a run, or comparing several"),
+    "watch": ("watch", "plot the metrics of runs in the terminal while they are running"),
+    "fit": ("fit", "train a model described by configuration files and options"),
+    "validate": ("fit", "validate such a model"),
+    "test-model": ("fit", "test such a model"),
+    "predict": ("fit", "write the predictions of such a model to files"),
+    "estimate-memory": ("estimate_memory", "estimate how much memory training a model needs"),
+    "merge-weights": ("merge_weights", "merge the shards of a checkpoint into one file of weights"),
+    "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default that of the process; return the exit code.
+    """Run the command line `argv`, by default the process's; return the exit code.
 
-    Errors are printed: who calls this may go on. See `program` for what ends with them.
+    Errors are printed, so the caller can continue; `program` is for a process that ends with them.
 
     Raises:
         SystemExit: Help or the version was shown; see also `trainer.cli.fit.run`.
@@ -56,18 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program() -> int:
-    """Run the command line of the process, which is about to exit with the code returned.
+    """Run the command line of a process that exits with the returned code.
 
     Raises:
-        SystemExit: As in `main`; or an error ends the process, which is told once however many
+        SystemExit: As in `main`; or an error ends the process, and is reported once however many
             processes end with it.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is no failure
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it lacks is no failure
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:])
     except CommandError as error:
-        from trainer.cli.telling import Told, tell  # modules of launch, which only an error needs
+        from trainer.cli.telling import Told, tell  # imports parts of launch: only for errors
 
         tell(str(error), error.code)
         raise Told(error.code) from None
@@ -77,7 +77,7 @@ def _run(argv: list[str]) -> int:
     """Run a command line.
 
     Raises:
-        CommandError: With all that is to be said.
+        CommandError: With the complete message.
     """
     if not argv:
         _parser().print_help()
@@ -85,7 +85,7 @@ def _run(argv: list[str]) -> int:
     if argv[0] not in COMMANDS:
         if not argv[0].startswith("-"):
             _parser().error(choose("COMMAND", argv[0], COMMANDS))
-        _parser().parse_args(argv[:1])  # shows the help or the version, or says what is wrong
+        _parser().parse_args(argv[:1])  # shows the help or the version, or raises
     return _run_command(argv[0], argv[1:])
 
 
@@ -100,10 +100,10 @@ def _run_command(name: str, argv: list[str]) -> int:
     except UsageError:
         raise
     except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:
-        parser.error(str(error))  # what was named is not there
-    except BrokenPipeError:  # who reads the output has seen enough, as `head` has
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it again
-        return 128 + 13  # as of a program that SIGPIPE has ended
+        parser.error(str(error))  # invalid arguments or missing files
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # flushed again at exit
+        return 128 + 13  # as if ended by SIGPIPE
     except OSError as error:
         raise CommandError(f"trainer {name}: {error}") from error
     except CommandError as error:
@@ -116,9 +116,9 @@ def _run_command(name: str, argv: list[str]) -> int:
 def _check_folder(name: str) -> None:
     try:
         os.getcwd()
-    except FileNotFoundError:  # without which torch ends the process while it is loaded
+    except FileNotFoundError:  # importing torch would abort the process
         raise CommandError(
-            f"trainer {name}: the current folder is not there any more; change to one that is."
+            f"trainer {name}: the current folder no longer exists; change to another one."
         ) from None
 
 
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="trainer",
         description="Cadence, a PyTorch trainer.",
-        epilog="`trainer COMMAND --help` says more, with examples.",
+        epilog="See `trainer COMMAND --help` for details and examples.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"cadence {version()}")

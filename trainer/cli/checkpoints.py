@@ -1,7 +1,7 @@
-"""The command `trainer checkpoints`: what there is, whether it is sound, and the removal of others.
+"""The command `trainer checkpoints`: list, verify and remove checkpoints.
 
-What `--prune` keeps is read in full before anything else is removed. It never touches a checkpoint
-that the user named, one that a link leads to, a folder with other files in it, or what it cannot
+`--prune` reads the checkpoints that it keeps in full before it removes any other. It never touches
+one that the user named, the target of a link, a folder with other files in it, or what it cannot
 read.
 """
 
@@ -35,16 +35,16 @@ from trainer.errors import CheckpointError
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer checkpoints`."""
+    """Return the parser of `trainer checkpoints`."""
     made = command_parser(
         prog,
-        "List the checkpoints in a folder, verify them, remove old ones.",
+        "List the checkpoints in a folder, verify them or remove old ones.",
         examples=[
-            ("what a project has", "runs/digits"),
+            ("list the checkpoints of a project", "runs/digits"),
             ("read every file and compare its hash", "runs/digits --verify"),
-            ("what a removal would do", "runs/digits --prune --keep-last 2 --dry-run"),
+            ("show what would be removed", "runs/digits --prune --keep-last 2 --dry-run"),
         ],
-        codes={0: "all are sound", 1: "one is damaged or was not removed"},
+        codes={0: "all are sound", 1: "one is damaged or could not be removed"},
     )
     made.add_argument(
         "directory",
@@ -52,17 +52,17 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="DIR",
         help="the folder of a project, its 'checkpoints' folder, or one checkpoint",
     )
-    made.add_argument("--verify", action="store_true", help="read every file, compare its hash")
+    made.add_argument("--verify", action="store_true", help="read files and compare hashes")
     made.add_argument("--json", action="store_true", help="print JSON")
     prune = made.add_argument_group("removing")
     prune.add_argument(
         "--prune",
         action="store_true",
-        help="remove all but the last, and what killed saves left more than an hour ago",
+        help="remove all but the last, and leftovers of killed saves older than an hour",
     )
     prune.add_argument("--keep-last", type=count, metavar="N", help="keep the N newest sound ones")
-    prune.add_argument("--keep-best", metavar="METRIC", help="keep also the best by this metric")
-    prune.add_argument("--mode", choices=("min", "max"), help="which value of it is best")
+    prune.add_argument("--keep-best", metavar="METRIC", help="also keep the best by this metric")
+    prune.add_argument("--mode", choices=("min", "max"), help="which value of METRIC is best")
     prune.add_argument("--dry-run", action="store_true", help="only show what would be removed")
     prune.add_argument("--yes", action="store_true", help="do not ask")
     return made
@@ -75,21 +75,21 @@ def run(arguments: argparse.Namespace) -> int:
         0 if every checkpoint is sound, 1 if one is damaged or could not be removed.
 
     Raises:
-        argparse.ArgumentTypeError: The arguments make no sense; nothing was changed.
-        OSError: The disk refuses.
+        argparse.ArgumentTypeError: The arguments are invalid; nothing was changed.
+        OSError: A folder or file cannot be read.
     """
     _check(arguments)
     root, single = find_root(Path(os.path.abspath(os.path.expanduser(arguments.directory))))
     if single and arguments.prune:
         raise argparse.ArgumentTypeError(
-            f"{root} is one checkpoint; --prune needs the folder that it lies in."
+            f"{root} is one checkpoint; --prune needs the folder that contains it."
         )
     if arguments.prune and not arguments.dry_run:
         for folder in (root, root.parent):  # where `project_dir` or a `dirpath` may be locked
             if holder := holder_of(folder):
                 raise argparse.ArgumentTypeError(
-                    f"{folder} is in use by {holder}, which removes what it does not keep. Prune "
-                    "when it has ended; --dry-run shows what that would do."
+                    f"{folder} is in use by {holder}, which removes old checkpoints itself. Prune "
+                    "after it has ended; --dry-run shows what would be removed."
                 )
     if single:
         entry = read_entry(root, hashes=arguments.verify)
@@ -127,35 +127,35 @@ def _check(arguments: argparse.Namespace) -> None:
         raise argparse.ArgumentTypeError(f"{given[0]} belongs to --prune, which is not given.")
     if arguments.prune and arguments.keep_last is None:
         raise argparse.ArgumentTypeError(
-            "--prune needs --keep-last N: how many of the newest stay."
+            "--prune needs --keep-last N: how many of the newest to keep."
         )
     if (arguments.keep_best is None) != (arguments.mode is None):
-        raise argparse.ArgumentTypeError("--keep-best METRIC and --mode min|max need each other.")
+        raise argparse.ArgumentTypeError("--keep-best METRIC and --mode min|max go together.")
     if arguments.prune and arguments.json and not (arguments.yes or arguments.dry_run):
-        raise argparse.ArgumentTypeError("--json cannot ask; give --yes or --dry-run too.")
+        raise argparse.ArgumentTypeError("--json cannot ask; pass --yes or --dry-run too.")
 
 
 # -- pruning ---------------------------------------------------------------------------------------
 
 
 def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.Namespace) -> Plan:
-    """Decide, reading in full what is to be kept, and replacing in ``entries`` what that finds.
+    """Return the plan; read in full what is to be kept, and update ``entries`` with what is found.
 
     Raises:
-        argparse.ArgumentTypeError: If no checkpoint has a value of the metric.
+        argparse.ArgumentTypeError: No checkpoint has a value of the metric.
     """
     plan = Plan()
     hopeless: dict[str, str] = {}
     reason: str | None
     steps = [entry for entry in entries if is_step(entry)]
     weights = [entry for entry in steps if entry.manifest.get("weights_only")]
-    whole = [entry for entry in steps if entry not in weights]  # from which a run can go on
+    whole = [entry for entry in steps if entry not in weights]  # from which a run can resume
     numbered = [entry for entry in entries if entry.number is not None and not is_step(entry)]
     for ours in (whole, weights, numbered):
         last = _first_sound(reversed(ours), entries, arguments.keep_last)
         plan.kept |= dict.fromkeys(last, "among the last")
         if not last:
-            hopeless |= {entry.name: "no sound one would be left" for entry in ours}
+            hopeless |= {entry.name: "no sound one would remain" for entry in ours}
     if arguments.keep_best is not None:
         metric = arguments.keep_best
         best = _first_sound(_ranked(entries, metric, arguments.mode), entries, 1)
@@ -177,7 +177,7 @@ def _plan(entries: list[Entry], leftovers: list[Leftover], arguments: argparse.N
 
 
 def _first_sound(candidates: Iterable[Entry], entries: list[Entry], count: int) -> list[str]:
-    """The names of the first that are sound to the last byte."""
+    """Return the names of the first `count` candidates of which every byte is sound."""
     found: list[str] = []
     for entry in candidates:
         if len(found) == count:
@@ -192,7 +192,7 @@ def _first_sound(candidates: Iterable[Entry], entries: list[Entry], count: int) 
 
 
 def _ranked(entries: Sequence[Entry], metric: str, mode: str) -> list[Entry]:
-    """Those with a finite value of a metric, the best first; of equal ones the oldest."""
+    """Return those with a finite value of a metric, the best first; of equal ones the oldest."""
     scored = [entry for entry in entries if math.isfinite(entry.metrics.get(metric, math.nan))]
     if not scored:
         known = sorted({name for entry in entries for name in entry.metrics})
@@ -210,22 +210,22 @@ def _links(entries: Iterable[Entry]) -> Iterator[Path]:
 
 
 def _not_ours(entry: Entry, *, linked: bool) -> str | None:
-    """Why a checkpoint is not removed; None if it may be."""
+    """Return why a checkpoint must not be removed; None if it may be."""
     if entry.number is None:
         return "you named it"
     if linked:
-        return "a link leads to it, or it is one"
+        return "it is a link or the target of one"
     if entry.name != entry.path.name:
         return SET_ASIDE
     if entry.state not in ("sound", "damaged") or not entry.manifest:
-        return "what in it is ours cannot be told"
+        return "it is unknown which of its files are ours"
     if others := strangers(entry):
-        return f"it holds {others[0]}, which is not the checkpoint's"
+        return f"it contains {others[0]}, which is not part of the checkpoint"
     return None
 
 
 def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
-    """Show a plan, ask, and carry it out; whether that was done."""
+    """Show a plan, ask, and carry it out; return whether that was done."""
     if not arguments.json:
         print(plan_text(plan))
     if arguments.dry_run:
@@ -234,8 +234,8 @@ def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
         print("Nothing was removed.")
         return False
     lost = [name for name in plan.kept if not layout.locate(root / name).is_dir()]
-    if lost:  # a run that rotates its checkpoints, while this was reading or asking
-        plan.failed = dict.fromkeys(lost, "was removed by somebody else; nothing else was.")
+    if lost:  # to a run that rotates its checkpoints, while this was reading or asking
+        plan.failed = dict.fromkeys(lost, "was removed by another process; nothing else was.")
     else:
         _remove(plan)
     for name, error in plan.failed.items():
@@ -250,7 +250,7 @@ def _remove(plan: Plan) -> None:
         except (CheckpointError, OSError) as error:
             plan.failed[entry.name] = str(error)
     for leftover in plan.swept:
-        if is_dead(leftover):  # still: a save may have begun
+        if is_dead(leftover):  # checked again: a save may have begun
             layout.discard(leftover.path)
         if leftover.path.exists():
             plan.failed[leftover.name] = f"{leftover.path} is in use, or could not be deleted."
@@ -259,7 +259,7 @@ def _remove(plan: Plan) -> None:
 def _agreed(plan: Plan) -> bool:
     if not sys.stdin.isatty():
         raise argparse.ArgumentTypeError(
-            "--prune asks before it removes anything, and there is no terminal to ask on. Give "
+            "--prune asks before it removes anything, but there is no terminal to ask on. Pass "
             "--yes, or --dry-run to see what it would do."
         )
     question = f"Remove {amount(plan)}? [y/N] "

@@ -1,4 +1,4 @@
-"""The command `trainer completion`: what the shell offers when Tab is pressed."""
+"""The command `trainer completion`: print the completion script of a shell."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer completion`."""
+    """Return the parser of `trainer completion`."""
     made = command_parser(
         prog,
-        "Write the script by which a shell completes `trainer`: its commands, their options and "
-        "choices, and file names.",
+        "Print the script with which a shell completes the commands of `trainer`, their options "
+        "and choices, and file names.",
         examples=[
             (
-                "bash, for good",
+                "bash, permanently",
                 "bash > ~/.local/share/bash-completion/completions/trainer",
             ),
-            ("zsh: a folder of your $fpath, before compinit", "zsh > ~/.zfunc/_trainer"),
+            ("zsh: in a folder of your $fpath, before compinit", "zsh > ~/.zfunc/_trainer"),
             ("fish", "fish > ~/.config/fish/completions/trainer.fish"),
         ],
         codes={0: "done", 1: "shtab is not installed"},
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """All commands in one parser, which no command line needs."""
+    """Return one parser of all commands, which only completion needs."""
     whole = argparse.ArgumentParser(prog="trainer")
     whole.add_argument("--version", action="store_true", help="show the version")
     commands = whole.add_subparsers()
@@ -60,8 +60,8 @@ def _whole_parser() -> argparse.ArgumentParser:
 
 
 def _offer_files(parser: argparse.ArgumentParser, files: object) -> None:
-    """Let paths, and arguments without a name or choices, be completed as files."""
-    for action in parser._actions:  # argparse has no other way to them
+    """Have paths, and positional arguments without choices, completed as files."""
+    for action in parser._actions:  # argparse has no public access to them
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():
                 _offer_files(each, files)

@@ -1,4 +1,4 @@
-"""The command `trainer env`: what a report of a problem should say about the machine."""
+"""The command `trainer env`: what a bug report should say about the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows
 from trainer.cli.parsing import command_parser, ended_at_once
 from trainer.cli.version import version
 
-# The variables that Cadence reads, and no others: some of a user's are secrets.
+# Only the variables that Cadence reads: others may contain secrets.
 VARIABLES = (
     *("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE", "ACCELERATE_MIXED_PRECISION"),
     *("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DEBUG_MODE"),
@@ -22,6 +22,7 @@ VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS", "CADENCE_NOTED"),
+    "CADENCE_LAUNCHER",
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_PROCID"),
     *("SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
     *("SLURM_LAUNCH_NODE_IPADDR", "SLURM_PTY_PORT"),
@@ -34,30 +35,30 @@ VARIABLES = (
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer env`."""
+    """Return the parser of `trainer env`."""
     made = command_parser(
         prog,
         "Show the versions, the devices, the configuration and the files in use.",
         examples=[
-            ("what a report of a problem should say", ""),
+            ("what a bug report should contain", ""),
             ("with another file", "--config_file four.yaml"),
         ],
-        codes={0: "done", 1: "a file of yours is imported instead of one of our packages"},
+        codes={0: "done", 1: "a file in this folder is imported instead of our packages"},
     )
     made.add_argument(
         "--config_file",
         "--config-file",
         type=Path,
         metavar="FILE",
-        help="the file of `trainer config`, if it is not at its place",
+        help="the file of `trainer config`, if not the default one",
     )
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table; return 1 if a file in this folder is in the way of our packages."""
+    """Print the table; return 1 if a file in this folder shadows one of our packages."""
     with ended_at_once():
-        import torch  # the one command that pays for it
+        import torch
 
     rows = [
         ("cadence", version()),
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _packages() -> list[str]:
-    """What Cadence can use and is installed, with versions."""
+    """Return the installed packages that Cadence can use, with versions."""
     try:
         wanted = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -97,7 +98,7 @@ def _packages() -> list[str]:
 
 
 def _launch() -> str:
-    """Who started this process, from which a run would know its peers."""
+    """Return the launcher that a run in this process would detect, with its rank."""
     try:
         launch = environment.detect_launch()
     except ValueError as error:
@@ -108,7 +109,7 @@ def _launch() -> str:
 
 
 def _configuration(given: Path | None) -> str:
-    """The file of `trainer launch`, and what it says."""
+    """Return the path of the configuration file of `trainer launch`, and its settings."""
     from trainer.cli.config.file import LaunchConfiguration, default_place, read_file
 
     place = (given or default_place()).expanduser()
@@ -116,7 +117,7 @@ def _configuration(given: Path | None) -> str:
         known, notes = read_file(place)
         LaunchConfiguration(**known)
     except FileNotFoundError:
-        return f"{place} (not there)"
+        return f"{place} (does not exist)"
     except (ValueError, TypeError, NotImplementedError, OSError) as error:
         return f"{place}: {error}"
     said = [f"{name}={value}" for name, value in known.items()]

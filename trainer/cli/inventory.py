@@ -1,15 +1,15 @@
-"""What lies in a folder of checkpoints, and whether it is sound; nothing is changed.
+"""List the checkpoints in a folder and check whether they are sound; nothing is changed.
 
-Taken for a checkpoint is every folder named by the Trainer (``step-00000100``) or by the
-`Accelerator` (``checkpoint_3``), and every other that has a manifest of ours. Its state is
+A folder is a checkpoint if the Trainer (``step-00000100``) or the `Accelerator` (``checkpoint_3``)
+named it, or if it has one of our manifests. Its state is
 
-    sound        as it was written, as far as was looked
-    damaged      a file is missing or altered, or the manifest is
-    unreadable   the disk refuses, or a later release wrote it
-    unfinished   a killed save into it only has to be moved; loading it does that
-    foreign      named like one, but without a manifest: accelerate's, or somebody's
+    sound        as it was written, as far as was checked
+    damaged      a file or the manifest is missing or altered
+    unreadable   it cannot be read, or a later release wrote it
+    unfinished   a killed save only has to be moved into place; loading does that
+    foreign      named like one, but without a manifest: accelerate's or somebody else's
 
-Torch is not needed for any of this, and is not imported here.
+This module works without torch and does not import it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
 
 _RANKING = re.compile(r"\w+\((.+), (min|max)(?:, .+)?\)")
 
-QUIET = 3600.0  # seconds without a write after which a leftover is not that of a running save
-SET_ASIDE = "set aside by a killed save; the next start puts it back"
+QUIET = 3600.0  # seconds without a write after which no running save owns a leftover
+SET_ASIDE = "set aside by a killed save; the next start restores it"
 
 _ASIDE = {
-    "damaged": "damaged: a save of that step set it aside; nobody removes it",
-    "replaced": "replaced, but with other files in it; nobody removes it",
-    "abandoned": "the run went on from an earlier one; nobody removes it",
+    "damaged": "damaged, set aside by a save of that step; never removed automatically",
+    "replaced": "replaced, but contains other files; never removed automatically",
+    "abandoned": "the run resumed from an earlier one; never removed automatically",
 }
 _MEANINGS = {
-    "staging": "a save that runs, or was killed",
-    "replaced": "what a later save has replaced",
-    "trash": "a removal that runs, or was killed",
+    "staging": "a running or killed save",
+    "replaced": "replaced by a later save",
+    "trash": "a running or killed removal",
 }
 
 
@@ -52,14 +52,14 @@ class Entry:
     """One checkpoint.
 
     Attributes:
-        name: Its own name, also where a killed save had set it aside under another.
+        name: Its own name, even if a killed save has set it aside under another.
         path: Where it is.
-        state: See the module.
-        note: What is wrong, naming the file, or what to know; None where there is nothing.
-        hashed: Whether every byte was read to find that out.
-        manifest: Its manifest; empty where that cannot be read.
-        size: Bytes.
-        saved: When, in seconds since 1970; infinite where nothing of it can be read.
+        state: See the module's docstring.
+        note: What is wrong with it, and in which file, or is worth knowing; else None.
+        hashed: Whether every byte was read to determine the state.
+        manifest: Its manifest; empty if that cannot be read.
+        size: In bytes.
+        saved: When it was saved, in seconds since 1970; infinite if unknown.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def number(self) -> int | None:
-        """The step or number in its name; None where the user named it."""
+        """The step or number in its name; None if the user chose the name."""
         step, numbered = layout.step_of(self.name), layout.NUMBERED.fullmatch(self.name)
         return int(numbered[1]) if numbered else step
 
@@ -84,26 +84,26 @@ class Entry:
 
     @property
     def is_bad(self) -> bool:
-        """Whether somebody should look at it."""
+        """Whether it needs the user's attention."""
         return self.state in ("damaged", "unreadable")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of its update that are numbers."""
+        """The numeric metrics that were saved with it."""
         values = self.manifest.get("metrics") or {}
         return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A folder of a save or a removal that runs or was killed, or one that was set aside.
+    """The folder of a running or killed save or removal, or one that was set aside.
 
     Attributes:
         path: The folder.
         meaning: What it is.
-        size: Bytes.
-        touched: When anything in it was last written, in seconds since 1970; infinite where some of
-            it cannot be read.
+        size: In bytes.
+        touched: When anything in it was last written, in seconds since 1970; infinite if some of it
+            cannot be read.
     """
 
     path: Path
@@ -113,19 +113,19 @@ class Leftover:
 
     @property
     def name(self) -> str:
-        """Its own name, behind the checkpoint's where it lies inside one."""
+        """Its own name, preceded by the checkpoint's if it is inside one."""
         inside = self.path.name == INNER_STAGING
         return f"{self.path.parent.name}/{self.path.name}" if inside else self.path.name
 
 
 def find_root(folder: Path) -> tuple[Path, bool]:
-    """Where to look, and whether that is one checkpoint and not a folder of them.
+    """Return the folder to look at, and whether it is one checkpoint rather than a folder of them.
 
     Args:
         folder: A project's folder, its ``checkpoints``, or one checkpoint.
 
     Raises:
-        NotADirectoryError: If there is no such folder.
+        NotADirectoryError: There is no such folder.
     """
     path = layout.locate(folder)
     if not path.is_dir():
@@ -140,10 +140,10 @@ def find_root(folder: Path) -> tuple[Path, bool]:
 
 
 def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover]]:
-    """The checkpoints in a folder, by number and those that the user named last; the leftovers.
+    """Return the checkpoints in a folder, by number, user-named ones last; and the leftovers.
 
     Args:
-        root: The folder. What vanishes from it meanwhile is left out.
+        root: The folder. Checkpoints that vanish meanwhile are left out.
         hashes: Read every byte, not only manifests and sizes.
     """
     entries, leftovers = [], []
@@ -163,13 +163,13 @@ def read_folder(root: Path, *, hashes: bool) -> tuple[list[Entry], list[Leftover
 
 
 def read_entry(path: Path, *, hashes: bool) -> Entry | None:
-    """Look at one checkpoint; None if it vanished meanwhile."""
+    """Return the entry of one checkpoint; None if it vanished meanwhile."""
     state: State = "sound"
     manifest: dict[str, Any] = {}
     note = None if path.name == _own_name(path) else f"{SET_ASIDE}."
     try:
         if _is_unfinished(path):
-            state, note = "unfinished", "a killed save has only to be moved; loading does that."
+            state, note = "unfinished", "a killed save only has to be moved; loading does that."
             manifest = layout.read_manifest(path / INNER_STAGING)
         else:
             manifest = layout.read_manifest(path)
@@ -177,7 +177,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     except CheckpointError as error:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
-        note = "has no manifest, as those of accelerate; it is not checked and never removed."
+        note = "has no manifest, like those of accelerate; it is neither checked nor removed."
     size, touched = _measure(path)
     if not path.is_dir():
         return None
@@ -196,43 +196,43 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
 
 
 def is_dead(leftover: Leftover) -> bool:
-    """Whether a leftover is that of a killed save or removal, as it is on the disk now.
+    """Return whether a leftover, as it is on the disk now, is of a killed save or removal.
 
-    One that was written to within the last hour may belong to one that runs.
+    One that was written to within the last hour may belong to a running one.
     """
     _, touched = _measure(leftover.path)
     match = layout.LEFTOVER.fullmatch(leftover.path.name)
     if layout.ASIDE.fullmatch(leftover.path.name):
         return False
     if match and match[1] == "replaced" and not layout.is_ours(leftover.path.with_name(match[2])):
-        return False  # it may be all that there is of that checkpoint
+        return False  # it may be the only copy of that checkpoint
     return time.time() - touched >= QUIET
 
 
 def is_step(entry: Entry) -> bool:
-    """Whether the Trainer named it, by its step."""
+    """Return whether the Trainer named it, by its step."""
     return layout.step_of(entry.name) is not None
 
 
 def strangers(entry: Entry) -> list[str]:
-    """The files in a checkpoint's folder that are not the checkpoint's."""
+    """Return the files in a checkpoint's folder that do not belong to the checkpoint."""
     own = {layout.MANIFEST, *entry.manifest.get("files", ())}
     inside = (file.relative_to(entry.path).as_posix() for file in layout.files_in(entry.path))
     return sorted(set(inside) - own)
 
 
 def monitored(entries: list[Entry]) -> list[str]:
-    """The metrics that rank the checkpoints, as the newest one says that knows."""
+    """Return the metrics that rank the checkpoints, from the newest one that names them."""
     return [metric for metric, _ in ranked_by(entries)]
 
 
 def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
-    """The same, each with the mode: ``"min"`` or ``"max"``."""
+    """Return the same metrics, each with its mode: ``"min"`` or ``"max"``."""
     for entry in reversed(entries):
         try:
             document = json.loads((entry.path / "trainer.json").read_bytes())
             keys = list(document["tree"]["callbacks"])
-        except (OSError, ValueError, KeyError, TypeError):  # not of the Trainer, or damaged
+        except (OSError, ValueError, KeyError, TypeError):  # not the Trainer's, or damaged
             continue
         return [(match[1], match[2]) for key in keys if (match := _RANKING.fullmatch(str(key)))]
     return []
@@ -254,13 +254,13 @@ def _is_candidate(path: Path, name: str) -> bool:
 
 
 def _has_manifest(path: Path) -> bool:
-    """Whether a manifest is there that is ours, or is torn so that it cannot be told."""
+    """Return whether there is a manifest of ours, or one too damaged to tell whose it is."""
     try:
         json.loads((path / layout.MANIFEST).read_bytes())
         return layout.is_ours(path)
     except ValueError:
         return True
-    except OSError:  # none is there, or it is not for us to read
+    except OSError:  # it does not exist or may not be read
         return False
 
 
@@ -277,7 +277,7 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return "unreadable"
     if not os.path.isfile(path / layout.MANIFEST):
-        # The Trainer's folders appear whole, so its manifest was there once.
+        # The Trainer's folders are complete when they appear, so there was a manifest.
         return "damaged" if layout.step_of(_own_name(path)) is not None else "foreign"
     return "unreadable" if layout.is_newer(path) else "damaged"
 
@@ -295,9 +295,9 @@ def _leftover(path: Path, meaning: str) -> Leftover:
 
 
 def _measure(folder: Path) -> tuple[int, float]:
-    """The bytes of all files in a folder, and when it was last written to.
+    """Return the bytes of all files in a folder, and when it was last written to.
 
-    What cannot be looked at counts as written to in the future: nobody shall take it for old.
+    A file that cannot be inspected counts as written in the future, so that it never seems old.
     """
     size, touched = 0, -math.inf
     for place, _, names in os.walk(folder):

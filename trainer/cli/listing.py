@@ -1,4 +1,4 @@
-"""What `trainer checkpoints` shows: tables for people, plain data for programs."""
+"""The output of `trainer checkpoints`: tables for people, plain data for programs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Plan:
     """What a prune does with each checkpoint.
 
     Attributes:
-        kept: Name to the reason: those that the user asked to keep.
-        untouched: Name to the reason: those that are not ours to remove.
+        kept: Name -> reason, of those that the user asked to keep.
+        untouched: Name -> reason, of those that are not ours to remove.
         removed: The others.
         swept: Leftovers of killed saves.
-        failed: Name to the error: filled when the plan is carried out.
+        failed: Name -> error; filled when the plan is carried out.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Plan:
 def listing(
     entries: Sequence[Entry], leftovers: Sequence[Leftover], first: Sequence[str], *, hashes: bool
 ) -> str:
-    """The checkpoints of a folder as a table, the metrics of ``first`` before the others."""
+    """Return the checkpoints of a folder as a table; metrics in ``first`` come first."""
     now = time.time()
     parts = []
     if entries:
@@ -86,7 +86,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """What a prune would do, a line for each checkpoint."""
+    """Return what a prune would do, one line per checkpoint."""
     lines = [("keep", name, reason) for name, reason in plan.kept.items()]
     lines += [("leave", name, reason) for name, reason in plan.untouched.items()]
     lines += [("remove", entry.name, entry.state) for entry in plan.removed]
@@ -96,7 +96,7 @@ def plan_text(plan: Plan) -> str:
 
 
 def amount(plan: Plan) -> str:
-    """How much a prune would remove."""
+    """Return how much a prune would remove."""
     size = sum(entry.size for entry in plan.removed) + sum(each.size for each in plan.swept)
     what = f"{len(plan.removed)} checkpoint{'' if len(plan.removed) == 1 else 's'}"
     if plan.swept:
@@ -105,7 +105,7 @@ def amount(plan: Plan) -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes in a readable unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -123,7 +123,7 @@ def _age(seconds: float) -> str:
 
 
 def report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str, Any]:
-    """What `--json` prints: bytes, times as ISO 8601, and null for what is not there or finite."""
+    """Return what `--json` prints: bytes, ISO 8601 times, null for missing or non-finite values."""
     return {
         "checkpoints": [
             {
@@ -158,7 +158,7 @@ def report(entries: Sequence[Entry], leftovers: Sequence[Leftover]) -> dict[str,
 
 
 def plan_report(plan: Plan) -> dict[str, Any]:
-    """What a prune does, as `--json` prints it."""
+    """Return what a prune does, as `--json` prints it."""
     return {
         "kept": plan.kept,
         "untouched": plan.untouched,

@@ -1,4 +1,4 @@
-"""The command `trainer merge-weights`: sharded weights as one safetensors file."""
+"""The command `trainer merge-weights`: merge sharded weights into one safetensors file."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trainer.errors import CheckpointError
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer merge-weights`."""
+    """Return the parser of `trainer merge-weights`."""
     made = command_parser(
         prog,
-        "Write the weights of a checkpoint as one safetensors file, whatever number of shards they "
-        "are in. A few megabytes of memory are enough for any model.",
+        "Write the weights of a checkpoint to one safetensors file, however many shards they have. "
+        "A few megabytes of memory are enough for any model.",
         examples=[
             ("shards and their index, as save_model writes them", "exported merged.safetensors"),
             (
@@ -23,7 +23,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
                 "runs/digits/checkpoints/step-00000100 digits.safetensors",
             ),
         ],
-        codes={0: "the file is written and was read again", 1: "there are no sound weights"},
+        codes={0: "the file was written and verified", 1: "no sound weights, or OUTPUT exists"},
     )
     made.add_argument(
         "checkpoint",
@@ -32,7 +32,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="a folder with model.safetensors or with shards and their index; or the index",
     )
     made.add_argument("output", type=Path, metavar="OUTPUT", help="the new file, NAME.safetensors")
-    made.add_argument("--force", action="store_true", help="replace a file that is there")
+    made.add_argument("--force", action="store_true", help="replace an existing file")
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -44,14 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
         0.
 
     Raises:
-        CommandError: There are no sound weights, or the output is there already.
-        OSError: The disk refuses.
+        CommandError: There are no sound weights, or the output already exists.
+        OSError: A file cannot be read or written.
     """
     from trainer.checkpoint.merge import merge_weights
 
     output = arguments.output.expanduser()
     if output.exists() and not arguments.force:
-        raise CommandError(f"{output} is there already; --force replaces it.")
+        raise CommandError(f"{output} already exists; pass --force to replace it.")
     try:
         merged = merge_weights(arguments.checkpoint.expanduser(), output)
     except (CheckpointError, ValueError) as error:
@@ -69,13 +69,13 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     tied = f" (and {merged.tied} more names for them)" if merged.tied else ""
     count = len(merged.files)
-    print(f"{merged.tensors} tensors{tied} of {count} file{'' if count == 1 else 's'}")
+    print(f"{merged.tensors} tensors{tied} from {count} file{'' if count == 1 else 's'}")
     print(f"{output}: {merged.size} bytes, sha256 {merged.sha256}")
     return 0
 
 
 def _nearby(folder: Path) -> str:
-    """The newest checkpoint of a run, where its folder was given in place of one."""
+    """Return a hint at the newest checkpoint if the folder of a run was given."""
     found = [file for of in ("*", "checkpoints/*") for file in folder.glob(f"{of}/manifest.json")]
     newest = max(found, key=lambda file: file.stat().st_mtime, default=None)
     return f" Did you mean {newest.parent}?" if newest else ""

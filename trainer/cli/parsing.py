@@ -1,4 +1,4 @@
-"""What the parsers of all commands have in common."""
+"""Parts shared by the parsers of all commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import choose
 
 
 class CommandError(Exception):
-    """What ends a command with a message for the user, without a traceback.
+    """An error that ends a command with a message for the user and no traceback.
 
     Attributes:
         code: The exit code of the process.
@@ -31,20 +31,20 @@ class CommandError(Exception):
 
 
 class UsageError(CommandError):
-    """A command line that makes no sense; the message is whole, with the usage before it."""
+    """An invalid command line; the message is complete and starts with the usage."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises what is wrong, and says which option comes nearest to one that nobody knows.
+    """A parser that raises its errors, and names the known option nearest to an unknown one.
 
-    Argparse prints it instead: each of several processes would.
+    Argparse would print them, in each of several processes.
     """
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the command line.
+        """Raise a usage error.
 
         Raises:
-            UsageError: Always, with the text of argparse.
+            UsageError: Always, with argparse's message.
         """
         unknown = re.match(r"unrecognized arguments: (-[^\s=]*)", message)
         near = get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
@@ -59,13 +59,13 @@ def command_parser(
     examples: Sequence[tuple[str, str]] = (),
     codes: Mapping[int, str] | None = None,
 ) -> argparse.ArgumentParser:
-    """A parser whose help ends with examples and the exit codes.
+    """Return a parser whose help ends with examples and exit codes.
 
     Args:
         prog: What the user typed: ``"trainer checkpoints"``.
         description: What the command does.
-        examples: What an example shows, and its arguments.
-        codes: What each exit code says; 2 is a wrong usage and 130 Ctrl-C in all commands.
+        examples: Pairs of what an example shows and its arguments.
+        codes: The meaning of each exit code; 2 is wrong usage and 130 Ctrl-C in all commands.
     """
     shown = [f"  # {what}\n  {prog} {line}".rstrip() for what, line in examples]
     meanings = {**(codes or {0: "done"}), 2: "wrong usage", 130: "Ctrl-C"}
@@ -83,9 +83,9 @@ def command_parser(
 
 
 def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
-    """Each path once, with as many of its last parts as tell it from the others."""
+    """Return each distinct path with as many of its last parts as make its name unique."""
     given = [path.expanduser() for path in paths]
-    # What is behind a link and `..` only the disk knows.
+    # Only the file system knows where a `..` after a symbolic link leads.
     known = [path.resolve() if ".." in path.parts else path.absolute() for path in given]
     whole = list(dict.fromkeys(known))
     for length in range(1, max(len(path.parts) for path in whole) + 1):
@@ -96,7 +96,7 @@ def named(paths: Iterable[Path]) -> list[tuple[Path, str]]:
 
 
 def count(text: str) -> int:
-    """A number of 1 or more.
+    """Return the value of an option as a number of 1 or more.
 
     Raises:
         argparse.ArgumentTypeError: It is something else.
@@ -108,10 +108,10 @@ def count(text: str) -> int:
 
 @contextmanager
 def ended_at_once() -> Iterator[None]:
-    """Inside, Ctrl-C ends the process without a word; for where torch may be loaded.
+    """Inside, Ctrl-C ends the process immediately and silently; for code that imports torch.
 
-    That takes seconds in which ``KeyboardInterrupt`` is taken for something else and forgotten, by
-    C code that imports numpy, and the command would go on.
+    The import takes seconds, and C code in it that imports numpy may swallow ``KeyboardInterrupt``,
+    so that the command would continue.
     """
     usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not usual or threading.current_thread() is not threading.main_thread():
@@ -125,9 +125,9 @@ def ended_at_once() -> Iterator[None]:
 
 
 def import_from_here() -> None:
-    """Let modules of the working folder be imported, as ``python -m`` does.
+    """Make modules in the current folder importable, as ``python -m`` does.
 
-    A command that is a script has the script's folder in that place.
+    For an installed command, ``sys.path`` starts with the folder of its script instead.
     """
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
@@ -135,15 +135,15 @@ def import_from_here() -> None:
 
 
 def import_named(path: str) -> Any:
-    """What ``module:name`` stands for; the name may have dots.
+    """Import and return ``module:name``; the name may contain dots.
 
     Raises:
-        CommandError: There is no such module or no such name in it. What goes wrong inside the
-            module is raised as it is.
+        CommandError: The module, or the name in it, does not exist. Errors raised inside the module
+            propagate unchanged.
     """
     module_name, _, name = path.partition(":")
     try:
-        if module_name[:1] in ("", "."):  # which is another error there
+        if module_name[:1] in ("", "."):  # for which import_module raises something else
             raise ModuleNotFoundError(name=module_name)
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -153,8 +153,8 @@ def import_named(path: str) -> Any:
         is_file = file != module_name and all(part.isidentifier() for part in file.split("."))
         near = f" Did you mean {f'{file}:{name}'!r}?" if is_file else ""
         raise CommandError(
-            f"There is no module {error.name!r}. Modules are looked for among the installed ones "
-            f"and in the current folder, {os.getcwd()}.{near}"
+            f"There is no module {error.name!r}, neither installed nor in the current folder, "
+            f"{os.getcwd()}.{near}"
         ) from None
     for part in name.split("."):
         if not hasattr(found, part):

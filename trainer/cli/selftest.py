@@ -1,7 +1,7 @@
-"""What `trainer test` runs on every process; ``torchrun -m trainer.cli.selftest`` does too.
+"""The checks that `trainer test` runs in every process, as ``torchrun -m trainer.cli.selftest``.
 
-Each check does what all processes do together, and then compares with a reference that one process
-computes alone: a process that finds a difference leaves no other one waiting.
+Each check first does everything that is collective, then compares the result with a reference that
+each process computes alone, so a process that finds a difference leaves no other waiting.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trainer.accelerator import Accelerator
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
-SAMPLES, BATCH = 53, 4  # with no number of processes does it come out even
+SAMPLES, BATCH = 53, 4  # no number of processes divides the batches evenly
 
 
 class CheckError(Exception):
-    """Something is not as it should be; the text says what differs."""
+    """A check found a difference; the message describes it."""
 
 
 def main() -> int:
@@ -48,16 +48,16 @@ def main() -> int:
         accelerator.print(f"{name:<14} " + (f"FAILED  {found}" if found else f"ok  {said}"))
         failed += bool(found)
     if accelerator.is_local_main_process:
-        shutil.rmtree(folder, ignore_errors=True)  # machines that share the disk do so at once
+        shutil.rmtree(folder, ignore_errors=True)  # maybe by several machines at once
     accelerator.print(f"{failed} of {len(CHECKS)} checks failed." if failed else "All is well.")
     accelerator.wait_for_everyone()
-    return 1 if failed and accelerator.is_main_process else 0  # one process is enough to say so
+    return 1 if failed and accelerator.is_main_process else 0  # one process is enough
 
 
 def _common_folder(accelerator: Accelerator) -> Path:
     own = tempfile.mkdtemp(prefix="cadence-test-") if accelerator.is_main_process else ""
     folder = Path(accelerator.gather_for_metrics([own], use_gather_object=True)[0])
-    folder.mkdir(exist_ok=True)  # on a machine that does not share the disk of the first
+    folder.mkdir(exist_ok=True)  # for machines that do not share rank 0's disk
     return folder
 
 
@@ -65,7 +65,7 @@ def _common_folder(accelerator: Accelerator) -> Path:
 
 
 def collectives(accelerator: Accelerator, _: Path) -> str:
-    """What the processes send each other arrives."""
+    """Collectives return the right values."""
     rank, size = accelerator.process_index, accelerator.num_processes
     own = torch.arange(3.0, device=accelerator.device) + rank
     whole = torch.cat([torch.arange(3.0) + other for other in range(size)])
@@ -96,7 +96,7 @@ def data_order(accelerator: Accelerator, folder: Path) -> str:
 
 
 def accumulation(accelerator: Accelerator, folder: Path) -> str:
-    """An update over micro-batches and processes is that of the whole batch."""
+    """An update over micro-batches and processes equals that of the whole batch."""
     module = _Line()
     reference = nn.Linear(2, 1)
     reference.load_state_dict(module.line.state_dict())
@@ -114,7 +114,7 @@ def accumulation(accelerator: Accelerator, folder: Path) -> str:
 
 
 def checkpoint(accelerator: Accelerator, folder: Path) -> str:
-    """What was saved comes back, on every process."""
+    """The saved state is restored, on every process."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -133,11 +133,11 @@ def checkpoint(accelerator: Accelerator, folder: Path) -> str:
     found = [step(), step()]
     for number in (0, 1):
         _same(f"update {number + 1} after loading", found[number], expected[number], exact=True)
-    return "model, optimizer and random numbers come back"
+    return "model, optimizer and random numbers are restored"
 
 
 def metrics(accelerator: Accelerator, folder: Path) -> str:
-    """A metric is that of one process, without the samples that fill the last batches."""
+    """A metric equals that of one process, without the samples that pad the last batches."""
     module = _Line()
     loader = DataLoader(_data(), batch_size=BATCH)
     trainer = Trainer(accelerator=accelerator, **_quiet(folder / "metrics"))
@@ -159,15 +159,15 @@ CHECKS: dict[str, Callable[[Accelerator, Path], str]] = {
 }
 
 
-# -- what they share -----------------------------------------------------------------------------
+# -- shared by the checks ------------------------------------------------------------------------
 
 
 class _Line(TrainModule):
-    """A linear model that notes the samples it is trained on."""
+    """A linear model that records the samples it is trained on."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)  # the same weights on every process, and alone
+        torch.manual_seed(0)  # the same weights on every process
         self.line = nn.Linear(2, 1)
         self.seen: list[int] = []
 

@@ -1,7 +1,7 @@
-"""Why a command has ended, said once where several processes run the same one.
+"""Report the error that ends a command once, even if several processes run the command.
 
-Under `trainer launch` each process notes it, and the launcher says what it finds. Under torchrun
-the processes have a store in common, where each text is said by the first one that comes with it.
+Under `trainer launch` each process writes a note, and the launcher prints what it finds. Under
+torchrun the processes share a store, and the first process to claim a message there prints it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from datetime import timedelta
 from trainer import environment
 from trainer.cli.launch import entry
 
-_PATIENCE = timedelta(seconds=10)  # for one that says the same, before it is ended with the others
+_PATIENCE = timedelta(seconds=10)  # to wait until another process has printed the same message
 
 
 class Told(SystemExit):
-    """The end of a process after `tell`: its launcher knows why, or need not say it."""
+    """The exit of a process after `tell`: the launcher knows the error or need not report it."""
 
 
 def tell(message: str, code: int) -> None:
-    """Have a message reach the user once, whatever the number of processes that end with it.
+    """Report a message once, however many processes end with it.
 
-    The process must end after it: what is noted is read only then.
+    The process must exit afterwards: its note is read only then.
 
     Args:
-        message: All of it.
-        code: What the process is about to exit with.
+        message: The complete message.
+        code: The code that the process is about to exit with.
     """
     if environment.read(entry.MARK) == str(os.getpid()):
-        refused = code == 2  # as it would be in another attempt, which the launcher does not make
+        refused = code == 2  # a retry would fail too, so the launcher makes none
         noted = entry.note(entry.REFUSED if refused else "SystemExit", message, code)
         if noted and (refused or not entry.is_started_again()):
             return
     if environment.read("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _say(message)
     else:
-        entry.note("SystemExit", f"exit code {code}, see what it has said above.", code)
+        entry.note("SystemExit", f"exit code {code}, see its message above.", code)
         _say_once(message)
 
 
@@ -47,12 +47,12 @@ def _say(message: str) -> None:
 
 
 def _say_once(message: str) -> None:
-    """Say it unless another process has: each text is claimed by the first that comes with it.
+    """Print the message unless another process does: the first process to claim it prints it.
 
-    It is not left to rank 0, which may have nothing to say: what one machine lacks, its processes
-    alone know. The others wait until it is said, since the launcher ends all when one has ended.
+    This is not left to rank 0: only the processes of a machine know what that machine lacks. The
+    others wait until it is printed, since the launcher ends all processes when one exits.
     """
-    # Torch, which a single process needs not; its stubs forget the store.
+    # Imported here because a single process does not need torch, whose stubs lack the store.
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     claim = _claim(message)
@@ -67,7 +67,7 @@ def _say_once(message: str) -> None:
         if store.add(claim, 1) > 1:
             store.wait([f"{claim}/said"], _PATIENCE)
             return
-    except DistError:  # the launcher or the other process is gone: better twice than not at all
+    except DistError:  # the launcher or the other process is gone: better twice than never
         _say(message)
         return
     _say(message)

@@ -1,4 +1,4 @@
-"""The command `trainer test`: do several processes work together on this machine?"""
+"""The command `trainer test`: check that several processes work together on this machine."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from trainer.cli.parsing import CommandError, command_parser, count
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer test`."""
+    """Return the parser of `trainer test`."""
     made = command_parser(
         prog,
         "Start processes as `trainer launch` would, and check that they work together: "
-        "collectives, the order of the data, accumulation, a checkpoint and metrics.",
+        "collectives, data order, accumulation, checkpoints and metrics.",
         examples=[
-            ("what the file of `trainer config` says", ""),
+            ("with the settings saved by `trainer config`", ""),
             ("two processes on the CPU", "--cpu --num_processes 2"),
             ("another file", "--config_file four.yaml"),
         ],
-        codes={0: "all checks passed", 1: "one did not, or a process failed"},
+        codes={0: "all checks passed", 1: "a check or a process failed"},
     )
     made.add_argument(
-        "--config_file", "--config-file", metavar="FILE", help="the file of `trainer config`"
+        "--config_file", "--config-file", metavar="FILE", help="a file written by `trainer config`"
     )
-    made.add_argument("--cpu", action="store_true", help="use the CPU though a device is there")
+    made.add_argument(
+        "--cpu", action="store_true", help="use the CPU even if there is an accelerator"
+    )
     made.add_argument(
         "--num_processes",
         "--num-processes",
@@ -38,15 +40,16 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start the checks on all processes; return what they end with.
+    """Run the checks in all processes; return the exit code.
 
     Raises:
-        CommandError: The configuration file is wrong, or this folder hides our packages.
+        CommandError: The configuration file is invalid, or a file in this folder shadows our
+            packages.
     """
-    if in_the_way := shadows(Path.cwd()):  # -m would import it: modules are those of this folder
+    if in_the_way := shadows(Path.cwd()):  # python -m would import it
         raise CommandError(
             f"{in_the_way[0]} is imported instead of Cadence's package by scripts in this folder; "
-            "start the test in another one."
+            "start the test in another folder."
         )
     given = ["--cpu"] if arguments.cpu else []
     for name in ("config_file", "num_processes"):

@@ -8,7 +8,7 @@ from trainer._siblings import DISTRIBUTION
 
 
 def version() -> str:
-    """The version of Cadence, or that it is not installed."""
+    """Return the version of Cadence, or a text that says that it is not installed."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Reading an epoch: its rounds, dealt out to the processes and read one batch ahead."""
+"""Reading an epoch in rounds, sharded over the processes and read one batch ahead."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Transfer = Callable[[Any], Any]
 
 
 class Feed:
-    """A loader's epochs, dealt out in rounds and read one batch ahead.
+    """A loader's epochs, sharded in rounds and read one batch ahead.
 
     A map-style loader is rebuilt around a `ShardedSampler`. A stream (an ``IterableDataset``'s
     loader, or any iterable of batches) is read whole by every process, each keeping its own
@@ -46,19 +46,19 @@ class Feed:
     Args:
         source: A ``DataLoader`` or an iterable of batches.
         rank: This process.
-        world_size: How many there are.
+        world_size: The number of processes.
         seed: The run's seed; the order is a function of it and the epoch.
-        place: Tells it from other loaders of the run, which draw otherwise; 0 for the training's.
+        place: Gives each loader of the run its own random numbers; 0 for the training's.
         shuffle: See `ShardedSampler`.
         even: See `Dealing`.
         split: See `Dealing`.
         drop_last: See `Dealing`.
-        remember: `position` will be asked for: a stream that has a state is read by way of it; see
+        remember: `position` will be saved: a stream that has a state is read with it; see
             `trainer.data.streams`.
 
     Raises:
         TypeError: The source cannot be iterated.
-        ValueError: Its sampler shares the data out already.
+        ValueError: Its sampler shards the data already.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Feed:
         self._place, seed = place, mix(seed, place) if place else seed
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
-        self.start_round = 0  # skipped in rounds, as this number of processes has them, …
-        self.start_batch = 0  # … or in batches, before the rest is dealt out
+        self.start_round = 0  # skipped in rounds of this number of processes, …
+        self.start_batch = 0  # … or in batches, before the rest is sharded
         self._mark: int | None = None
         self._even, self.split, self.drop_last = even, split, drop_last
         self.sampler: ShardedSampler | None = None
@@ -96,10 +96,10 @@ class Feed:
         self._generator = torch.Generator()
         if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
             raise ValueError(
-                "The loader was prepared by an Accelerator and is shared out already; pass the one "
+                "The loader was prepared by an Accelerator and is sharded already; pass the one "
                 "that was given to prepare()."
             )
-        # A subclass that reads in its own way is read by it, as a stream.
+        # A subclass that overrides how it reads is read as a stream.
         if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
             streams = isinstance(source.dataset, IterableDataset)
             if not streams:
@@ -113,9 +113,9 @@ class Feed:
                     even=even,
                     split=split,
                     drop_last=drop_last,
+                    counts=source.collate_fn is default_collate,
+                    seeds=not draws_nothing(source.dataset, source.collate_fn),
                 )
-                self.sampler.counts = source.collate_fn is default_collate
-                self.sampler.seeds = not draws_nothing(source.dataset, source.collate_fn)
             kwargs = loader_kwargs(source, self.sampler, self._generator, remember=remember)
             self.loader = LastingLoader(**kwargs)
         self._stream: Stream | None = None
@@ -132,12 +132,12 @@ class Feed:
 
     @property
     def dataset(self) -> Any:
-        """The user's, not what is read in its place; None where there is none."""
+        """The user's dataset, not a wrapper of it; None if there is none."""
         return getattr(self._source, "dataset", None)
 
     @property
     def limit(self) -> int | None:
-        """Batches over all processes after which the epoch ends; None for all of them."""
+        """The number of batches, over all processes, after which the epoch ends; None for all."""
         return self._limit
 
     @limit.setter
@@ -148,7 +148,7 @@ class Feed:
 
     @property
     def even(self) -> bool:
-        """Every process gets as many full batches as the others; see `ShardedSampler`."""
+        """Whether every process gets the same number of full batches; see `ShardedSampler`."""
         return self._even
 
     @even.setter
@@ -159,18 +159,22 @@ class Feed:
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in the epoch over all processes; None if only reading can tell."""
+        """The number of batches in the epoch over all processes; None if unknown until read."""
         if self.sampler is not None:
             return self.sampler.num_batches
         try:
             total = len(self.loader)
-        except (TypeError, NotImplementedError, ValueError):  # as loaders say that they have none
+        except (
+            TypeError,
+            NotImplementedError,
+            ValueError,
+        ):  # ways in which loaders report that they have none
             return self._limit
         return total if self._limit is None else min(total, self._limit)
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in the epoch where no limit ends it; None where nothing tells."""
+        """The number of samples in the epoch without a limit; None if unknown."""
         known = None if self.sampler is None else self.sampler.num_samples
         if known is None and hasattr(self.dataset, "__len__"):
             known = len(self.dataset)
@@ -178,13 +182,13 @@ class Feed:
 
     @property
     def num_rounds(self) -> int | None:
-        """Rounds in the epoch; None if only reading can tell."""
+        """The number of rounds in the epoch; None if unknown until read."""
         total = self.num_batches
         return None if total is None else -(-total // self.world_size)
 
     @property
     def num_own_batches(self) -> int | None:
-        """Batches in the epoch that this process gets; None if only reading can tell."""
+        """The number of batches of this process in the epoch; None if unknown until read."""
         total = self.num_batches
         if total is None:
             return None
@@ -205,14 +209,14 @@ class Feed:
 
     @contextmanager
     def apart(self, epoch: int) -> Iterator[None]:
-        """Inside, a pass of another loader may be on its way: it has its generators back behind."""
+        """Choose an epoch for the block, then restore generators that another pass may use."""
         with set_aside(self.users_generators):
             self.set_epoch(epoch)
             yield
 
     @property
     def users_generators(self) -> Found:
-        """Those that its passes draw from as they please; a map-style dataset's are its own."""
+        """The generators to seed per epoch; a map-style dataset's own are seeded per batch."""
         if self.sampler is not None or knows_where_it_is(self._source):
             return of_samplers(self._source)
         return held_by(loader=self._source)
@@ -221,7 +225,7 @@ class Feed:
         """Choose the epoch that is read next."""
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
-        # Else their states decide, which no resume knows.
+        # Otherwise their states would decide, which no checkpoint holds.
         seed_all(self.users_generators, mix(self.seed, epoch, 3), self._alike)
         if self.sampler is not None:
             self.sampler.set_epoch(epoch)
@@ -230,18 +234,18 @@ class Feed:
         tell_epoch(getattr(self.loader, "dataset", None), self.seed, epoch)
 
     def position(self) -> dict[str, Any] | None:
-        """Where the rounds that were handed over end in a stream, as a tree to be saved.
+        """Return the position in a stream after the rounds handed over, as a tree to be saved.
 
-        The same on all processes. None for what needs none: a map-style dataset is found again by
-        the number of batches alone.
+        It is the same on all processes. It is None if none is needed: in a map-style dataset the
+        number of batches is enough.
         """
         return None if self._stream is None else self._stream.position()
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
-        """Go on from what `position` returned, in the epoch that is read next.
+        """Resume from what `position` returned, in the epoch that is read next.
 
-        `start_batch` must say the same; where `position` cannot be used, it alone does, and the
-        stream is read again.
+        `start_batch` must agree with it; if `position` cannot be used, the stream is read again and
+        that many batches are discarded.
 
         Raises:
             CheckpointError: Another number of workers read the stream inside the epoch.
@@ -251,10 +255,9 @@ class Feed:
 
     @property
     def mark(self) -> int | None:
-        """Tells the order of the pass at hand from others; None where nothing does.
+        """A checksum of the current pass's order; None if there is none.
 
-        Set before a pass goes on behind its beginning, it is what the order should be: another one
-        is told in the log.
+        If it is set before a pass resumes inside an epoch, a different order is logged.
         """
         rest = None if self.sampler is None else self.sampler.rest
         return self._mark if rest is None else rest.mark
@@ -264,40 +267,40 @@ class Feed:
         self._mark = mark
 
     def _tell_of_another_order(self) -> None:
-        """Say so where the order is not that of the `mark` that was set."""
+        """Warn if the order does not match the `mark` that was set."""
         before, self._mark = self._mark, None
         if self.rank > 0 or not self.start_batch or before in (None, self.mark):
             return
         batches = self._source.batch_sampler
         plain = batches is None or type(batches) is BatchSampler
         logger.warning(
-            "The training loader gives epoch %d in another order than before the resume: some "
-            "samples will be read twice in it, and others not at all. If the loader is as it was, "
-            "its %s keeps something from epoch to epoch, such as a list that it shuffles again: "
-            "let each epoch's order follow from the global generators, or from set_epoch.",
+            "The order of epoch %d differs from before the resume: some samples will be read twice "
+            "in it, and others not at all. If the loader is unchanged, its %s keeps state between "
+            "epochs, such as a list that it shuffles again: let each epoch's order depend on the "
+            "global generators, or on set_epoch.",
             self.epoch,
             type(self._source.sampler if plain else batches).__name__,
         )
 
     def close(self) -> None:
-        """End workers that would wait for a further epoch."""
+        """End persistent workers."""
         if isinstance(self.loader, DataLoader):
             self.loader._iterator = None
 
     def _end_workers_of(self, batches: Iterator[Any]) -> None:
-        """At once: the error holds on to the iterator, and the collector of garbage comes late.
+        """End workers at once, since an error keeps the iterator alive until garbage collection.
 
-        It would end the queues first, by which torch tells the workers to end, and these would stay
-        until this process does.
+        That might collect first the queues through which torch ends the workers, which would then
+        stay until this process ends.
         """
         if hasattr(batches, "_shutdown_workers"):
             end_workers([batches])
             self.close()
 
     def another(self) -> Feed:
-        """A second reader of the same data within the same limits, with a place of its own.
+        """Return a second, independent reader of the same data within the same limits.
 
-        It is for data whose order does not follow from a state: not for streams.
+        It is for map-style data: a stream's position is part of its state.
         """
         twin = Feed(
             self._source,
@@ -313,13 +316,13 @@ class Feed:
         return twin
 
     def reseed(self, seed: int) -> None:
-        """Take over the seed of the run that is resumed."""
+        """Take the seed of the run that is resumed."""
         self.seed = seed = mix(seed, self._place) if self._place else seed
         if self.sampler is not None:
             self.sampler.reseed(seed)
 
     def rounds(self, transfer: Transfer | None = None) -> Generator[Round, None, None]:
-        """The epoch's rounds, each known to be the last one or not when it is handed over.
+        """Yield the epoch's rounds, each with `Round.last` set.
 
         Args:
             transfer: Puts a batch on the device; called one batch ahead of its use.
@@ -331,12 +334,12 @@ class Feed:
             yield current
 
     def read(self, transfer: Transfer | None = None) -> Iterator[Round]:
-        """The epoch's rounds, each as soon as it has been read; `rounds` knows the last one."""
+        """Yield the epoch's rounds, each as soon as it has been read, without `Round.last`."""
         if self.sampler is None:
             yield from self._read_stream(transfer)
             return
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
-        shares = self.sampler.shares = deque()  # of this pass: another may begin before it ends
+        shares = self.sampler.shares = deque()  # this pass's: another may begin before it ends
         batches = iter(_batches_of(self.loader))
         read = 0
         try:
@@ -355,8 +358,8 @@ class Feed:
             yield from self._without_batch(shares, read)
         elif shares:
             logger.warning(
-                "The dataset (%s) has ended epoch %d by StopIteration after %d of %s batches. If "
-                "that is not meant, let its __len__ say how many samples there are.",
+                "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches. If that "
+                "is not intended, make its __len__ return the number of samples.",
                 type(self._source.dataset).__name__,
                 self.epoch,
                 read,
@@ -364,14 +367,14 @@ class Feed:
             )
 
     def _without_batch(self, shares: deque[Share], read: int) -> Iterator[Round]:
-        """The rounds behind this process's last batch, in which the others may have one.
+        """Yield the rounds after this process's last batch, in which the others may have one.
 
-        That is one at the most, unless the dataset has ended the epoch by itself. Then there are as
-        many as the others have, who would else wait for this process.
+        There is at most one, unless the dataset has ended the epoch early. Then there are as many
+        as the others have, which would otherwise wait for this process.
 
         Args:
-            shares: Of the rounds that were asked for; workers ask ahead.
-            read: How many have been read.
+            shares: The shares of the rounds requested so far; workers request ahead.
+            read: How many batches have been read.
         """
         ended = any(share.present for share in shares)
         for share in shares:
@@ -404,11 +407,11 @@ class Feed:
 
 
 def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
-    """What reading a loader that `loader_kwargs` describes gives; its dataset is map-style.
+    """Return the batches of a loader built from `loader_kwargs`, whose dataset is map-style.
 
-    Without workers that is one batch after the other as the dataset gives them; torch's iterator
-    would do nothing else but pin memory, and take longer than a small model. As with it, a dataset
-    may end the epoch by raising ``StopIteration``, which a generator could not pass on.
+    Without workers the dataset is called directly: torch's iterator would do no more, apart from
+    pinning memory, and takes longer than a step of a small model. As with torch's, a dataset may
+    end the epoch by raising ``StopIteration``, which a generator could not pass on.
     """
     if loader.num_workers or loader.pin_memory or loader.timeout:
         return loader
@@ -423,11 +426,11 @@ def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
 
 
 def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
-    """The stream itself, if it begins alike on all processes; collective.
+    """Return the stream if it starts with the same batch on all processes; collective.
 
     Raises:
-        ValueError: On all processes alike: each has a stream of its own, of which the others'
-            batches would be thrown away.
+        ValueError: On all processes, if it does not: of streams that differ, most batches would be
+            discarded.
     """
     first = list(islice(stream, 1))
     batches = [batch for batch, _ in first]
@@ -435,7 +438,7 @@ def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
     sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
     if len({repr(each) for each in all_gather_object(sums)}) > 1:
         raise ValueError(
-            "The stream begins with another batch on each process. Every process reads the whole "
-            "stream and keeps its own batches: give all the same one, not a part of it each."
+            "The stream starts with a different batch on each process. Every process reads the "
+            "whole stream and keeps its own batches: give all the same stream, not a part of it."
         )
     return chain(first, stream)

@@ -1,8 +1,8 @@
 """Which batches an epoch has, in which order, and which process gets which.
 
-An epoch is one global list of batches, a pure function of seed and epoch number. It is dealt out
-in rounds, see `trainer.data.dealing`. Every process walks the whole list of indices (which costs no
-reading), so each knows what the others have.
+An epoch is one global list of batches, a pure function of the seed and the epoch. It is sharded in
+rounds, see `trainer.data.dealing`. Every process iterates over all indices, without reading data,
+so each knows what the others have.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from torch.utils.data import (
 from trainer.data.dealing import INDICES, Dealing
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
-_AT_ONCE = 2**16  # Python's integers take four times the memory of a tensor's
-_TELLING = 64  # indices, of the many that a batch may have
+_AT_ONCE = 2**16  # indices to convert at once: Python's integers take four times a tensor's memory
+_TELLING = 64  # indices of a batch that go into a checksum
 
 
 class SeededSampler(Sampler[int]):
     """The order of a ``RandomSampler``, but a pure function of seed and epoch.
 
     Args:
-        like: Its length, replacement and number of samples are taken over.
+        like: The sampler whose length, replacement and number of samples are used.
         seed: The run's seed.
     """
 
@@ -50,11 +50,11 @@ class SeededSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Choose the epoch to iterate over next."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
-        return chain.from_iterable(self._orders())  # not through a frame of ours for each sample
+        return chain.from_iterable(self._orders())  # avoids a Python frame per sample
 
     def _orders(self) -> Iterator[list[int]]:
         for order in self._drawn():
@@ -68,7 +68,7 @@ class SeededSampler(Sampler[int]):
             yield torch.randint(self.source_length, size, generator=generator)
             return
         left = self.num_samples
-        while left > 0:  # more samples than there are: whole permutations, then a part of one
+        while left > 0:  # more samples than the dataset has: several permutations
             order = torch.randperm(self.source_length, generator=generator)[:left]
             left -= len(order)
             yield order
@@ -78,7 +78,7 @@ class SeededSampler(Sampler[int]):
 
 
 class BatchIndices(list[int]):
-    """The indices of one batch, with the seed that it is fetched under, the run's and its epoch."""
+    """The indices of a batch, with the seed for fetching it, the run's seed and the epoch."""
 
     seed: int
     run_seed: int
@@ -86,7 +86,7 @@ class BatchIndices(list[int]):
 
 
 class SampleIndex(int):
-    """As `BatchIndices`, of a ready-made batch (a loader with ``batch_size=None``)."""
+    """Like `BatchIndices`, for a ready-made batch (a loader with ``batch_size=None``)."""
 
     seed: int
     run_seed: int
@@ -94,7 +94,7 @@ class SampleIndex(int):
 
 
 class SampleKey(NamedTuple):
-    """As `SampleIndex`, of a dataset that is asked by something else than an index."""
+    """Like `SampleIndex`, for a dataset whose keys are not ints."""
 
     key: Any
     seed: int
@@ -106,12 +106,12 @@ class Share(NamedTuple):
     """What this process has in one round.
 
     Attributes:
-        present: It has a batch in it.
+        present: Whether it has a batch.
         indices: The number of indices in that batch; 0 for a ready-made one.
-        samples: Samples in that batch; None where only the batch itself can tell.
-        round_samples: Samples in the round over all processes; None likewise.
-        real_samples: Of those, the ones that are not repeated to fill the round.
-        batches: How many processes have a batch in it.
+        samples: The samples in that batch; None if unknown until read.
+        round_samples: The samples in the round over all processes; None if unknown until read.
+        real_samples: Those that are not repeated to fill the round.
+        batches: How many processes have a batch.
     """
 
     present: bool
@@ -123,19 +123,19 @@ class Share(NamedTuple):
 
 
 class Rest:
-    """An order behind its first batches, which are passed over as it begins.
+    """An order without its first batches, which are skipped when it begins.
 
-    All at once: of a sampler that draws, `seeded_iteration` sets the generators aside for each
-    batch that it yields, which takes longer than to make one.
+    They are skipped in one go: for a sampler that draws, `seeded_iteration` swaps the generators at
+    each batch that it yields, which takes longer than creating one.
 
     Args:
-        batches: All of them.
-        skip: How many to pass over.
-        as_batch: What makes lists of them, to be counted.
+        batches: The whole order.
+        skip: How many batches to skip.
+        as_batch: Converts batches to lists, to be counted.
 
     Attributes:
-        before: Samples in those that were passed over.
-        mark: Tells the order from others, by its first batch; None of what are no indices.
+        before: The samples in the skipped batches.
+        mark: A checksum of the order by its first batch; None if its entries are not ints.
     """
 
     def __init__(self, batches: Iterable[Any], skip: int, as_batch: Callable[[Any], Any]) -> None:
@@ -149,7 +149,7 @@ class Rest:
         batches = chain(first, batches)
         listed = map(self._as_batch, first)
         indices = [i for each in listed for i in (each if isinstance(each, list) else [each])]
-        with suppress(TypeError):  # a key of another kind is no index
+        with suppress(TypeError):  # other keys are not indices
             telling = list(map(operator.index, indices[:_TELLING]))
             self.mark = zlib.crc32(repr(telling).encode())
         skipped = map(self._as_batch, islice(batches, self.skip))
@@ -158,21 +158,23 @@ class Rest:
 
 
 class ShardedSampler(Sampler[Any]):
-    """Deals the batches of a loader's own sampler out to the processes.
+    """Shards the batches of a loader's own sampler over the processes.
 
-    Iterating yields this process's batches; `shares` receives one `Share` a round, in the same
-    order, also for a last round in which this process has nothing.
+    Iterating yields this process's batches; `shares` receives one `Share` per round, in the same
+    order, also for a last round in which this process has no batch.
 
     Args:
-        batches: The loader's ``batch_sampler``, or its ``sampler`` where it has no batches.
-        keys: It is the ``sampler``: what it yields is what the dataset is asked for, a tuple too.
+        batches: The loader's ``batch_sampler``, or its ``sampler`` if it has none.
+        keys: It is the ``sampler``: whatever it yields, even a tuple, is a key of the dataset.
         rank: This process.
-        world_size: How many there are.
+        world_size: The number of processes.
         seed: The run's seed.
-        shuffle: False takes the samples in their own order whatever the sampler wants.
+        shuffle: False takes the samples in order, whatever the sampler does.
         even: See `Dealing`.
         split: See `Dealing`.
         drop_last: See `Dealing`.
+        counts: A batch has as many samples as indices, which a ``collate_fn`` may change.
+        seeds: Batches come with the seeds that they are fetched under.
     """
 
     def __init__(
@@ -187,33 +189,34 @@ class ShardedSampler(Sampler[Any]):
         split: bool = False,
         drop_last: bool = False,
         keys: bool = False,
+        counts: bool = True,
+        seeds: bool = True,
     ) -> None:
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
         self.split, self._drops_rest = split, drop_last
-        # As scripts read them of a ``batch_sampler``: they are the user's.
+        # The user's own, since scripts read these attributes of a ``batch_sampler``.
         self.sampler: Any = getattr(batches, "sampler", batches)
         self.drop_last = drop_last or bool(getattr(batches, "drop_last", False))
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.limit: int | None = None
         self.epoch = 0
-        self.start_round = 0  # skipped in rounds, as this number of processes has them, …
-        self.start_batch = 0  # … or in batches, before the rest is dealt out
-        self.counts = True  # a batch has as many samples as indices, which a collate_fn may change
-        self.seeds = True  # batches come with the seeds that they are fetched under
+        self.start_round = 0  # skipped in rounds of this number of processes, …
+        self.start_batch = 0  # … or in batches, before the rest is sharded
+        self.counts, self.seeds = counts, seeds
         self.shares: deque[Share] = deque()
-        self.rest: Rest | None = None  # of the pass that was begun last
+        self.rest: Rest | None = None  # of the latest pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose batches come next; samplers with ``set_epoch`` hear of it."""
+        """Choose the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
         self.epoch = epoch
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def reseed(self, seed: int) -> None:
-        """Take over the seed of the run that is resumed."""
+        """Take the seed of the run that is resumed."""
         self.seed = seed
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
             if isinstance(sampler, SeededSampler):
@@ -221,10 +224,14 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in the epoch over all processes; None for a sampler without length."""
+        """The number of batches over all processes; None for a sampler without a length."""
         try:
             total = len(self._sampler)
-        except (TypeError, NotImplementedError, ValueError):  # as samplers say that they have none
+        except (
+            TypeError,
+            NotImplementedError,
+            ValueError,
+        ):  # ways in which samplers report that they have none
             return self.limit
         return total if self.limit is None else min(total, self.limit)
 
@@ -236,7 +243,7 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in the epoch where no limit ends it; None of batches made by the user's code."""
+        """The number of samples without a limit; None for batches made by the user's code."""
         inner: Any = self._sampler.sampler if type(self._sampler) is BatchSampler else None
         return None if inner is None else len(inner)
 
@@ -251,7 +258,7 @@ class ShardedSampler(Sampler[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        # Another pass may begin before this one ends: each keeps what it began with.
+        # Another pass may begin before this one ends: each keeps what it started with.
         shares, seed, epoch = self.shares, self.seed, self.epoch
         shares.clear()
         alone = self.world_size == 1 and not (self.even or self.split)
@@ -261,10 +268,10 @@ class ShardedSampler(Sampler[Any]):
                 yield _tag(batch, seed, epoch, position) if self.seeds else batch
 
     def _alone(self) -> Iterator[tuple[Share, Any, int]]:
-        """As `_together` for one process: each batch is a round."""
+        """Do as `_together` does, for one process: each batch is a round."""
         rest = Rest(self._sampler, self.start_batch + self.start_round, self._as_batch)
         stream = iter(self._order(rest))
-        if type(self._sampler) is not BatchSampler:  # which makes lists by itself
+        if type(self._sampler) is not BatchSampler:  # which yields lists already
             stream = map(self._as_batch, stream)
         position = 0
         for batch in stream:
@@ -274,7 +281,7 @@ class ShardedSampler(Sampler[Any]):
             position += 1 if size is None else size
 
     def _together(self) -> Iterator[tuple[Share, Any, int]]:
-        """Of each round: what this process has in it, and the samples before that in the epoch."""
+        """Yield for each round this process's share and batch, and the samples before the batch."""
         for position, real, batches in self._rounds():
             own = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
@@ -292,7 +299,7 @@ class ShardedSampler(Sampler[Any]):
             yield share, own, position + before
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
-        """Of each round: the samples before it in the epoch, its real samples, its batches."""
+        """Yield for each round the samples before it, its real samples, and its batches."""
         as_batch = _listed if self.split else self._as_batch
         rest = Rest(self._sampler, self.start_batch, as_batch)
         stream, position = map(as_batch, self._order(rest)), 0
@@ -306,8 +313,8 @@ class ShardedSampler(Sampler[Any]):
         self.rest = rest
         stream: Iterable[Any] = rest
         if not self._pure:
-            # A sampler of the user's own may draw from the global generators: the processes would
-            # disagree about the order, and a resumed run with the run that it resumes.
+            # A user's sampler may draw from the global generators: the order would differ between
+            # processes, and between a resumed run and the original one.
             seed = mix(self.seed, self.epoch)
             at_once = _drawn_at_once(self._sampler, seed)
             if at_once is None:
@@ -318,7 +325,7 @@ class ShardedSampler(Sampler[Any]):
 
 
 def _listed(batch: Any) -> Any:
-    """A batch of indices as a list, whatever sequence the user's sampler makes of them."""
+    """Return a batch of indices as a list, whatever sequence the user's sampler yields."""
     if type(batch) is list:
         return batch
     is_sequence = isinstance(batch, tuple) or getattr(batch, "ndim", 0) > 0
@@ -345,9 +352,9 @@ def _tag(
 
 
 def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
-    """As `seeded_iteration`, of samplers that draw their whole order when they begin; or None.
+    """Return the seeded order of a sampler that draws it all when it begins; None for others.
 
-    Generators are then set aside once, and not for each batch.
+    The generators are then swapped once rather than per batch, as `seeded_iteration` does.
     """
     inner = batches.sampler if type(batches) is BatchSampler else batches
     if type(inner) not in (WeightedRandomSampler, SubsetRandomSampler):
@@ -360,15 +367,15 @@ def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
 
 
 def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
-    """The sampler with its shuffling replaced by a seeded one, and whether it is pure now.
+    """Replace a sampler's shuffling by a seeded one; return it and whether its order is pure.
 
-    The user's objects are left as they are: what must change is copied.
+    The user's objects are not changed: copies are.
     """
     inner = batches.sampler if type(batches) is BatchSampler else batches
     if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
         raise ValueError(
-            "The loader has a DistributedSampler, which would share the data out a second time. "
-            "Remove it: prepared loaders are shared out already."
+            "The loader has a DistributedSampler, which would shard the data a second time. "
+            "Remove it: loaders are sharded already."
         )
     pure = type(inner) in (RandomSampler, SequentialSampler)
     if type(inner) is RandomSampler:

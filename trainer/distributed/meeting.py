@@ -1,12 +1,12 @@
-"""Processes that wait for each other first learn that all of them came to the same operation.
+"""Meetings: before a collective, the processes check that all of them came to the same one.
 
-If they did not, the backends wait forever, end the process, or return what nobody sent. So an
-operation begins with a meeting: each process sends a digest of what it is about to do. Where they
-differ, all learn from all what that was, and all raise. It costs one exchange of sixteen bytes a
-process. Where that lasts long on the host, a warning of the log names those who have not come.
+Otherwise the backends may wait forever, crash, or return garbage. So an operation begins with a
+meeting: each process sends a digest of what it is about to do. If the digests differ, the processes
+exchange the descriptions, and all raise. It costs one exchange of sixteen bytes per process. If it
+takes long on the host, a warning names the ranks that have not come.
 
-These are functions of a process group alone, below the state. Everything travels as bytes, so that
-a type of tensor that a backend cannot name (int16 and float8 for gloo, for example) travels too.
+These functions depend on the process group alone, below the state. Everything travels as bytes, so
+dtypes that a backend does not support (int16 and float8 with gloo, for example) can be sent too.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from trainer.errors import DistributedOperationException
 logger = logging.getLogger(__name__)
 
 _LONGEST = 2000  # characters of one process's plan in an error
-_ANNOUNCED_AFTER = 1.0  # seconds of waiting until a process lets the others know that it is there
-_WARNED_AFTER = 30.0  # seconds of waiting until the log says who has not come
+_ANNOUNCED_AFTER = 1.0  # seconds of waiting until a process announces that it waits
+_WARNED_AFTER = 30.0  # seconds of waiting until the missing ranks are logged
 
 
 # -- what travels --------------------------------------------------------------------------------
 
 
 def device_types(group: dist.ProcessGroup | None = None) -> set[str]:
-    """The types of device that a process group can send from."""
+    """Return the device types that a process group can send from."""
     return {part.partition(":")[0] for part in dist.get_backend_config(group).split(",")}
 
 
 def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Where sizes and objects travel: the host where the group can, so that no device waits."""
+    """Return the device for sizes and objects: the host if possible, so that no device waits."""
     types = device_types(group)
     if "cpu" in types:
         return torch.device("cpu")
@@ -48,24 +48,24 @@ def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """The values in one stretch of memory, without a graph; the tensor's own memory if it is so."""
+    """Return the values contiguous and without a graph, in the tensor's own memory if possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a packed tensor's memory; shape [bytes]."""
+    """View a packed tensor as bytes; shape [bytes]."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def stack(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, meeting: str | None = None
 ) -> Tensor:
-    """The tensors of all processes, of one shape [...]; shape [processes, ...].
+    """Gather tensors of one shape [...] from all processes; shape [processes, ...].
 
     Args:
-        tensor: This process's.
+        tensor: This process's tensor.
         group: The processes.
-        meeting: What to say that they wait for, if they have to wait long.
+        meeting: The operation to name in the log if the exchange takes long.
     """
     own = packed(tensor)
     size = dist.get_world_size(group)
@@ -83,7 +83,7 @@ def stack(
 def share_numbers(
     own: list[int], group: dist.ProcessGroup | None = None, *, meeting: str | None = None
 ) -> list[list[int]]:
-    """As many numbers from each process, in the order of their ranks."""
+    """Gather the same number of integers from each process, in the order of their ranks."""
     numbers = torch.tensor(own, dtype=torch.int64, device=side_device(group))
     rows: list[list[int]] = stack(numbers, group, meeting=meeting).tolist()
     return rows
@@ -92,7 +92,7 @@ def share_numbers(
 def share_bytes(
     payload: bytes, sizes: list[int], group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    """The payloads of all processes, of which every process knows the sizes."""
+    """Gather the payloads of all processes, whose sizes every process knows."""
     own = torch.zeros(max(sizes), dtype=torch.uint8)
     if payload:
         own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
@@ -112,10 +112,10 @@ def meet(
     """Compare plans; collective.
 
     Args:
-        plan: What this process is about to do: the operation as users know it, and in parentheses
-            with which shapes and types.
-        number: Something to tell the others.
-        problem: Why this process cannot go on.
+        plan: What this process is about to do: the operation as users know it, with shapes and
+            dtypes in parentheses.
+        number: An integer to share with the others.
+        problem: Why this process cannot continue.
         group: The processes.
 
     Returns:
@@ -143,7 +143,7 @@ def meet(
 
 
 def share(plan: str, payload: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Meet, then give each other something that is small; collective.
+    """Meet, then gather a small payload; collective.
 
     Raises:
         DistributedOperationException: The plans differ.
@@ -153,9 +153,9 @@ def share(plan: str, payload: bytes, group: dist.ProcessGroup | None = None) -> 
 
 
 def parted(error: BaseException, plan: str) -> bool:
-    """The others were met in an operation, where they waited for this process, and have left.
+    """Return whether an error came from meeting others that waited in this operation.
 
-    So whoever has this error must not go there any more.
+    They have left it, so this process must not enter it any more.
     """
     return isinstance(error, DistributedOperationException) and plan in error.plans
 
@@ -166,7 +166,7 @@ def _complaint(plans: list[str]) -> str:
     if len(operations) > 1:
         return "\n".join(
             [
-                "The processes wait for each other in different operations:",
+                "The processes are waiting for each other in different operations:",
                 *lines,
                 f"Every process must call each of {' and '.join(operations)}, in the same order; "
                 "inside `if accelerator.is_main_process:` only one does.",
@@ -187,12 +187,12 @@ def _complaint(plans: list[str]) -> str:
 
 
 def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> None:
-    """Wait for an exchange; if it lasts long, say in the log who has not come to it."""
+    """Wait for an exchange; if it takes long, log which ranks have not come to it."""
     if _ends_within(work, _ANNOUNCED_AFTER):
         return
     size, own = dist.get_world_size(group), dist.get_rank(group)
     store = _store_of(group)
-    # The store may have ended with its process. Then there is nobody to ask, and nobody who asks.
+    # The store may have ended with its process; then notes are of no use to anyone.
     with suppress(RuntimeError):
         store.set(_key(own), operation)
     try:
@@ -200,25 +200,25 @@ def _wait(work: dist.Work, operation: str, group: dist.ProcessGroup | None) -> N
     except RuntimeError:  # the group's own limit is shorter, or a peer has gone
         with suppress(RuntimeError):
             _warn(operation, _waiting(store, size), size, own, failed=True)
-            store.set(_key(own), "")
         raise
-    if not ended:
-        with suppress(RuntimeError):
-            _warn(operation, _waiting(store, size), size, own)
-        work.wait()
-    with suppress(RuntimeError):
-        store.set(_key(own), "")
+    else:
+        if not ended:
+            with suppress(RuntimeError):
+                _warn(operation, _waiting(store, size), size, own)
+            work.wait()
+    finally:
+        gone(group)
 
 
 def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all others wait for this process within half a minute; not collective.
+    """Return whether all others come to wait for this process within 30 seconds; not collective.
 
-    For one that has failed, which an exchange that they do not come to would keep from saying so.
+    A failed process calls it before an exchange, which would block it if they never came.
     """
     store, size, own = _store_of(group), dist.get_world_size(group), dist.get_rank(group)
     until = time.monotonic() + _WARNED_AFTER
     try:
-        store.set(_key(own), operation)  # one of them may have failed too
+        store.set(_key(own), operation)  # another one may have failed too
         while not (come := len(_waiting(store, size)) == size) and time.monotonic() < until:
             time.sleep(0.01)
     except RuntimeError:  # the store has ended with its process
@@ -229,7 +229,7 @@ def awaited(operation: str, group: dist.ProcessGroup | None = None) -> bool:
 
 
 def gone(group: dist.ProcessGroup | None = None) -> None:
-    """This process waits no more, as it has said that it did; not collective."""
+    """Withdraw the note that this process waits; not collective."""
     with suppress(RuntimeError):
         _store_of(group).set(_key(dist.get_rank(group)), "")
 
@@ -251,10 +251,10 @@ def _waiting(store: Any, size: int) -> list[int]:
 
 def _warn(operation: str, waiting: list[int], size: int, own: int, *, failed: bool = False) -> None:
     missing = ", ".join(str(rank) for rank in range(size) if rank not in waiting)
-    if not missing or own != min(waiting):  # one of them speaks
+    if not missing or own != min(waiting):  # one process logs for all
         return
     if failed:
-        logger.warning("%s has waited for rank %s and fails.", operation, missing)
+        logger.warning("%s waited for rank %s and failed.", operation, missing)
         return
     logger.warning(
         "%s has waited %g seconds for rank %s. It ends when every process has called it.",
@@ -270,5 +270,5 @@ def _ends_within(work: dist.Work, seconds: float) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # its own error, or it has just ended
+        work.wait()  # raises its own error, unless it has just ended
     return True

@@ -1,4 +1,4 @@
-"""Several processes from one: from the cell of a notebook, or from a test."""
+"""Start several processes from one: from the cell of a notebook, or from a test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.state.shared import Shared
 
 _STATES: tuple[type[Shared], ...] = (AcceleratorState, GradientState, PartialState)
-_OF_LAUNCH = "_of_launch"  # in the state that a launch in this process has left
+_OF_LAUNCH = "_of_launch"  # marks the state that a launch in this process has left
 
 
 def notebook_launcher(
@@ -35,39 +35,40 @@ def notebook_launcher(
 ) -> Any:
     """Run a function of a notebook in several processes that train together.
 
-    One process is the notebook's own. Several are new ones, as ``torchrun`` starts them, so it does
-    not matter what the notebook has done before: CUDA may be in use, an `Accelerator` may exist.
-    The function, its arguments and what they use of the notebook are copied there; what
-    they change there stays there, except for what rank 0 returns. What the processes print
-    appears below the cell. Interrupting the cell ends them, after a `Trainer` in them has saved;
-    the end of the notebook does too.
+    A single process is the notebook's own. Several are new processes, started as by ``torchrun``,
+    so it does not matter what the notebook has done before: CUDA may be in use, an `Accelerator`
+    may exist. The function, its arguments and what they use from the notebook are copied to the
+    processes; changes to them stay there, and only the return value of rank 0 comes back. The
+    output of the processes appears below the cell. Interrupting the cell, or ending the notebook,
+    ends them after a `Trainer` in them has saved.
 
     Args:
-        function: Does the whole training. It makes its own `Accelerator` or `Trainer`.
+        function: Does the whole training. It creates its own `Accelerator` or `Trainer`.
         args: Its arguments.
-        num_processes: How many, on this machine; by default one for each accelerator, and one
-            where there is none.
-        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, where the function's `Accelerator` does
-            not say.
-        use_port: Where the processes meet. By default a free one, and with several machines 29500.
+        num_processes: The number of processes on this machine; by default one per accelerator, or
+            one if there is none.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, unless the function's `Accelerator`
+            sets it.
+        use_port: The port where the processes meet; by default a free one, or 29500 with several
+            machines.
         master_addr: The address of the first machine.
-        node_rank: Which machine this is.
-        num_nodes: On how many machines the same cell is run, with as many processes each.
-        rdzv_backend: How several machines meet, as ``torchrun`` takes it.
-        rdzv_endpoint: Where; by default `master_addr` and `use_port`.
-        rdzv_conf: More for the backend.
+        node_rank: The rank of this machine.
+        num_nodes: The number of machines that run the same cell, with as many processes each.
+        rdzv_backend: How several machines meet, as for ``torchrun``.
+        rdzv_endpoint: Where they meet; by default `master_addr` and `use_port`.
+        rdzv_conf: More settings of the backend.
         rdzv_id: The name of the job, the same on all machines.
-        max_restarts: How often all processes are started again after one has failed.
-        monitor_interval: Seconds between two looks at the processes.
+        max_restarts: How often all processes are restarted after one has failed.
+        monitor_interval: Seconds between two checks of the processes.
 
     Returns:
-        What rank 0 returned, or None if it cannot be pickled (with a warning), and on the other
+        What rank 0 returned; None if it cannot be pickled (with a warning), and on the other
         machines.
 
     Raises:
-        TypeError: `function` cannot be called, or `args` is no sequence.
-        ValueError: An argument makes no sense, the port is taken, or the function uses something
-            that cannot be sent to another process, such as an `Accelerator` that was made outside.
+        TypeError: `function` is not callable, or `args` is not a sequence.
+        ValueError: An argument is invalid, the port is taken, or the function uses something that
+            cannot be sent to another process, such as an `Accelerator` created outside of it.
         RankFailed: A process failed; the message ends with the traceback of the first one.
         ImportError: cloudpickle is not installed.
     """
@@ -102,20 +103,20 @@ def debug_launcher(
 ) -> Any:
     """Run a function in several processes on the CPU, to try code for several devices.
 
-    They are new ones, as for `notebook_launcher`.
+    The processes are new ones, as for `notebook_launcher`.
 
     Args:
         function: What each process runs.
         args: Its arguments.
-        num_processes: How many.
+        num_processes: The number of processes.
 
     Returns:
-        What rank 0 returned, or None if it cannot be pickled (with a warning).
+        What rank 0 returned; None if it cannot be pickled (with a warning).
 
     Raises:
-        TypeError: `function` cannot be called, or `args` is no sequence.
-        ValueError: An argument makes no sense, or the function uses something that cannot be sent
-            to another process.
+        TypeError: `function` is not callable, or `args` is not a sequence.
+        ValueError: An argument is invalid, or the function uses something that cannot be sent to
+            another process.
         RankFailed: A process failed; the message ends with the traceback of the first one.
         ImportError: cloudpickle is not installed.
     """
@@ -152,7 +153,7 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str)
     if precision not in ("no", made):
         raise ValueError(
             f"mixed_precision is {precision!r}, but this process has an `Accelerator` with "
-            f"{made!r}. Restart the notebook, and make none outside of the function."
+            f"{made!r}. Restart the notebook and do not create one outside the function."
         )
     variable = environment.patch_environment(ACCELERATE_MIXED_PRECISION=precision)
     try:
@@ -164,7 +165,7 @@ def _run_here(function: Callable[..., Any], args: Sequence[Any], precision: str)
 
 
 def _forget_last_launch() -> None:
-    """Let the function make another `Accelerator` than that of the last launch."""
+    """Let the function create another `Accelerator` than that of the last launch."""
     for kind in _STATES:
         if _OF_LAUNCH in kind._shared_state:
             kind._shared_state = {}
@@ -172,10 +173,10 @@ def _forget_last_launch() -> None:
 
 @contextmanager
 def _state_of_launch() -> Iterator[None]:
-    """Afterwards an `Accelerator` that was there before is what it was.
+    """Restore the state of an `Accelerator` that existed before, on exit.
 
-    One that is made inside stays until the next launch: the notebook goes on with what the function
-    returned, such as its `Trainer`.
+    One that is created inside stays until the next launch: the notebook continues with what the
+    function returned, such as its `Trainer`.
     """
     before = [dict(kind._shared_state) for kind in _STATES]
     try:

@@ -1,6 +1,6 @@
-"""The processes of a launcher, started and watched by torch's own.
+"""Start and watch the processes of a launcher, with torch's elastic agent.
 
-It is loaded with the first launch, since torch's launcher is many modules.
+It is imported at the first launch, since torch's launcher has many modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer import environment
-from trainer.cli.launch import share_of_cores
 from trainer.cli.launch.failure import failures_of, report
 from trainer.cli.launch.quiet import quiet_agent
 from trainer.launchers import rank
@@ -32,7 +31,7 @@ class RankFailed(ChildFailedError):
     The message ends with the traceback of the rank that failed first.
 
     Attributes:
-        failures: rank -> what torch knows of each process that failed.
+        failures: rank -> what torch knows about each process that failed.
     """
 
     def __init__(self, message: str, failures: dict[int, ProcessFailure]) -> None:
@@ -40,7 +39,7 @@ class RankFailed(ChildFailedError):
         super().__init__(_ROLE, failures)
 
     def format_msg(self, *_: Any) -> str:
-        """The message."""
+        """Return the message."""
         return self._message
 
 
@@ -54,7 +53,7 @@ def machines(
     port: str | int | None,
     conf: dict[str, Any],
 ) -> dict[str, Any]:
-    """Where the machines of a launch meet, as arguments of torch's `LaunchConfig`."""
+    """Return where the machines of a launch meet, as arguments of torch's `LaunchConfig`."""
     if num_nodes == 1 and backend == "static" and not endpoint:
         _check_port(address, port)
         if not int(port or 0):
@@ -70,7 +69,7 @@ def machines(
 
 
 def one_machine() -> dict[str, Any]:
-    """The same for one machine, whose processes meet at a free port."""
+    """Return the same for one machine, whose processes meet at a free port."""
     return {
         "min_nodes": 1,
         "max_nodes": 1,
@@ -81,20 +80,20 @@ def one_machine() -> dict[str, Any]:
 
 
 def _check_port(address: str, port: str | int | None) -> None:
-    """Refuse what is no port, or is taken.
+    """Check that the port is valid and free.
 
     Raises:
-        ValueError: It is one of these.
+        ValueError: It is not.
     """
     try:
         with socket.socket() as probe:
-            # torch would take what listens there for its own, and wait for answers.
+            # torch would mistake another listener for its own store, and wait for answers.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, int(port or 0)))
     except (ValueError, OverflowError, OSError) as error:
         raise ValueError(
-            f"use_port is {port!r} at {address}, which cannot be used: {error}. Leave it out, and "
-            "a free one is taken."
+            f"use_port is {port!r} at {address}, which cannot be used: {error}. Leave it out to "
+            "use a free one."
         ) from error
 
 
@@ -108,14 +107,15 @@ def start(
         launch_config = LaunchConfig(
             role=_ROLE,
             logs_specs=DefaultLogsSpecs(log_dir=name),
-            # Signals are the notebook's: Ctrl-C raises KeyboardInterrupt, which ends the ranks too.
+            # The notebook handles signals: Ctrl-C raises KeyboardInterrupt, which ends the ranks.
             signals_to_handle="",
             shutdown_timeout=_PATIENCE,
             **config,
         )
         if environment.read("OMP_NUM_THREADS") is None:
-            variables["OMP_NUM_THREADS"] = share_of_cores(launch_config.nproc_per_node)
-        # torch sets this one for itself; here it ends with the launch.
+            share = environment.share_of_cores(launch_config.nproc_per_node)
+            variables["OMP_NUM_THREADS"] = share
+        # torch would set this one for good; here it is restored after the launch.
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
         if launch_config.max_nodes > 1:
             # The store of the first machine still has the addresses of processes that are gone.
@@ -128,12 +128,12 @@ def start(
                 failures = failures_of(error.failures)
                 text, _ = report(failures, launch_config.monitor_interval)
                 raise RankFailed(text, error.failures) from None
-            except KeyboardInterrupt:  # without the places in torch where it waited
+            except KeyboardInterrupt:  # without torch's frames
                 raise KeyboardInterrupt("The processes have been ended.") from None
         return rank.read_value(folder)
 
 
 def _flush() -> None:
-    """What was printed before the launch comes before what its processes print."""
+    """Flush what was printed before the launch, so that it precedes the processes' output."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,13 +5,13 @@
     {"format_version": 1, "run_id": …, "module": "Digits", "world_size": 1, "device": "cpu",
      "code": the git commit of the working folder, or null,
      "versions": {"torch": …, "python": …},
-     "configuration": {…},             what the Trainer was told
-     "hyper_parameters": {…},          of the module and the datamodule, but for private ones
+     "configuration": {…},             the Trainer's arguments
+     "hyper_parameters": {…},          of the module and the datamodule, except private ones
      "starts": [{"begin": …, "step": 0, "end": …, "status": "finished", "error": null}],
      "warnings": [{"time": …, "logger": "trainer.loops.fit", "text": …}], "more_warnings": 0}
 
-Times are seconds since 1970. Each start that goes on with the run adds to ``starts``; one that was
-killed has no end, and stays ``"running"``. Nothing reads the file to go on with a run.
+Times are seconds since 1970. Each start that resumes the run is added to ``starts``; one that was
+killed has no end and stays ``"running"``. Nothing else is read from the file to resume a run.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 _OURS = ("trainer", "callbacks", "trackers")  # the loggers that are listened to
 _MOST = 100  # warnings; a flood of them must not keep the disk busy
-_LONGEST = 4000  # characters of one, or of an error
+_LONGEST = 4000  # characters of a warning or an error
 
 
 class AboutRun:
-    """Keeps `run.json`; every change writes it whole, on the thread that makes the change.
+    """Keeps `run.json`; every change rewrites the whole file, on the thread of the caller.
 
-    A disk that refuses is told in the log, once, and hurts nothing else.
+    A failure to write is logged once and affects nothing else.
 
     Args:
         path: The file.
@@ -56,11 +56,11 @@ class AboutRun:
         self._failed = False
 
     def begin(self, description: dict[str, Any], step: int) -> None:
-        """Note a start, behind the earlier ones of the same run.
+        """Add a start, after the earlier ones of the same run.
 
         Args:
-            description: What the file says of the run; values that JSON has no form for as texts.
-            step: The update that it begins behind.
+            description: What the file says of the run; values without a form in JSON as strings.
+            step: The number of updates before it.
         """
         earlier = self._earlier(description["run_id"])
         start = {"begin": time.time(), "step": step, "end": None, "status": "running"}
@@ -75,7 +75,7 @@ class AboutRun:
         self._write(sweeps=True)
 
     def warn(self, record: logging.LogRecord) -> None:
-        """Note a warning of the log."""
+        """Add a warning of the log."""
         if len(self._document["warnings"]) >= _MOST:
             self._document["more_warnings"] += 1  # written with the next start or end
             return
@@ -96,11 +96,11 @@ class AboutRun:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read and is begun anew: %r.", self._path, error)
+            logger.warning("%s cannot be read and is recreated: %r.", self._path, error)
             return {}
 
     def _write(self, *, sweeps: bool = False) -> None:
-        # Non-finite numbers are the texts that metrics.jsonl has for them.
+        # Non-finite numbers are strings, as in metrics.jsonl.
         text = json.dumps(to_json(self._document), indent=1, allow_nan=False)
         try:
             if sweeps:
@@ -109,17 +109,17 @@ class AboutRun:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                logger.warning("%s could not be written: %s. The run goes on.", self._path, error)
+                logger.warning("%s could not be written: %s. The run continues.", self._path, error)
 
 
 class Listener(logging.Handler):
-    """Hands on the warnings and errors of our loggers; attached by `listen` until `close`.
+    """Passes on the warnings and errors of our loggers, from `listen` until `close`.
 
-    Where nobody has set up logging, Python writes them to stderr as long as a logger has no handler
-    at all. They go there from here then, as if this one were not there.
+    If logging is not set up, Python writes them to stderr as long as a logger has no handler at
+    all. This handler then does so itself, as if it were not there.
 
     Args:
-        tell: Takes each, on the thread that it came from.
+        tell: Called with each record, on the thread that logged it.
 
     Attributes:
         began: Whether it was ever attached.
@@ -132,13 +132,13 @@ class Listener(logging.Handler):
         self.began = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a record on; not in a fork, such as a worker of a DataLoader.
+        """Pass a record on, but not in a forked process such as a worker of a DataLoader.
 
-        There no thread would take it, and a lock that one held at the fork is never released.
+        There no thread would take it, and a lock that was held at the fork is never released.
         """
         handlers = _handlers_of(record.name)
         listeners = [each for each in handlers if isinstance(each, Listener)]
-        # None where another program's record was handed on, or `close` comes between.
+        # There are none if another process's record was passed on, or after a concurrent `close`.
         speaks = handlers == listeners and (not listeners or self is listeners[0])
         if speaks and (last := logging.lastResort) and record.levelno >= last.level:
             last.handle(record)
@@ -146,20 +146,20 @@ class Listener(logging.Handler):
             self._tell(record)
 
     def listen(self) -> None:
-        """Begin."""
+        """Start listening."""
         self.began = True
         for name in _OURS:
             logging.getLogger(name).addHandler(self)
 
     def close(self) -> None:
-        """Stop."""
+        """Stop listening."""
         for name in _OURS:
             logging.getLogger(name).removeHandler(self)
         super().close()
 
 
 def _handlers_of(name: str) -> list[logging.Handler]:
-    """All that a record of this logger comes to."""
+    """Return all handlers that a record of this logger reaches."""
     found: list[logging.Handler] = []
     at: logging.Logger | None = logging.getLogger(name)
     while at is not None:
@@ -169,17 +169,17 @@ def _handlers_of(name: str) -> list[logging.Handler]:
 
 
 def text_of(error: BaseException | None) -> str | None:
-    """An error in a line or few."""
+    """Return an error's type and message, cut at a limit; None without an error."""
     return None if error is None else f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
 def versions() -> dict[str, str]:
-    """What numbers may depend on."""
+    """Return the versions that results may depend on."""
     return {"torch": torch.__version__, "python": platform.python_version()}
 
 
 def name_of(device: torch.device) -> str:
-    """A device as its maker calls it, where torch knows that."""
+    """Return the name of a device's model if it is a GPU, else its type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

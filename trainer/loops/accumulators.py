@@ -1,7 +1,7 @@
-"""What an epoch's metrics have taken in so far, for a checkpoint inside the epoch.
+"""The states of an epoch's metrics, for a checkpoint inside the epoch.
 
-Each process has a part of its own. On another number of processes rank 0 takes all parts together:
-totals add up, so that the epoch's value is the same wherever they lie.
+Each process saves its own part. On another number of processes, rank 0 loads all parts: totals add
+up, so the epoch's value does not depend on which process holds them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from trainer.metrics import Cell, MetricStore
 from trainer.tree import to_device
 
 logger = logging.getLogger(__name__)
-_UPDATE = "update"  # in the place of a phase: what the last update logged, recorded yet or not
+_UPDATE = "update"  # in place of a phase: what the last update logged, recorded yet or not
 
 
 def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
-    """This process's part, as a tree that a checkpoint can hold.
+    """Return this process's part, as a tree that a checkpoint can hold.
 
-    Metric objects are those of torchmetrics' kind that belong to the module; another one is told in
-    a warning, since nothing says where it would be found again.
+    It includes metric objects of torchmetrics' kind that belong to the module; a warning names any
+    others, since nothing says where a resumed run would find them.
     """
     paths = {id(metric): path for path, metric in metric_objects(module)}
     epochs = {}
@@ -32,7 +32,8 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
         if strangers:
             logger.warning(
                 "The metric objects %s are not attributes of the module, so a checkpoint does not "
-                "hold what they have taken in: resumed here, the epoch's value covers the rest.",
+                "hold their state: after a resume from here, the epoch's value covers only the "
+                "remaining batches.",
                 strangers,
             )
         epochs[phase] = {
@@ -58,13 +59,13 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
 def restore_accumulators(
     metrics: MetricStore, module: nn.Module, parts: Sequence[dict[str, Any]]
 ) -> None:
-    """Take over one process's part, or several together; none leaves everything empty.
+    """Load one process's part, or several together; no part leaves everything empty.
 
-    Their names are the caller's to take over: every process has to know all of them.
+    The caller restores the names of the metrics, since every process has to know all of them.
 
     Args:
-        metrics: Empty.
-        module: As it was when they were saved.
+        metrics: Must be empty.
+        module: With the same metric objects as when the parts were saved.
         parts: What `accumulators_of` returned, in the order of the ranks.
     """
     objects = dict(metric_objects(module))
@@ -83,7 +84,7 @@ def restore_accumulators(
 
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The metric objects of torchmetrics' kind in a module, by their path."""
+    """Yield the paths and metric objects of torchmetrics' kind in a module."""
     for path, part in module.named_modules():
         if hasattr(part, "metric_state") and hasattr(part, "merge_state"):
             yield path, part
@@ -109,7 +110,7 @@ def _merge(metric: Any, count: int, state: dict[str, Any]) -> None:
 
 
 def put_metric_state(metric: Any, count: int, state: dict[str, Any]) -> None:
-    """Let a metric object of torchmetrics' kind have taken in what this state says."""
+    """Set the state and the number of updates of a metric object of torchmetrics' kind."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count = count

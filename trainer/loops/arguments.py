@@ -1,4 +1,4 @@
-"""What a Trainer was given, checked and completed: its accelerator, its folder, its callbacks."""
+"""Checking and completing the arguments of a Trainer: its accelerator, folder and callbacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trainer.hooks import is_overridden
 from trainer.state import AcceleratorState, is_initialized
 
 LEFT_OUT: dict[str, tuple[Any, ...]] = {
-    # An argument, the part that `barebones=True` leaves out and that it asks for or is about, and
-    # the values that ask for nothing. Nobody asked for a default.
+    # For each argument, the part that it concerns and that `barebones=True` leaves out, and the
+    # values that do not ask for that part. A default does not ask for it either.
     "fast_dev_run": ("the trial run", False, 0),
     "profile": ("the profile", None),
     "callbacks": ("callbacks", None, [], ()),
@@ -29,25 +29,25 @@ LEFT_OUT: dict[str, tuple[Any, ...]] = {
     "non_finite": ("the check for NaN", "ignore"),
     "max_skipped_in_row": ("the check for NaN",),
     "detect_anomaly": ("the search for anomalies", False),
-    "slurm_requeue": ("the save that a requeued job goes on from", False),
+    "slurm_requeue": ("the save that a requeued job resumes from", False),
 }
 
 
 def chosen_window(steps: int | None, ready: Accelerator | None) -> int:
-    """Micro-batches for one update: as given, else a ready accelerator's, else the variable's."""
+    """Return the micro-batches per update: as given, or of an accelerator, or the environment's."""
     if steps is not None:
         return steps
     if ready is not None:
         return ready.gradient_accumulation_steps
     found = GradientAccumulationPlugin().num_steps
-    assert found is not None  # it has looked
+    assert found is not None  # the default is read from the environment
     return found
 
 
 def chosen_accelerator(
     ready: Accelerator | None, gradient_accumulation_steps: int, **options: Any
 ) -> Accelerator:
-    """The one that was given, or one with these options, if the loop can work with it."""
+    """Return the given accelerator, or one with these options, if the loop can work with it."""
     if ready is None:
         ready = _accelerator_of_ours(
             gradient_accumulation_steps=gradient_accumulation_steps,
@@ -64,15 +64,15 @@ def chosen_accelerator(
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name):
             raise ValueError(
-                f"{name}=True cannot be used with the Trainer, which shares out whole batches and "
-                "reads on every process. Leave it out; to keep the batch size of all processes "
-                "together, divide the loader's by their number."
+                f"{name}=True cannot be used with the Trainer, which distributes whole batches and "
+                "reads on every process. Leave it out; to keep the total batch size of all "
+                "processes, divide the loader's by their number."
             )
     return ready
 
 
 def _accelerator_of_ours(**options: Any) -> Accelerator:
-    """One with a state of its own, so a precision too, unless the script has an `Accelerator`."""
+    """Create one with its own state and precision, unless the script has an `Accelerator`."""
     before = AcceleratorState._leave_to_trainer(shares=False)
     ours = not is_initialized()
     try:
@@ -82,13 +82,13 @@ def _accelerator_of_ours(**options: Any) -> Accelerator:
         raise
     if ours:
         ready.state._of_trainer = True
-    if before.get("_runs"):  # this is a hook of another Trainer
+    if before.get("_runs"):  # called in a hook of another Trainer
         AcceleratorState._shared_state = before
     return ready
 
 
 def _refuse_of_own_loops(ready: Accelerator) -> None:
-    """Refuse options of a ready accelerator that the Trainer would leave out in silence.
+    """Refuse options of a ready accelerator that the Trainer would silently ignore.
 
     Raises:
         ValueError: It has one.
@@ -96,7 +96,7 @@ def _refuse_of_own_loops(ready: Accelerator) -> None:
     if ready.log_with:
         raise ValueError(
             "The Accelerator that was passed has log_with, whose trackers init_trackers starts in "
-            "a loop of one's own; pass log_with to the Trainer."
+            "custom loops; pass log_with to the Trainer."
         )
     usual = {
         "device_placement": (ready.device_placement, True),
@@ -109,15 +109,15 @@ def _refuse_of_own_loops(ready: Accelerator) -> None:
     for name, (value, default) in usual.items():
         if value != default:
             raise ValueError(
-                f"The Accelerator that was passed has {name}={value!r}, which concerns loops of "
-                "one's own; the Trainer decides that by itself. Leave it out."
+                f"The Accelerator that was passed has {name}={value!r}, which is for custom loops; "
+                "the Trainer decides that itself. Leave it out."
             )
 
 
 def project_dir_of(
     config: ProjectConfiguration, project_dir: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str] | None:
-    """The folder that both say."""
+    """Return the Trainer's `project_dir`, or that of its `ProjectConfiguration`."""
     if not isinstance(config, ProjectConfiguration):
         raise TypeError(f"project_config is {config!r}; it must be a ProjectConfiguration.")
     if config.total_limit:
@@ -137,10 +137,10 @@ def project_dir_of(
 def complete(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
-    """The user's callbacks with the defaults, those that save last."""
+    """Return the user's callbacks and the default ones, those that save last."""
     if isinstance(callbacks, Callback):
         callbacks = [callbacks]
-    if not isinstance(callbacks, (list, tuple, type(None))):
+    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's are neither list nor tuple
         raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     given = list(callbacks or [])
     for callback in given:
@@ -168,14 +168,14 @@ def complete(
 
 
 def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:
-    """Refuse what was asked for and is what ``barebones=True`` leaves out.
+    """Refuse arguments that ask for what ``barebones=True`` leaves out.
 
     Args:
-        arguments: The Trainer's, with their defaults, which nobody asked for.
-        given: The values of those in `LEFT_OUT`, intervals parsed.
+        arguments: The Trainer's, with their defaults, which are always accepted.
+        given: The values of those in `LEFT_OUT`, with intervals parsed.
 
     Raises:
-        ValueError: Something else than the default, and not off.
+        ValueError: An argument is neither its default nor a value that asks for nothing.
     """
     for name, (part, *off) in LEFT_OUT.items():
         value = given[name]
@@ -190,5 +190,5 @@ def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[s
 
 
 def _same(value: Any, other: Any) -> bool:
-    """They are equal; an interval has several spellings."""
+    """Return whether two values are equal; an interval has several spellings."""
     return bool(value == (Interval.parse(other) if isinstance(value, Interval) else other))

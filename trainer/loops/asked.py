@@ -1,8 +1,8 @@
-"""Saves that are asked for inside a window, where the run is between two states.
+"""Saves that are requested inside a window, where the run is between two states.
 
-They are made at the boundary, by all processes, also where one has asked alone: it would wait for
-the others in vain. That somebody has asked is known to all with the window's reduction, or where
-they speak with each other anyway, so that it costs nothing at the updates at which nobody has.
+All processes make them at the boundary, even if only one asked, which would otherwise wait for the
+others in vain. They learn of a request by the window's reduction, or by a collective that is due
+anyway, so that updates without a request cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class AskedSaves:
-    """What this process has asked for, each folder once, with the options of the latest call.
+    """The saves requested on this process: each folder once, with the options of the latest call.
 
     Args:
         save: Saves to a path with the options, at a boundary.
@@ -32,11 +32,11 @@ class AskedSaves:
         return len(self._waiting)
 
     def add(self, target: Path, **options: Any) -> None:
-        """Ask for a save."""
+        """Request a save."""
         self._waiting[target] = options
 
     def make(self, world_size: int) -> None:
-        """Make those that any process has asked for; every process calls it, at a boundary.
+        """Make the saves that any process has requested, at a boundary; collective.
 
         Raises:
             CheckpointError: On all processes alike, if one fails.
@@ -47,20 +47,20 @@ class AskedSaves:
             self._save(target, **options)
 
     def give_up(self) -> None:
-        """Tell in the log what will not be made."""
+        """Log which saves will not be made, and drop them."""
         for target in self._waiting:
             logger.warning(
-                "The checkpoint %s was asked for inside a window that came to no end: it was not "
-                "made.",
+                "The checkpoint %s was not saved: it was requested inside a window that never "
+                "completed.",
                 target,
             )
         self._waiting = {}
 
 
 def _of_all(own: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
-    """What any process has asked for, in the same order on all."""
+    """Return the saves that any process has requested, in the same order on all."""
     everybody = all_gather_object(own)
     names = [[target.name for target in each] for each in everybody]
     if all(each == names[0] for each in names):
-        return own  # by its own paths: the machines may have disks of their own
+        return own  # with its own paths, which may differ between machines
     return {target: options for each in everybody for target, options in each.items()}

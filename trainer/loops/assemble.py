@@ -22,14 +22,16 @@ from trainer.distributed.control import on_all, on_main
 from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.about import name_of, versions
+from trainer.loops.asked import AskedSaves
 from trainer.loops.differing import refuse_differing
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
-from trainer.loops.lengths import Schedule
+from trainer.loops.lengths import Length, Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
 from trainer.loops.moving import counts_items
 from trainer.loops.optimizers import prepare_optimizers
 from trainer.loops.project import Project
 from trainer.loops.record import Recorder
+from trainer.loops.reload import Origin, Sources
 from trainer.loops.resume import load_datamodule, load_run, load_weights
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Settings
@@ -46,15 +48,15 @@ from trainer.strategies.choose import choose_engine
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a Trainer is made of, for whoever puts a run together.
+    """What a Trainer is made of, for assembling its runs.
 
     Attributes:
         settings: Its arguments.
-        accelerator: The process's devices and peers.
+        accelerator: Its devices and processes.
         project: Its folder.
         callbacks: In the order in which they are called.
-        trainer: Itself, for the hooks.
-        tells: Whether the user is told what is missing; the trials of a `Tuner` keep silent.
+        trainer: The Trainer itself, for the hooks.
+        trial_steps: Updates of a `Tuner`'s trial; None if the Trainer is not for a trial.
     """
 
     settings: Settings
@@ -62,15 +64,27 @@ class Parts:
     project: Project
     callbacks: list[Callback]
     trainer: Any
-    tells: bool = True
+    trial_steps: int | None = None
+
+    @property
+    def tells(self) -> bool:
+        """Whether to warn the user of what is missing, which trials do not."""
+        return self.trial_steps is None
+
+    @property
+    def length(self) -> Length:
+        """When a fit ends; a trial's settings keep the user's length, which schedules depend on."""
+        if self.trial_steps is not None:
+            return Length(max_steps=self.trial_steps)
+        return self.settings.length
 
     def roots(self) -> list[Path]:
-        """The folders of callbacks that save elsewhere than in the project."""
+        """Return the folders of callbacks that save outside the project's folder."""
         savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
         return [Path(one.dirpath).expanduser() for one in savers if one.dirpath is not None]
 
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
-        """The checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""
+        """Return the checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""
         monitors = [
             (callback.monitor.name, callback.monitor.mode)
             for callback in self.callbacks
@@ -80,13 +94,14 @@ class Parts:
 
 
 def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
-    """The checkpoint that a fit goes on from; the datamodule is put back to it; collective.
+    """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
 
-    Before the loaders are made, which may depend on the datamodule's state.
+    Called before the loaders are created, which may depend on the datamodule's state.
 
     Raises:
-        ValueError: Another run's checkpoints are in the folder; or each process was told otherwise.
-        CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
+        ValueError: Another run's checkpoints are in the folder, or arguments differ between
+            processes.
+        CheckpointError: The requested checkpoint is missing, damaged or does not fit.
     """
     refuse_differing(parts.settings, parts.callbacks, ckpt_path)
     if ckpt_path is None:
@@ -100,30 +115,31 @@ def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
 
 
 def _goes_back(ckpt_path: Any) -> bool:
-    """Whether there may be later checkpoints than the one that was asked for."""
+    """Return whether there may be later checkpoints than the requested one."""
     return ckpt_path not in ("auto", "last")
 
 
-def prepare_fit(
+def make_fit_run(
     parts: Parts,
-    module: TrainModule,
     hooks: HookTable,
-    ckpt_path: Any,
-    *,
+    sources: Sources,
     chosen: Path | None,
-    datamodule: Any,
+    *,
+    origin: Origin,
     feed: Feed,
     val_feeds: list[Feed],
     stop_requested: Callable[[], bool],
+    told: Callable[[], int | None],
 ) -> FitRun:
-    """The run of a fit: model, then optimizers, then the checkpoint; sharding replaces parameters.
+    """Return a fit at its beginning, which `start_fit` restores from the chosen checkpoint.
+
+    The model is prepared first, then the optimizers: sharding replaces parameters.
 
     Raises:
-        ValueError: The module's answers cannot make a run.
+        ValueError: What the module returned, or the Trainer's settings, cannot be used.
         TypeError: ``training_step`` takes other arguments.
-        CheckpointError: The checkpoint is damaged or does not fit.
     """
-    settings, accelerator = parts.settings, parts.accelerator
+    settings, accelerator, module = parts.settings, parts.accelerator, sources.module
     check_step("fit", module, [feed])
     if not module.automatic_optimization:
         _check_manual(settings)
@@ -133,55 +149,121 @@ def prepare_fit(
     if chosen is None:
         parts.project.begin_record()
     recorder = parts.project.make_recorder()
-    if chosen is None:
-        recorder.begin_anew()
-    run = make_fit_run(
+    world_size = accelerator.num_processes
+    # The user's count of items may be fractional.
+    agreement = Agreement(accelerator.device, whole_items=not counts_items(module))
+    engine = choose_engine(
         module,
-        hooks,
-        recorder,
-        accelerator,
-        settings,
-        datamodule=datamodule,
+        agreement,
+        world_size=world_size,
+        automatic=module.automatic_optimization,
+        ddp_kwargs=accelerator.ddp_kwargs,
+    )
+    optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
+    own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
+    common = _common(parts, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
+    return FitRun(
+        **common,
+        engine=engine,
+        agreement=agreement,
+        weighting=LossWeighting(
+            micro_batches=settings.gradient_accumulation_steps,
+            world_size=world_size,
+            reference=_nominal_items(module, feed),
+        ),
+        guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
+        optimizers=optimizers,
+        optimizer_names=names_of(entries),
+        schedulers=schedulers,
+        limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
+        own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
+        writer=Writer(accelerator.state),
+        asked=AskedSaves(parts.trainer.save_checkpoint),
+        length=parts.length,
+        val_schedule=Schedule(Interval.parse(settings.val_every)),
+        log_schedule=Schedule(Interval.parse(settings.log_every)),
+        sanity_steps=settings.num_sanity_val_steps,
+        validates=bool(val_feeds) and _comes_to_validation(parts, feed),
+        monitored=monitors_of(schedulers, parts.callbacks),
+        stop_requested=stop_requested,
+        begun=switches_of(module),
+        sources=sources,
+        origin=origin,
         feed=feed,
         val_feeds=val_feeds,
-        stop_requested=stop_requested,
+        told=told,
+        accumulation=settings.gradient_accumulation_steps,
+        run_id=broadcast_object(uuid.uuid4().hex),
+        parameters=list(module.parameters()),
     )
-    run.run_id = broadcast_object(uuid.uuid4().hex)
-    foresee_validations(run, parts, datamodule)
+
+
+def _nominal_items(module: TrainModule, feed: Feed) -> float | None:
+    """Return the items of a micro-batch, None if they are not known before one is read."""
+    if feed.sampler is None or not feed.sampler.batch_size or counts_items(module):
+        return None
+    return float(feed.sampler.batch_size)
+
+
+def _comes_to_validation(parts: Parts, feed: Feed) -> bool:
+    """Return whether the run is long enough for a validation, as far as can be known."""
+    if parts.trial_steps is not None:  # too short, and no warning is needed
+        return False
+    settings, trainer = parts.settings, parts.trainer
+    reloads = settings.reload_dataloaders_every_n_epochs > 0
+    return can_be_due(
+        Interval.parse(settings.val_every),
+        settings.length,
+        updates=settings.max_steps if reloads else trainer.estimated_stepping_batches,
+        feed=None if reloads else feed,
+        accumulation=trainer.accumulation_in,
+    )
+
+
+def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) -> None:
+    """Restore a fit from the chosen checkpoint, if any, and start or continue its record.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not fit.
+    """
+    if parts.tells:
+        tell_of_no_validation(run, parts.settings)
     offset = None
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))
-    elif run.rank > 0:
-        # Rank 0 goes on as one process would; the others must not draw the same dropout masks.
-        seed_generators(mix(feed.seed, run.rank) % 2**32)
-    told = logged(module)
-    if isinstance(datamodule, DataModule):
-        told = logged(datamodule) | told
-    behind = None if chosen is None else run.counters.global_step
+    else:
+        run.recorder.begin_anew()
+        if run.rank > 0:
+            # Rank 0 draws as a single process would; the others must draw other dropout masks.
+            seed_generators(mix(run.feed.seed, run.rank) % 2**32)
+    told = logged(run.module)
+    if isinstance(run.datamodule, DataModule):
+        told = logged(run.datamodule) | told
+    configuration, step = parts.settings.describe(), run.counters.global_step
     start = partial(
-        recorder.start,
-        settings.describe() | told,
-        about=_about(run, settings, accelerator, told),
-        step=run.counters.global_step,
+        run.recorder.start,
+        configuration | told,
+        about=_about(run, configuration, told),
+        step=step,
         cut_at=offset,
-        cut_behind=behind,
+        cut_behind=None if chosen is None else step,
     )
     on_main(start)
-    run.writer.open()  # now that nothing can fail before somebody is there to close it
-    return run
+    if run.world_size > 1:  # not for a trial on its own, which ends when the others still connect
+        run.writer.open()  # last: nothing can fail between this and the code that closes it
 
 
 def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None:
-    """Put a run back to a checkpoint, on all processes or none, and say so.
+    """Restore a run from a checkpoint, on all processes or none, and print that.
 
     Args:
         parts: The Trainer's.
         run: The run.
         chosen: The checkpoint.
-        back: There may be later ones, which the run leaves behind.
+        back: Whether there may be later checkpoints, to be set aside.
 
     Returns:
-        Where the local record ended then; None if it was not known.
+        The length of the local record at that checkpoint; None if it was unknown.
     """
     load = partial(
         load_run,
@@ -192,76 +274,58 @@ def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None
         stays_stopped=not back,
     )
     offset = on_all(load, "fit")
-    # Not before it is loaded: it may not fit.
+    # Only once it is loaded: it may not fit.
     if back and parts.project.leave_branch(chosen, parts.roots(), offset):
-        run.recorder.resume({}, run.counters.global_step)  # no service takes steps back
+        run.recorder.resume({}, run.counters.global_step)  # no service can remove later steps
     parts.accelerator.print(_going_on(run, chosen))
     return offset
 
 
-def _about(
-    run: FitRun, settings: Settings, accelerator: Accelerator, told: dict[str, Any]
-) -> dict[str, Any]:
-    """What `run.json` says of a run."""
+def _about(run: FitRun, configuration: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Return what `run.json` says of a run."""
     return {
         "run_id": run.run_id,
         "module": type(run.module).__qualname__,
         "world_size": run.world_size,
-        "device": name_of(accelerator.device),
+        "device": name_of(run.device),
         "versions": versions(),
-        "configuration": settings.describe(),
+        "configuration": configuration,
         "hyper_parameters": told,
     }
 
 
-def foresee_validations(run: FitRun, parts: Parts, datamodule: Any) -> None:
-    """Find out whether the run comes to a validation, and tell it if not."""
-    settings, trainer = parts.settings, parts.trainer
-    reloads = settings.reload_dataloaders_every_n_epochs > 0
-    run.monitored = monitors_of(run, parts.callbacks)
-    run.validates = bool(run.val_feeds) and can_be_due(
-        run.val_schedule.interval,
-        run.length,
-        updates=settings.max_steps if reloads else trainer.estimated_stepping_batches,
-        feed=None if reloads else run.feed,
-        accumulation=trainer.accumulation_in,
-    )
-    if parts.tells:
-        tell_of_no_validation(run, settings, datamodule)
-
-
 def _check_manual(settings: Settings) -> None:
-    """Refuse what the loop cannot do where `training_step` makes the updates itself."""
+    """Refuse settings that have no effect if `training_step` makes the updates itself."""
     steps = settings.gradient_accumulation_steps
     if steps > 1:
         raise ValueError(
             f"gradient_accumulation_steps is {steps}, but in manual optimisation training_step "
-            "decides when to step; pass gradient_accumulation_steps=1. (It may come from the "
-            "launcher, by ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or from a ready Accelerator.)"
+            "decides when to step; pass gradient_accumulation_steps=1. (The value may come from "
+            "the launcher, by ACCELERATE_GRADIENT_ACCUMULATION_STEPS, or from a ready Accelerator.)"
         )
     if settings.non_finite == "skip":
         raise ValueError(
             "non_finite is 'skip', but in manual optimisation training_step decides about updates: "
-            "look at the loss there, or leave it at 'stop'."
+            "check the loss there, or leave non_finite at 'stop'."
         )
     for name in ("max_grad_norm", "max_grad_value"):
         if getattr(settings, name):
             raise ValueError(
-                f"{name} is set, but in manual optimisation training_step clips for itself: call "
+                f"{name} is set, but in manual optimisation training_step does the clipping: call "
                 "self.clip_gradients(optimizer, ...) there."
             )
 
 
 def _going_on(run: FitRun, chosen: Path) -> str:
-    """What a resumed run says: from where it goes on, or why it does not."""
+    """Return what a resumed run prints: where it resumes, or why nothing is left to do."""
     counters = run.counters
-    text = f"Going on from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."
+    text = f"Resuming from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."
     if run.length.reached(run.progress):
         return f"{text} Nothing is left to do: the length that the Trainer was given is reached."
     if run.stop_now:
         return (
-            f"{text} Nothing is left to do: the run had decided to stop there. To train on, pass "
-            "the checkpoint's path as ckpt_path."
+            f"{text} Nothing is left to do: the run had decided to stop there. To train further, "
+            "pass the checkpoint's path as ckpt_path."
         )
     return text
 
@@ -276,11 +340,11 @@ def prepare_evaluation(
     ckpt_path: Any,
     counters: Counters,
 ) -> tuple[Run, list[Feed]]:
-    """The run of validate, test or predict, and the feeds that it reads.
+    """Return the run of validate, test or predict, and the feeds that it reads.
 
     Raises:
         ValueError: There is no data, or a loader is empty.
-        CheckpointError: The checkpoint asked for is missing, damaged or does not fit.
+        CheckpointError: The requested checkpoint is missing, damaged or does not fit.
     """
     chosen = parts.choose(ckpt_path)
     if chosen is not None:
@@ -292,74 +356,18 @@ def prepare_evaluation(
     if chosen is not None:
         manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
-    elif parts.accelerator.use_distributed:  # each process may have drawn other initial weights
+    elif parts.accelerator.use_distributed:  # initial weights may differ between processes
         broadcast([*module.parameters(), *module.buffers()])
     recorder = parts.project.make_recorder(evaluates=True)
-    common = _common(module, hooks, recorder, parts.accelerator, datamodule)
-    run = Run(**common, counters=counters)
+    run = Run(**_common(parts, module, datamodule, hooks, recorder), counters=counters)
     on_main(lambda: recorder.start(parts.settings.describe()))
     return run, feeds
-
-
-def make_fit_run(
-    module: TrainModule,
-    hooks: HookTable,
-    recorder: Recorder,
-    accelerator: Accelerator,
-    settings: Settings,
-    *,
-    datamodule: Any,
-    feed: Feed,
-    val_feeds: list[Feed],
-    stop_requested: Callable[[], bool],
-) -> FitRun:
-    """A run that trains: the model prepared first, then the optimizers over its parameters."""
-    world_size = accelerator.num_processes
-    # What the user counts may have fractions.
-    agreement = Agreement(accelerator.device, whole_items=not counts_items(module))
-    engine = choose_engine(
-        module,
-        agreement,
-        world_size=world_size,
-        automatic=module.automatic_optimization,
-        ddp_kwargs=accelerator.ddp_kwargs,
-    )
-    optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
-    own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
-    run = FitRun(
-        **_common(module, hooks, recorder, accelerator, datamodule, quiet=settings.barebones),
-        engine=engine,
-        agreement=agreement,
-        begun=switches_of(module),
-        weighting=LossWeighting(
-            micro_batches=settings.gradient_accumulation_steps, world_size=world_size
-        ),
-        feed=feed,
-        val_feeds=val_feeds,
-        optimizers=optimizers,
-        schedulers=schedulers,
-        parameters=list(module.parameters()),
-        length=settings.length,
-        accumulation=settings.gradient_accumulation_steps,
-        limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
-        own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],
-        optimizer_names=names_of(entries),
-        val_schedule=Schedule(Interval.parse(settings.val_every)),
-        log_schedule=Schedule(Interval.parse(settings.log_every)),
-        sanity_steps=settings.num_sanity_val_steps,
-        stop_requested=stop_requested,
-        writer=Writer(accelerator.state),
-        guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
-    )
-    if feed.sampler is not None and feed.sampler.batch_size and not run.mover.counts_items:
-        run.weighting.reference = float(feed.sampler.batch_size)
-    return run
 
 
 def _guard(
     module: TrainModule, optimizers: list[Optimizer], accelerator: Accelerator, settings: Settings
 ) -> FiniteGuard | None:
-    """What looks for gradients that are not finite."""
+    """Return what looks for gradients that are not finite, None if they are ignored."""
     if settings.non_finite == "ignore":
         return None
     return FiniteGuard(
@@ -373,14 +381,16 @@ def _guard(
 
 
 def _common(
+    parts: Parts,
     module: TrainModule,
+    datamodule: Any,
     hooks: HookTable,
     recorder: Recorder,
-    accelerator: Accelerator,
-    datamodule: Any,
     *,
     quiet: bool = False,
 ) -> dict[str, Any]:
+    """Return the arguments of `Run` that a fit and an evaluation have in common."""
+    accelerator = parts.accelerator
     metrics = MetricStore(
         accelerator.device, world_size=accelerator.num_processes, quiet_training=quiet
     )

@@ -1,7 +1,7 @@
-"""The statistics of batch normalisation, computed anew for weights that were not trained as such.
+"""Recomputing the statistics of batch normalisation, for weights other than the trained ones.
 
-They become the plain mean of those of every batch of an epoch, as ``torch.optim.swa_utils`` has it
-(``update_bn``), the same on any number of processes.
+They become the plain mean of the statistics of all batches of an epoch, as in
+``torch.optim.swa_utils.update_bn``, the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from trainer.rng import isolated_rng
 
 
 def require_readable(run: FitRun) -> None:
-    """See that the data can be read once more, by steps that change nothing.
+    """Check that the training data can be read again, by steps that do not update weights.
 
     Raises:
-        ValueError: There is batch normalisation, and the training data is a stream, or optimisation
+        ValueError: There is batch normalisation, and the training data is a stream or optimisation
             is manual.
     """
     if not _trained_norms(run.module):
         return
     if not run.module.automatic_optimization:
         raise ValueError(
-            "The statistics of batch normalisation cannot be computed anew in manual optimisation, "
-            "where training_step, which runs for them, makes updates. Call "
-            "torch.optim.swa_utils.update_bn in its place."
+            "The statistics of batch normalisation cannot be recomputed in manual optimisation, "
+            "where training_step, which would have to run for them, makes updates. Call "
+            "torch.optim.swa_utils.update_bn instead."
         )
     if run.feed.sampler is None:
         raise ValueError(
-            "The statistics of batch normalisation cannot be computed anew: the training data is a "
-            "stream, which has no second pass. Use a dataset with a length, or switch it off with "
+            "The statistics of batch normalisation cannot be recomputed: the training data is a "
+            "stream, which cannot be read twice. Use a dataset with a length, or pass "
             "update_batch_norm=False."
         )
 
 
 def update_batch_norm(run: FitRun) -> None:
-    """Compute the statistics anew over an epoch of the training data; collective.
+    """Recompute the statistics over an epoch of the training data; collective.
 
-    `training_step` runs under autocast without gradients on every batch, each part of the module in
-    its mode: layers in evaluation mode keep their statistics. Nothing is logged; generators, other
-    buffers and what metric objects have taken in are put back.
+    `training_step` runs under autocast without gradients on every batch, with each submodule in its
+    mode: layers in evaluation mode keep their statistics. Nothing is logged; generators, other
+    buffers and the states of metric objects are restored.
 
     Raises:
         ValueError: See `require_readable`.
@@ -60,7 +60,7 @@ def update_batch_norm(run: FitRun) -> None:
     norms = _trained_norms(run.module)
     if not norms:
         return
-    # A layer that computes over all processes needs them all.
+    # A layer that synchronises over processes needs all of them in each forward pass.
     together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     feed = run.feed.another()
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
@@ -83,7 +83,7 @@ def update_batch_norm(run: FitRun) -> None:
 
 
 def _trained_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The layers whose statistics follow the training."""
+    """Return the layers whose statistics are updated in training."""
     return [
         part
         for part in module.modules()
@@ -106,7 +106,7 @@ def _average(norms: list[_BatchNorm]) -> None:
 
 @contextmanager
 def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
-    """Inside, statistics begin anew and are the mean of all batches so far."""
+    """Inside, statistics are reset and become the mean of all batches so far."""
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
@@ -120,7 +120,7 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
 
 @contextmanager
 def _kept_metrics(module: nn.Module) -> Iterator[None]:
-    """Metric objects have states of their own, which no buffer shows."""
+    """Inside, metric objects may change; their states, which are not buffers, are restored."""
     before: list[tuple[Any, int, dict[str, Any]]] = [
         (metric, metric.update_count, copy.deepcopy(dict(metric.metric_state)))
         for _, metric in metric_objects(module)

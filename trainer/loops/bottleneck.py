@@ -1,4 +1,4 @@
-"""What `Trainer(profile="simple")` tells in the end: a table, and in words what limits a run."""
+"""The report of `Trainer(profile="simple")`: a table, and in words what limits the run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 Begin = Callable[[Run, list[Feed]], None]
 
 _COMPUTING = (timing.FORWARD, timing.BACKWARD, timing.OPTIMIZER)
-_WORTH_A_WORD = 0.1  # the share of a part that is told beside a larger one
-_ENOUGH = 10  # of fewer the first, which sets things up, takes most of the time
+_WORTH_A_WORD = 0.1  # the share from which a part is mentioned beside a larger one
+_ENOUGH = 10  # with fewer, the first, which sets things up, takes most of the time
 _PLURALS = {"update": "updates", "batch": "batches"}
-_LIMITS = {  # what is said of each part, and what to do about it
+_LIMITS = {  # what the report says of each part
     timing.DATA: "waits for data",
     timing.TRANSFER: "waits for batches to reach the device",
     timing.CALLBACKS: "is in callbacks and hooks",
@@ -41,7 +41,7 @@ _ADVICE = {
     timing.LOGGING: "call self.log with fewer names, or set a larger log_every",
     timing.VALIDATING: "set a larger val_every, limit_val_batches, or larger validation batches",
     timing.SAVING: "give ModelCheckpoint a larger every, or use a faster disk",
-    timing.REST: "take larger batches; the steps are so short that what surrounds them counts",
+    timing.REST: "use larger batches; the steps are so short that what surrounds them matters",
 }
 
 
@@ -49,9 +49,9 @@ _ADVICE = {
 def profiling(
     kind: Profile | None, stage: str, *, folder: Path | None, say: Callable[[str], object]
 ) -> Generator[Begin, None, None]:
-    """Inside, the run that is given to what is yielded is timed on rank 0, and told at the end.
+    """Inside, the run passed to the yielded function is timed on rank 0 and reported at the end.
 
-    Also at the end by an error. Without a `kind` nothing is timed.
+    It is reported after an error too. Without a `kind` nothing is timed.
 
     Args:
         kind: ``"simple"`` or None.
@@ -92,7 +92,7 @@ def _write(path: Path, report: Report) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))
-    except OSError:  # the run has not failed for it
+    except OSError:  # not a reason to fail the run
         logger.warning("%s could not be written.", path, exc_info=True)
 
 
@@ -102,14 +102,14 @@ class Report:
 
     Attributes:
         stage: fit, validate, test or predict.
-        clock: Whose time it is.
+        clock: The name of the clock.
         unit: What `steps` counts.
-        steps: Updates of a fit's start; batches of an evaluation.
+        steps: Updates of this start of a fit, or batches of an evaluation.
         seconds: Of each part, in the order of the table.
         calls: How often each part was entered.
-        hooks: The seconds of each hook, which are those of the callbacks.
-        num_workers: Of the loader; None if it is none of torch's.
-        validated: Batches of validations inside a fit, those of the check before it among them.
+        hooks: The seconds of each hook, which together are those of the part for callbacks.
+        num_workers: Of the first loader; None if it is not a DataLoader.
+        validated: Batches of validations inside a fit, including the sanity check.
     """
 
     stage: str
@@ -126,7 +126,7 @@ class Report:
     def of(
         cls, stopwatch: Stopwatch, stage: str, *, steps: int | None, num_workers: int | None
     ) -> Report:
-        """What a stopwatch that was stopped has to tell; without `steps` batches are counted."""
+        """Make the report of a stopped stopwatch; without `steps`, batches are counted."""
         seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
         return cls(
             stage=stage,
@@ -146,7 +146,7 @@ class Report:
 
     @property
     def units(self) -> str:
-        """The plural."""
+        """The plural of `unit`."""
         return _PLURALS[self.unit]
 
     @property
@@ -155,11 +155,11 @@ class Report:
         return sum(self.seconds.values())
 
     def share(self, *parts: str) -> float:
-        """The parts' share of the time, from 0 to 1."""
+        """Return the parts' share of the time, from 0 to 1."""
         return sum(self.seconds.get(part, 0.0) for part in parts) / (self.total or 1.0)
 
     def record(self) -> dict[str, Any]:
-        """As it is written."""
+        """Return the report as it is written to the file."""
         return {
             "stage": self.stage,
             "rank": 0,
@@ -179,7 +179,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The table, and the sentence below it."""
+        """Return the table, and the sentence below it."""
         lines = [
             f"Where the time of {self.stage} went, on rank 0, by {self.clock}: "
             f"{self.steps} {self.units} in {self.total:.3f} s",
@@ -194,11 +194,11 @@ class Report:
         return f"{name:<12}{each:>16}{seconds:>12.3f}{share:>9}"
 
     def bottleneck(self) -> str:
-        """What takes most of the time and what to do about it, in a sentence or two.
+        """Return what takes most of the time and what to do about it, in a sentence or two.
 
-        Forward, backward and optimizer count together: where they are the largest part, the device
-        is used, and the largest other part is told only if it is worth it. Of a few updates or
-        batches nothing is concluded.
+        Forward, backward and optimizer count together: if they are the largest part, the device is
+        well used, and the largest other part is mentioned only from a share of 10 %. Nothing is
+        concluded from fewer than 10 updates or batches.
         """
         if not self.total:
             return "No time was measured."
@@ -212,7 +212,7 @@ class Report:
         computing = self.share(*_COMPUTING)
         if computing < others[largest]:
             return f"The {what} {self._found(largest)}."
-        told = f"The {what} computes {_percent(computing)} of the time, which is its limit"
+        told = f"The {what} spends {_percent(computing)} of the time computing, which is its limit"
         if self.validated < _ENOUGH:
             del others[timing.VALIDATING]
             largest = max(others, key=others.__getitem__)
@@ -240,7 +240,7 @@ class Report:
 
 
 def _sums(divided: Counter[str]) -> dict[str, float]:
-    """Of each whole part, in the order of the table."""
+    """Return the sum of each whole part, in the order of the table."""
     sums: Counter[str] = Counter()
     for part, number in divided.items():
         sums[part.partition("/")[0]] += number

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, or an evaluation takes."""
+"""Choosing the checkpoint that a run resumes from, or that an evaluation loads."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def choose_checkpoint(
     on_each_node: bool,
     instead: str,
 ) -> Path | None:
-    """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
+    """Return the checkpoint that ``ckpt_path`` means, the same on all processes; collective.
 
     Args:
         ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
         roots: The folders to look in.
         monitors: Metric and mode of each callback that ranks checkpoints.
-        on_each_node: The machines share no disk.
-        instead: What to do where there are weights alone, for the error.
+        on_each_node: Whether each machine has its own checkpoints, since they share no disk.
+        instead: For the error: what to do if there are only checkpoints of weights.
 
     Raises:
-        CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none; or
-            there are weights alone, or the machines have it from different runs.
+        CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, a word
+            finds only checkpoints of weights, or the machines have it from different runs.
         ValueError: ``"best"`` without a metric to rank by.
     """
     if ckpt_path is None:
@@ -56,10 +56,10 @@ def choose_checkpoint(
 
 
 def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
-    """The checkpoint that is chosen, if it is the same run's on the disks of all machines.
+    """Return the chosen checkpoint if all machines have it from the same run.
 
     Raises:
-        CheckpointError: It is not, or a process does not find it; on all processes alike.
+        CheckpointError: They do not, or a process does not find it; on all processes alike.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -85,7 +85,7 @@ def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:
     for root in roots:
         try:
             found = disk.newest_sound(root, PartialState(), on_each_node=on_each_node)
-        except LaterReleaseError:  # it may be further than what another folder has
+        except LaterReleaseError:  # it may be newer than the checkpoints in other folders
             raise
         except CheckpointError as error:  # on all processes alike
             refused.append(error)
@@ -126,8 +126,8 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
     if path.is_file() and not (path.parent / MANIFEST).exists():
         raise CheckpointError(
             f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
-            "are pickles, which are never loaded: take their weights with the library that wrote "
-            "them, and load them by module.load_state_dict."
+            "are pickles, which are never loaded: read their weights with the library that wrote "
+            "them, and load them with module.load_state_dict."
         )
     if path.is_file():
         raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
@@ -149,9 +149,9 @@ def _all(roots: Sequence[Path]) -> str:
 
 
 def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
-    """The finite value of a metric in each checkpoint's manifest that has one.
+    """Return the value of a metric in each checkpoint whose manifest has a finite one.
 
-    A damaged manifest is told in a warning of the log.
+    A damaged manifest is skipped with a warning.
     """
     scores = {}
     for path in (path for root in roots for path in disk.committed(root)):
@@ -166,7 +166,7 @@ def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
 
 
 def best_of(scores: Mapping[Path, float], mode: str) -> Path | None:
-    """The checkpoint with the best value; the oldest of equal ones."""
+    """Return the checkpoint with the best value, the oldest of equals; None if there is none."""
     by_age = sorted(scores, key=lambda path: disk.step_of(path) or 0)
     sign = 1 if mode == "min" else -1
     return min(by_age, key=lambda path: sign * scores[path], default=None)

@@ -1,4 +1,4 @@
-"""Whether all processes of a fit were told the same."""
+"""A check that all processes call fit with the same arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from callbacks.monitor import Monitor
 from trainer.distributed.collectives import all_gather_object
 from trainer.loops.settings import Settings
 
-# what each process may have for itself: it neither decides nor changes a number of a fit
+# may differ between processes: affects neither the decisions nor the numbers of a fit
 _OF_A_PROCESS = {
     "deterministic",
     "detect_anomaly",
@@ -20,7 +20,7 @@ _OF_A_PROCESS = {
     "limit_predict_batches",
 }
 _OF_THE_CLOCK = (
-    " Times that each works out for itself are never quite the same: take rank 0's, seconds = "
+    " Times computed on each process differ slightly: use rank 0's, seconds = "
     "trainer.utils.broadcast_object_list([seconds])[0]."
 )
 _Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
@@ -29,19 +29,19 @@ _Decider = EarlyStopping | ModelCheckpoint | SpikeDetection | Timer
 def refuse_differing(
     settings: Settings, callbacks: Iterable[Callback], ckpt_path: str | os.PathLike[str] | None
 ) -> None:
-    """Refuse a fit that processes are told differently, before one waits for the others in vain.
+    """Refuse a fit whose arguments differ between processes, before these deadlock; collective.
 
-    Compared is what decides how the loop goes; collective.
+    Only the arguments that decide how the loop proceeds are compared.
 
     Raises:
-        ValueError: On all processes alike; it names the argument and what each process has.
+        ValueError: On all processes alike; it names the argument and the value on each process.
     """
     own = {name: repr(value) for name, value in settings.describe().items()}
     for name in _OF_A_PROCESS if settings.budget is None else {*_OF_A_PROCESS, "max_time"}:
         own.pop(name, None)
     deciders = [each for each in callbacks if isinstance(each, _Decider) and each.decides_by]
     own["callbacks that save or stop"] = ", ".join(map(_decides_by, deciders)) or "none"
-    word = ckpt_path in (None, "auto", "best", "last")  # paths may lie on disks of their own
+    word = ckpt_path in (None, "auto", "best", "last")  # paths may differ between machines
     own["ckpt_path"] = repr(ckpt_path) if word else "a path"
     by_clock = {name for name, value in vars(settings).items() if _is_of_the_clock(name, value)}
     if any(_is_of_the_clock(name, value) for each in deciders for name, value in _decided(each)):
@@ -53,8 +53,9 @@ def refuse_differing(
             shown = "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             hint = _OF_THE_CLOCK if any(name in names for _, names in told) else ""
             raise ValueError(
-                f"fit was told something else on each process, {name}: {shown}. Give all the same; "
-                f"what one process has to do alone, such as writing, it does by itself.{hint}"
+                f"The processes called fit with different values of {name}: {shown}. Pass the same "
+                "on all processes; the Trainer itself does on one process what only one should do, "
+                f"such as writing.{hint}"
             )
 
 
@@ -65,13 +66,13 @@ def _is_of_the_clock(name: str, value: Any) -> bool:
 
 
 def _decided(callback: _Decider) -> list[tuple[str, Any]]:
-    """What decides when it acts."""
+    """Return the settings that decide when the callback acts."""
     named = [(name, getattr(callback, name)) for name in callback.decides_by]
     return [(name, value) for name, value in named if value is not None]
 
 
 def _decides_by(callback: _Decider) -> str:
-    """The class, with what decides when it acts."""
+    """Format the callback's class with the settings that decide when it acts."""
     parts = [
         f"{name}={f'{value.name} {value.mode}' if isinstance(value, Monitor) else value}"
         for name, value in _decided(callback)

@@ -1,4 +1,4 @@
-"""Validations that are asked for and will never run: told, or refused, before the training."""
+"""Warnings and errors, mostly before the training, about validations that never run."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.loops.lengths import Length
 from trainer.loops.run import FitRun
 from trainer.loops.settings import Settings
 from trainer.module import TrainModule
+from trainer.optim.configure import SchedulerEntry
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,14 @@ def can_be_due(
     feed: Feed | None,
     accumulation: Callable[[int], int],
 ) -> bool:
-    """Whether a run, from its beginning, comes as far as the interval; True where nobody knows.
+    """Return whether a run, from its beginning, lasts for the interval; True if that is unknown.
 
     Args:
         interval: How often something is due.
         length: Of the run.
-        updates: Of the run, where they are known.
-        feed: The data of every epoch; None if they will be others.
-        accumulation: The micro-batches of a window, by epoch.
+        updates: Of the run; None if unknown.
+        feed: The data of every epoch; None if epochs have different loaders.
+        accumulation: Returns the micro-batches of a window in a given epoch.
     """
     every = interval.every
     if interval.unit == "steps":
@@ -57,20 +58,22 @@ def can_be_due(
     return length.max_steps >= needed + -(-rest // accumulation(whole))
 
 
-def monitors_of(run: FitRun, callbacks: Iterable[Callback]) -> list[tuple[str, str]]:
-    """The metrics that decisions hang on, each with who looks at it."""
+def monitors_of(
+    entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
+) -> list[tuple[str, str]]:
+    """Return the metrics that decisions depend on, each with the class that decides by it."""
     watching = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
     found = [
         (type(callback).__name__, monitor.name)
         for callback, monitor in watching
         if isinstance(monitor, Monitor)
     ]
-    schedulers = [(entry.scheduler, entry.monitor) for entry in run.schedulers]
+    schedulers = [(entry.scheduler, entry.monitor) for entry in entries]
     return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
 
 
-def tell_of_no_validation(run: FitRun, settings: Settings, datamodule: Any) -> None:
-    """Say why nothing will be validated, where the user seems to expect it; on rank 0."""
+def tell_of_no_validation(run: FitRun, settings: Settings) -> None:
+    """Warn on rank 0 if nothing will be validated although the user seems to expect it."""
     if run.rank > 0 or settings.limit_val_batches == 0:
         return
     name, module = type(run.module).__name__, run.module
@@ -78,7 +81,7 @@ def tell_of_no_validation(run: FitRun, settings: Settings, datamodule: Any) -> N
     if run.val_feeds:
         if not run.validates:
             logger.warning(
-                "val_every is %s, but the run ends before: no validation will run. Choose a "
+                "val_every is %s, but the run ends before that: no validation will run. Choose a "
                 "shorter interval or a longer run; %s",
                 settings.val_every,
                 _NONE_WANTED,
@@ -90,9 +93,9 @@ def tell_of_no_validation(run: FitRun, settings: Settings, datamodule: Any) -> N
             name,
             _NONE_WANTED,
         )
-    elif _has_loaders(module, datamodule):
+    elif _has_loaders(module, run.datamodule):
         logger.warning(
-            "There is a val_dataloader, but %s does not define validation_step, so that it is not "
+            "There is a val_dataloader, but %s does not define validation_step, so it is not "
             "used; %s",
             name,
             _NONE_WANTED,
@@ -115,28 +118,28 @@ def _has_loaders(module: TrainModule, datamodule: Any) -> bool:
 
 
 def refuse_missed(run: FitRun, logged: Iterable[str]) -> None:
-    """Refuse a decision that hangs on a validation, of which the run has none.
+    """Refuse a decision that depends on a validation if the run has none.
 
     Args:
         run: The fit.
         logged: The names that the sanity check's validation has logged.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a decision.
     """
     if run.validates:
         return
     for who, name in run.monitored:
         if name in logged:
             raise ValueError(
-                f"{who} looks at {name!r}, which validation_step logs, but the run ends before a "
+                f"{who} monitors {name!r}, which validation_step logs, but the run ends before a "
                 f"validation is due: val_every is {run.val_schedule.interval}. Choose a shorter "
                 "interval, a longer run, or another metric."
             )
 
 
 def tell_of_missed(run: FitRun) -> None:
-    """Say at the end that no validation has run, where that was not known before; on rank 0."""
+    """Warn on rank 0 at the end if no validation has run and this was not known before."""
     if run.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
             "The run is over, and no validation was due in it: val_every is %s.",

@@ -14,23 +14,23 @@ from trainer.loops.moving import items_of
 from trainer.loops.run import Run
 from trainer.metrics import Scope
 
-# The phases, by the names that are in those of their hooks and steps.
+# The phases, as they occur in the names of their hooks and steps.
 VALIDATION, TEST, PREDICT = "validation", "test", "predict"
 
 ENDED_EARLY = (
-    "A map-style dataset that raises StopIteration ends the epoch of that process alone. Let "
-    "__len__ say how many samples there are; or make it an IterableDataset, which ends for all "
+    "A map-style dataset that raises StopIteration ends the epoch on its process only. Return the "
+    "number of samples from __len__, or make it an IterableDataset, which ends on all processes "
     "alike."
 )
 
 
 class EvaluationAbandoned(Exception):
-    """A process was told to end by a signal; raised on all alike, between two batches."""
+    """Raised on all processes between two batches, after a signal told one of them to end."""
 
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, the module evaluates without gradients; every submodule's mode is put back."""
+    """Inside, the module is in evaluation mode without gradients; all modes are restored."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -43,7 +43,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, they may be changed in place: their values are put back."""
+    """Inside, the tensors may be changed in place: their values are restored."""
     before = [(tensor, tensor.clone()) for tensor in tensors]
     try:
         yield
@@ -60,15 +60,14 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
     of batches. Hooks are called in the order that `callbacks.Callback` gives.
 
     Returns:
-        The metrics of each feed; of several, each has those logged with its own index, under the
-        names that they are recorded with.
+        The metrics of each feed under the names that they are recorded with; see `by_feed`.
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     scope_before = metrics.scope
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
-        metrics.begin_epoch_values()  # what was at hand is a batch of the training
+        metrics.begin_epoch_values()  # until here, the current batch was one of the training
         getattr(hooks, f"on_{phase}_start")()
         getattr(hooks, f"on_{phase}_epoch_start")()
         metrics.scope = Scope(phase, False)
@@ -93,7 +92,7 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
 
 
 def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool) -> int:
-    """Every batch of one feed; gives the number of rounds before its data ended here."""
+    """Evaluate every batch of one feed; return the number of rounds before its data ended here."""
     hooks = run.hooks
     step = run.bare_step(f"{phase}_step")
     start = getattr(hooks, f"on_{phase}_batch_start")
@@ -119,15 +118,15 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
 
 
 def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
-    """Refuse data that gave nothing, or ended on some processes before the others; collective.
+    """Refuse data that gave no batch, or ended on some processes before the others; collective.
 
     Args:
         run: The run.
         phase: The evaluation.
-        rounds: Of each of its feeds, how many this process has had.
+        rounds: The number of rounds that this process had of each feed.
 
     Raises:
-        ValueError: On all processes alike. There was no batch, or samples are missing.
+        ValueError: There was no batch, or samples are missing; on all processes alike.
     """
     of_all = all_gather_object(rounds) if run.world_size > 1 else [rounds]
     for index, each in enumerate(zip(*of_all, strict=True)):
@@ -147,12 +146,12 @@ def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
 def by_feed(
     values: dict[str, float], feeds: int, loader_of: Mapping[str, str]
 ) -> list[dict[str, float]]:
-    """The values of each feed; those that were logged outside the steps belong to all.
+    """Return the values of each feed; those that were logged outside the steps belong to all.
 
     Args:
-        values: By their names; a feed's end with its suffix.
-        feeds: How many there are.
-        loader_of: The suffix for those whose names do not.
+        values: By name; the names of a feed's values end with its suffix.
+        feeds: The number of feeds.
+        loader_of: The suffix of values whose names lack it, by name.
     """
     if feeds == 1:
         return [values]

@@ -16,18 +16,19 @@ from trainer.loops.due import refuse_missed, tell_of_missed
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.randomness import generators_of, load_generators, restore_generators
+from trainer.loops.reload import reload_if_due
 from trainer.loops.run import FitRun
 from trainer.loops.switches import switches_of
-from trainer.loops.timing import VALIDATING
+from trainer.loops.timing import DATA, VALIDATING
 from trainer.loops.window import tick, train_window
 from trainer.metrics import TRAIN_EPOCH
 
 
 def fit(run: FitRun) -> None:
-    """Train until the length is reached or somebody stops the run.
+    """Train until the length is reached or the run is stopped.
 
-    The order of the hooks is that of `callbacks.Callback`. ``[m]`` and ``[c]`` there say who is
-    called first.
+    Hooks are called in the order given in `callbacks.Callback`, where ``[m]`` and ``[c]`` say
+    whether the module or the callbacks are called first.
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     if not run.module.automatic_optimization:
@@ -36,7 +37,7 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
-    if not run.module.training:  # as a whole; parts that the user set to eval mode stay there
+    if not run.module.training:  # the whole module; parts that the user set to eval mode stay so
         run.module.train()
     with logged_before(run, again=counters.batches_seen > 0):
         hooks.on_train_start()
@@ -45,17 +46,17 @@ def fit(run: FitRun) -> None:
     while run.unfinished or not finished(run):
         if counters.epoch_complete and not run.unfinished:
             counters.begin_epoch()
-            run.renew_loaders()
+            run.timing.call(DATA, reload_if_due, run)
         train_epoch(run)
     restore_rng(run)
-    metrics.scope = None  # no epoch is left that could record what is logged
+    metrics.scope = None  # no epoch is left to record what is logged
     run.in_boundary = True
     if run.world_size > 1:
-        meet("on_train_end")  # one that has decided to stop alone waits here, and is told for whom
+        meet("on_train_end")  # a process that stops alone waits here and logs for which others
     run.asked.make(run.world_size)
     hooks.on_train_end()
     if counters.global_step > run.last_logged:
-        record_update(run)  # the end of a run is worth a record, due or not
+        record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
     tell_of_missed(run)
     hooks.on_fit_end()
@@ -63,7 +64,7 @@ def fit(run: FitRun) -> None:
 
 
 def finished(run: FitRun) -> bool:
-    """The run is over, for all processes alike."""
+    """Return whether the run is over, the same on all processes."""
     progress = run.progress
     if run.length.reached(progress):
         return True
@@ -73,13 +74,13 @@ def finished(run: FitRun) -> bool:
 
 
 def train_epoch(run: FitRun) -> None:
-    """One pass over the training data, or what is left of it."""
+    """Make one pass over the training data, or over what is left of it."""
     feed, counters = run.feed, run.counters
     feed.set_epoch(counters.epoch)
     feed.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
-    # Beginning an epoch a second time, after a resume inside it, must not draw from the generators:
-    # the uninterrupted run did not do it.
+    # After a resume inside the epoch, its beginning must not advance the generators a second time,
+    # as the uninterrupted run did not either.
     if counters.rounds == 0:
         restore_rng(run)
     run.metrics.begin_epoch_values()
@@ -102,7 +103,7 @@ def train_epoch(run: FitRun) -> None:
                 if finished(run):
                     break
     if counters.rounds == begun_at:
-        which = f" behind its first {counters.epoch_batches}" if begun_at else ""
+        which = f" after its first {counters.epoch_batches}" if begun_at else ""
         where = f" on rank {run.rank}" if run.world_size > 1 else ""
         raise ValueError(
             f"The training loader gave no batch in epoch {counters.epoch}{which}{where}. Check its "
@@ -112,7 +113,7 @@ def train_epoch(run: FitRun) -> None:
 
 
 def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
-    """Inside, `log` does nothing if the hook is called again, by a start that goes on with a run.
+    """Inside, `log` does nothing if a resumed run calls the hook again.
 
     What it logged the first time is in the record, or in the checkpoint's accumulators.
     """
@@ -120,20 +121,20 @@ def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
 
 
 def restore_rng(run: FitRun) -> None:
-    """Give the generators the states of the checkpoint that the run goes on from, once."""
+    """Restore the generators from the checkpoint that the run resumes from, once."""
     if run.saved_rng is not None:
         restore_generators(run, run.saved_rng)
         run.saved_rng = None
 
 
 def windows(run: FitRun, rounds: Iterator[Round]) -> Iterator[Iterator[Round]]:
-    """The rounds in groups of as many as the run then accumulates, fewer at the data's end."""
+    """Yield the rounds in windows of `FitRun.accumulation`, fewer at the end of the data."""
     for first in rounds:
         yield chain([first], islice(rounds, run.accumulation - 1))
 
 
 def finish_update(run: FitRun) -> None:
-    """Everything that is due after an update; at the end callbacks may save or stop."""
+    """Do everything that is due after an update; at the end callbacks may save or stop the run."""
     counters = run.counters
     refuse_ends_apart(run)
     run.recorder.flush(arrived=counters.global_step)
@@ -145,7 +146,7 @@ def finish_update(run: FitRun) -> None:
     if run.agreement.latest.signals:
         preempt(run)
     before = run.val_schedule.before
-    together = counters.epoch_complete  # what one process has asked for can be told to the others
+    together = counters.epoch_complete  # processes may exchange the saves that they requested
     if run.val_feeds and run.val_schedule.due(run.progress):
         together = True
         try:
@@ -156,13 +157,13 @@ def finish_update(run: FitRun) -> None:
     if counters.epoch_complete:
         end_epoch(run)
     if run.schedulers and run.module.automatic_optimization:
-        # What they look at may be of this update's validation.
+        # The metrics that they monitor may come from this update's validation.
         tick(run, "step", counters.global_step, by_metric=True)
     boundary(run, together=together)
 
 
 def boundary(run: FitRun, *, together: bool) -> None:
-    """Let the callbacks save or stop, and make the saves that were asked for before."""
+    """Let the callbacks save or stop, and make the saves that were requested before."""
     run.metrics.scope = None
     run.in_boundary = True
     run.hooks.on_boundary()
@@ -172,14 +173,14 @@ def boundary(run: FitRun, *, together: bool) -> None:
 
 
 def finish_boundary(run: FitRun) -> None:
-    """Go on inside the boundary at which a callback saved what the run goes on from."""
+    """Resume inside the boundary at which a callback saved the checkpoint."""
     restore_rng(run)
     boundary(run, together=True)
-    run.saved_rng = generators_of(run)  # the hooks before the next window have drawn already
+    run.saved_rng = generators_of(run)  # so that hooks that are called again do not advance them
 
 
 def preempt(run: FitRun) -> NoReturn:
-    """A process was told to end: save, with what is due at this update still due, and exit.
+    """Save after a process was told to end, with this update's work still due, and exit.
 
     Raises:
         Preempted: Always.
@@ -191,23 +192,23 @@ def preempt(run: FitRun) -> NoReturn:
 
 
 def preempted(run: FitRun) -> Preempted:
-    """What ends the run on all processes: with the code of the first that was told to end."""
+    """Return the exception that ends all processes, with the code of the first one told to end."""
     codes = [code for code in all_gather_object(run.told()) if code is not None]
     return Preempted(codes[0])
 
 
 def refuse_ends_apart(run: FitRun) -> None:
-    """Refuse data that end on some processes only, before one waits for the others in vain.
+    """Refuse data that end on some processes only, before the processes deadlock.
 
     Raises:
-        ValueError: On all processes alike; for a map-style dataset on an accelerator an update
-            later, until when those whose data have ended take part without a batch.
+        ValueError: On all processes alike; for a map-style dataset on an accelerator, one update
+            later, until which processes whose data have ended take part without a batch.
     """
     if run.world_size == 1:
         return
     stream = run.feed.sampler is None
     if stream or run.counters.epoch_complete:
-        run.agreement.settle()  # whose data have ended must be known now, not an update later
+        run.agreement.settle()  # which processes' data ended must be known now, not an update later
     known, epoch = run.agreement.latest, run.counters.epoch
     if not known.ended or (stream and known.ended == run.world_size):
         return
@@ -217,7 +218,7 @@ def refuse_ends_apart(run: FitRun) -> None:
     if stream:
         raise ValueError(
             f"In epoch {epoch} the training stream ended on {where} before the others. Each reads "
-            "the whole stream and keeps its own batches: give all the same one, not a part each."
+            "the whole stream and keeps its own batches: give all the same stream, not a part each."
         )
     raise ValueError(
         f"In epoch {epoch} the training data ended on {where} before all batches of the epoch "
@@ -226,7 +227,7 @@ def refuse_ends_apart(run: FitRun) -> None:
 
 
 def record_update(run: FitRun) -> None:
-    """Reduce what this update logged and send it on its way to the record."""
+    """Reduce what this update logged and start its transfer to the record."""
     counters, values = run.counters, run.metrics.reduce_step()
     if run.guard is not None and run.guard.skipped:
         values = {**values, "skipped_updates": float(run.guard.skipped)}
@@ -235,10 +236,10 @@ def record_update(run: FitRun) -> None:
 
 
 def validate(run: FitRun) -> None:
-    """A validation inside the fit; its values are recorded under this update.
+    """Run a validation inside the fit; its values are recorded under this update.
 
     Raises:
-        EvaluationAbandoned: A process was told to end; it is as if the validation had not begun.
+        EvaluationAbandoned: A process was told to end; all is as if the validation had not begun.
     """
     if run.guard is not None:
         run.guard.settle()
@@ -255,7 +256,7 @@ def validate(run: FitRun) -> None:
 
 
 def end_epoch(run: FitRun) -> None:
-    """The epoch's hooks, metrics and schedules."""
+    """Call the hooks of the epoch's end, record its metrics and advance its schedulers."""
     counters = run.counters
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
@@ -270,9 +271,9 @@ def end_epoch(run: FitRun) -> None:
 
 
 def sanity_check(run: FitRun) -> None:
-    """Try a few validation batches before training, so that a mistake there shows at once.
+    """Run a few validation batches before training, so that a mistake there shows at once.
 
-    It leaves no trace: generators are put back and its values are dropped.
+    It leaves no trace: generators are restored and its values are dropped.
     """
     if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
@@ -289,9 +290,9 @@ def sanity_check(run: FitRun) -> None:
             evaluate(run, VALIDATION, run.val_feeds)
         run.metrics.forget_shown()
         refuse_missed(run, run.metrics.names - names)
-        run.metrics.names = names  # a decision may wait for them only once they come
+        run.metrics.names = names  # the sanity check's names do not count as logged
         run.hooks.on_sanity_check_end()
-    except EvaluationAbandoned:  # nothing is there to be saved
+    except EvaluationAbandoned:  # there is nothing to save
         raise preempted(run) from None
     finally:
         run.sanity_checking = False

@@ -12,11 +12,11 @@ from trainer.data.feed import Feed
 
 
 def seconds_of(time: str | timedelta | Mapping[str, float] | None) -> float | None:
-    """`max_time` in seconds; None stays None.
+    """Return `max_time` in seconds; None stays None.
 
     Raises:
-        ValueError: It is not a span of time above zero.
-        TypeError: It is no span of time.
+        ValueError: It is not a duration above zero.
+        TypeError: It is of the wrong type.
     """
     return None if time is None else duration.seconds_of("max_time", time)
 
@@ -26,14 +26,15 @@ class Length:
     """When a fit ends.
 
     Attributes:
-        max_epochs: After so many epochs.
-        min_epochs: Not before, whoever asks for it.
-        max_steps: After so many updates.
-        min_steps: Not before, whoever asks for it.
-        max_seconds: At the first boundary after so long.
+        max_epochs: After this many epochs.
+        min_epochs: Not before this many epochs, even if a stop is requested.
+        max_steps: After this many updates.
+        min_steps: Not before this many updates, even if a stop is requested.
+        max_seconds: At the first boundary after this time.
 
     Raises:
         ValueError: A number is negative, or a minimum is above its maximum.
+        TypeError: A number is not an int.
     """
 
     max_epochs: int | None = None
@@ -43,7 +44,7 @@ class Length:
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse lengths that contradict each other."""
+        """Refuse invalid lengths, and lengths that contradict each other."""
         for unit in ("epochs", "steps"):
             low, high = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             for name, number in ((f"min_{unit}", low), (f"max_{unit}", high)):
@@ -60,11 +61,11 @@ class Length:
 
     @property
     def endless(self) -> bool:
-        """Nothing ends the run."""
+        """Whether the run has no maximum."""
         return self.max_epochs is None and self.max_steps is None and self.max_seconds is None
 
     def reached(self, progress: Progress) -> bool:
-        """A maximum is reached."""
+        """Return whether a maximum is reached."""
         return (
             (self.max_epochs is not None and progress.epochs >= self.max_epochs)
             or (self.max_steps is not None and progress.steps >= self.max_steps)
@@ -72,30 +73,30 @@ class Length:
         )
 
     def may_stop_early(self, progress: Progress) -> bool:
-        """No minimum stands against an early stop."""
+        """Return whether the minimums allow an early stop."""
         return progress.steps >= (self.min_steps or 0) and progress.epochs >= (self.min_epochs or 0)
 
 
 @dataclass
 class Schedule:
-    """Something that is due again and again.
+    """Something that is due repeatedly.
 
     Attributes:
         interval: How often.
-        before: Where the run stood when this was asked last; in steps and by the clock, when it was
-            due last.
+        before: The run's progress at the latest call of `due`; for intervals in steps or by the
+            clock, when it was last due.
     """
 
     interval: Interval
     before: Progress = field(default_factory=Progress)
 
     def may_be_due(self, step: int) -> bool:
-        """False where `due` need not be asked at this update, nor looked how far the run is."""
+        """Return False if neither `due` nor the run's progress is needed at this update."""
         every = self.interval.every
         return self.interval.unit != "steps" or self.before.steps // every < step // every
 
     def due(self, now: Progress) -> bool:
-        """Whether it is due now; asked once an update, unless `may_be_due` says no."""
+        """Return whether it is due now; called once per update, unless `may_be_due` is False."""
         due = self.interval.due(self.before, now)
         if due or self.interval.unit != "seconds":
             self.before = now
@@ -122,7 +123,7 @@ def check_limit(name: str, limit: int | float | None) -> None:
 
 
 def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
-    """Let an epoch of the feed end after a number of batches, counted over all processes.
+    """Limit an epoch of the feed to a number of batches, counted over all processes.
 
     Raises:
         ValueError: A fraction of a stream without length, or one that rounds down to no batch.
@@ -147,10 +148,10 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
 
 
 def require_length(feed: Feed, **intervals: Interval | str | int) -> None:
-    """Refuse intervals that are a fraction of an epoch whose length nobody knows.
+    """Refuse intervals that are a fraction of an epoch of unknown length.
 
     Raises:
-        ValueError: There is one, by the name of its argument.
+        ValueError: There is one; the message names its argument.
     """
     for name, given in intervals.items():
         interval = Interval.parse(given)

@@ -1,8 +1,8 @@
-"""The user's module and loaders, checked, and the feeds that the loops read."""
+"""Checks of the user's module, hooks and loaders, and the feeds that the loops read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 from callbacks import Callback
@@ -19,7 +19,7 @@ from trainer.ported.hooks import refuse_uncalled
 from trainer.ported.signatures import refuse_signature, refuse_step_signature
 from trainer.rng import mix
 
-# what a phase needs of the module, and where its data may come from
+# the step that a stage calls, and the hook and the argument that its loaders come from
 _STEPS = {
     "fit": ("training_step", "train_dataloader", "train_dataloaders"),
     "validate": ("validation_step", "val_dataloader", "dataloaders"),
@@ -27,9 +27,9 @@ _STEPS = {
     "predict": ("predict_step", "predict_dataloader", "dataloaders"),
 }
 
-_KINDS = ("train", "validate", "test", "predict")  # of feeds; their numbers make seeds
+_KINDS = ("train", "validate", "test", "predict")  # of feeds; their indices enter the seeds
 
-# what is called once a run, or so, of the module, the datamodule and the callbacks
+# hooks of the module, the datamodule and the callbacks that are called about once per run
 _RARELY_CALLED = (
     "prepare_data",
     "setup",
@@ -42,16 +42,16 @@ _RARELY_CALLED = (
 
 
 def steps_of(stage: str, module: TrainModule) -> list[str]:
-    """The names of the steps that this stage calls."""
+    """Return the names of the steps that this stage calls."""
     names = ["training_step", "validation_step"] if stage == "fit" else [_STEPS[stage][0]]
     return [n for n in names if n == "predict_step" or is_overridden(module, n, TrainModule)]
 
 
 def check_module(module: Any, stage: str) -> None:
-    """Refuse a module that cannot do what is asked of it.
+    """Refuse a module that this stage cannot run.
 
     Raises:
-        TypeError: It is no `TrainModule`, or does not define the step.
+        TypeError: It is not a `TrainModule`, or lacks a method that the stage needs.
     """
     if not isinstance(module, TrainModule):
         raise TypeError(
@@ -82,17 +82,17 @@ def check_module(module: Any, stage: str) -> None:
 def check_hooks(
     module: TrainModule, callbacks: Iterable[Callback], datamodule: Any, *, tells: bool
 ) -> None:
-    """Refuse hooks that cannot be called or never would be, and tell of names that look misspelt.
+    """Refuse hooks that cannot be called or never would be, and warn of names that look misspelt.
 
     Args:
         module: The user's.
         callbacks: All of them.
         datamodule: The user's, or None.
-        tells: Whether this process is the one that tells, of a run that does.
+        tells: Whether to warn: on the main process only, and not in trials.
 
     Raises:
-        TypeError: There is one: it takes other arguments, or is one of Lightning's that has no
-            place here; the text says what to use.
+        TypeError: A hook takes other arguments, or is a Lightning hook that Cadence does not call;
+            the message says what to use.
     """
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
@@ -107,15 +107,17 @@ def check_hooks(
 
 
 def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, Any]:
-    """The loaders and the datamodule, which may have come in the place of loaders.
+    """Return the loaders and the datamodule, which may have been passed in place of loaders.
 
     Raises:
-        ValueError: There are two.
-        TypeError: The datamodule is a class, or has none of the methods of one.
+        ValueError: Two datamodules were passed.
+        TypeError: An argument is a class, or the datamodule has none of a DataModule's methods.
     """
     for name, value in ((argument, given), ("datamodule", datamodule)):
         if isinstance(value, type):
-            raise TypeError(f"{name} is the class {value.__name__}; make one: {value.__name__}().")
+            raise TypeError(
+                f"{name} is the class {value.__name__}; pass an instance: {value.__name__}()."
+            )
     methods = [name for name in vars(DataModule) if not name.startswith("_") and name != "trainer"]
     if datamodule is not None and not any(hasattr(datamodule, name) for name in methods):
         raise TypeError(
@@ -131,7 +133,7 @@ def take_datamodule(argument: str, given: Any, datamodule: Any) -> tuple[Any, An
 
 
 def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) -> list[Any]:
-    """The loaders of a phase: those given, else the datamodule's, else the module's.
+    """Return the loaders of a stage: those given, else the datamodule's, else the module's.
 
     Args:
         stage: fit, validate, test or predict.
@@ -139,11 +141,9 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
         module: The user's.
         datamodule: An object with loader hooks, or None.
 
-    Returns:
-        A list; empty where there are none.
-
     Raises:
-        ValueError: Loaders were given twice, or there are none though the phase needs them.
+        ValueError: Loaders were given twice, or there are none.
+        TypeError: What was given is neither a loader nor a list of loaders.
     """
     _, hook, argument = _STEPS[stage]
     loaders = find_loaders(hook, given, module, datamodule, argument)
@@ -158,7 +158,7 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
 def find_loaders(
     hook: str, given: Any, module: TrainModule, datamodule: Any, argument: str
 ) -> list[Any]:
-    """See `loaders_for`; no loaders are fine here."""
+    """As `loaders_for`, but return an empty list if there are none."""
     if given is not None and datamodule is not None:
         raise ValueError(f"Pass {argument} or datamodule, not both.")
     if given is None and datamodule is not None:
@@ -167,18 +167,19 @@ def find_loaders(
         given = getattr(module, hook)()
     if given is None:
         return []
-    if isinstance(given, (list, tuple)) and any(one is None for one in given):
-        raise TypeError(f"{argument} is a list with None in it; give a loader in each place.")
+    several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
+    if several and any(one is None for one in given):
+        raise TypeError(f"{argument} is a list with None in it; every item must be a loader.")
     if isinstance(given, (str, bytes, Mapping)):
         raise TypeError(
             f"{argument} is a {type(given).__name__}; give a DataLoader, another iterable of "
             "batches, or a list of them."
         )
-    return list(given) if isinstance(given, (list, tuple)) and _holds_loaders(given) else [given]
+    return list(given) if several and _holds_loaders(given) else [given]
 
 
 def _holds_loaders(given: Sequence[Any]) -> bool:
-    """A list of loaders, rather than a list of ready batches that is one loader itself."""
+    """Return whether this is a list of loaders, not a list of batches, which is one loader."""
     return all(hasattr(one, "__iter__") and not hasattr(one, "shape") for one in given) and not all(
         isinstance(one, (list, tuple, Mapping)) for one in given
     )
@@ -193,17 +194,17 @@ def call_if_there(owner: Any, name: str, *args: Any) -> Any:
 def feeds_for(
     kind: str, loaders: Sequence[Any], settings: Settings, accelerator: Accelerator, *, seed: int
 ) -> list[Feed]:
-    """The feeds of loaders, within their limit, checked to be alike on all processes.
+    """Return the feeds of loaders, limited, with equal lengths on all processes; collective.
 
     Args:
         kind: train, validate, test or predict.
         loaders: As the user gave them.
         settings: Their limits.
-        accelerator: Among how many processes they are shared out.
-        seed: The order of the data.
+        accelerator: Its processes share the data.
+        seed: Decides the order of the data.
 
     Raises:
-        ValueError: A loader is empty, or has another length on another process.
+        ValueError: A loader is empty, or its length differs between processes.
     """
     name, limit = settings.limit(kind)
     feeds = []
@@ -229,20 +230,20 @@ def feeds_for(
 
 
 def _check_same_length(feed: Feed, which: str) -> None:
-    """Refuse a loader that has another length on another process, before anything hangs on it."""
+    """Refuse a loader whose length differs between processes, before it can cause a deadlock."""
     lengths = all_gather_object(feed.num_batches)
     if any(length != lengths[0] for length in lengths):
         raise ValueError(
-            f"The {which} has another number of batches on each process: "
+            f"The {which} has a different number of batches on each process: "
             f"{', '.join(f'rank {r}: {n}' for r, n in enumerate(lengths))}. Give every process the "
-            "same dataset, batch size and length of sampler; they are shared out here."
+            "same dataset, batch size and length of sampler; the Trainer shards the data."
         )
 
 
 def validation_loaders(
     given: Any, module: TrainModule, datamodule: Any, settings: Settings
 ) -> list[Any]:
-    """The loaders to validate on during a fit; none without data, a step, or with a limit of 0.
+    """Return the loaders of a fit's validation; none without data or a step, or with a limit of 0.
 
     Raises:
         TypeError: There is data but no ``validation_step``.
@@ -260,10 +261,10 @@ def validation_loaders(
 
 
 def check_step(stage: str, module: TrainModule, feeds: Sequence[Feed]) -> None:
-    """Refuse a step that does not fit the number of loaders.
+    """Refuse a step whose signature does not fit the number of loaders.
 
     Raises:
-        TypeError: It lacks ``dataloader_idx``, or insists on it.
+        TypeError: It lacks ``dataloader_idx`` with several loaders, or requires it with one.
     """
     if feeds:
         refuse_step_signature(module, _STEPS[stage][0], len(feeds))

@@ -38,7 +38,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     metrics.begin_window()
     hooks.on_train_step_start()
     if micro.batches < run.world_size and run.last_batch is None:
-        # Fewer batches in the epoch than processes. It travels by the host.
+        # The epoch has fewer batches than processes. The batch is sent from host to host.
         run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
     if micro.present:
         metrics.begin_batch(items)
@@ -60,7 +60,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     elif micro.last and counters.epoch == counters.global_step == 0 and run.rank == 0:
         logger.warning(
             "training_step of %s made no update in the first epoch: in manual optimisation it "
-            "calls self.manual_backward(loss) and step() of self.optimizers().",
+            "must call self.manual_backward(loss) and step() of self.optimizers().",
             type(run.module).__name__,
         )
     if micro.present:
@@ -74,7 +74,7 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
     """Let the hooks see the gradients that `training_step` uses; stop if they are not finite.
 
     Raises:
-        FloatingPointError: See `FiniteGuard.admits`; on an accelerator later.
+        FloatingPointError: See `FiniteGuard.admits`; on an accelerator, after a delay.
     """
     take_note(run)
     if not run.weightless:
@@ -91,12 +91,12 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
 
 
 def stand_in(run: FitRun, batch_idx: int) -> None:
-    """Run the last batch again where this process has none and the others reduce gradients.
+    """Run the last batch again on a process without one, to join the others' reductions.
 
-    Its own gradients are zero, nothing is logged, buffers and generators are put back.
+    It contributes zero gradients and logs nothing; buffers and generators are restored.
 
     Raises:
-        ValueError: There was none, since the dataset ended with its first.
+        ValueError: There is no last batch, since the dataset ended before the first.
     """
     if run.last_batch is None:
         raise ValueError(

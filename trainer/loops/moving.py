@@ -1,4 +1,4 @@
-"""The way of a batch from its feed to a step: through the user's hooks, to the device."""
+"""The path of a batch from its feed to a step: through the user's hooks to the device."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from trainer.rng import isolated_rng, mix
 
 logger = logging.getLogger(__name__)
 
-_DRAWS_BY_HOOKS = 4  # tells their seeds from those of an epoch's order
+_DRAWS_BY_HOOKS = 4  # separates their seeds from those of an epoch's order
 
 
 class Mover:
-    """Puts the batches of a run on its device.
+    """Moves the batches of a run to its device.
 
     Args:
         module: The user's.
         datamodule: The user's, or None.
-        device: Where batches go.
-        rank: This process.
-        world_size: How many there are.
+        device: The device of the batches.
+        rank: The rank of this process.
+        world_size: The number of processes.
 
     Attributes:
-        counts_items: The user's `count_items` decides, not the number of samples.
+        counts_items: Whether items are what the user's `count_items` returns, not samples.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Mover:
         if moves is None and device.type != "cpu":
             moves = module.transfer_batch_to_device
         self._moves = moves
-        # The user's code goes where it expects to be: in the stream that computes.
+        # The user's code runs where it expects to: on the stream that computes.
         self._streams = streams_for(device) if ours else None
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        """Put a batch on the device."""
+        """Move a batch to the device."""
         if self._moves is None:
             return batch
         return self._moves(batch, self._device, dataloader_idx)
@@ -77,12 +77,12 @@ class Mover:
     def rounds(
         self, feed: Feed, dataloader_idx: int = 0, *, counted: bool = True
     ) -> Generator[Round, None, None]:
-        """The rounds of a feed's epoch, with batches on the device; see `Feed.rounds`.
+        """Yield the rounds of a feed's epoch, with batches on the device; see `Feed.rounds`.
 
         Args:
             feed: The data.
-            dataloader_idx: Its number among several, for the hooks.
-            counted: A batch comes with what tells its items; see `items_of`.
+            dataloader_idx: Its index among several, for the hooks.
+            counted: Whether batches come with their number of items, for `items_of`.
         """
         rounds = feed.rounds(self.transfer(feed, dataloader_idx, counted=counted))
         return rounds if self._streams is None else self._handed_over(rounds)
@@ -99,7 +99,7 @@ class Mover:
         return batch.arrive()
 
     def transfer(self, feed: Feed, dataloader_idx: int, *, counted: bool) -> Callable[[Any], Any]:
-        """What is called with each batch of a pass, one ahead of its use; as for `rounds`."""
+        """Return what is called with each batch, one ahead of its use; arguments as in `rounds`."""
         change = self._changing(feed, dataloader_idx)
         if not counted:
             return self._aside(change)
@@ -112,22 +112,22 @@ class Mover:
             batch = change(batch)
             return batch, _start_reading(self._module.count_items(batch))
 
-        # Counting goes where the copy goes: at the hand-over the number would have to be waited
-        # for. It may read what the step before writes, a buffer for example, so it follows that.
+        # Counting is done on the copy's stream: after the hand-over, the number would have to be
+        # waited for. It may read what the previous step writes, such as a buffer, so it follows it.
         return self._aside(transfer, follow=True)
 
     def _aside(self, move: Callable[[Any], Any], *, follow: bool = False) -> Callable[[Any], Any]:
-        """The same by the side stream, where there is one; `rounds` then hands over what came."""
+        """Return `move` on the side stream, if there is one; `rounds` hands its results over."""
         if self._streams is None:
             return move
         return partial(send, move=move, streams=self._streams, follow=follow)
 
     def _changing(self, feed: Feed, dataloader_idx: int) -> Callable[[Any], Any]:
-        """What puts a batch on the device, changed as the user's hooks do.
+        """Return what moves a batch to the device and applies the user's hooks.
 
-        What these draw is a function of the batch's number, as what the dataset draws is: the
-        generators are the training's, and a run that is resumed would draw for the batch ahead a
-        second time.
+        Like the dataset's, the hooks' random draws depend only on the batch's number. They would
+        otherwise use the training's generators, and a resumed run, which reads the batch ahead
+        again, would draw for it twice.
         """
         if self._before is None and self._after is None:
             if self._moves is None:
@@ -146,12 +146,12 @@ class Mover:
 
 
 def counts_items(module: TrainModule) -> bool:
-    """The user says what a batch's items are."""
+    """Return whether the module defines what a batch's items are."""
     return is_overridden(module, "count_items", TrainModule)
 
 
 def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[..., Any] | None:
-    """The datamodule's own method, else the module's own; None where neither has one."""
+    """Return the method that the datamodule overrides, else that of the module, else None."""
     bases = ((datamodule, DataModule), (module, TrainModule))
     owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
     if len(owners) > 1:
@@ -168,7 +168,7 @@ def _uncounted(batch: Any) -> Any:
 
 
 def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
-    """What a batch hook returned."""
+    """Return the batch as a hook changed it, if there is one."""
     if hook is None:
         return batch
     changed = hook(batch, dataloader_idx)
@@ -179,7 +179,7 @@ def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -
 
 
 def items_of(current: Round) -> tuple[Any, float]:
-    """The batch of a round and its items; nothing for a round without a batch here."""
+    """Return this process's batch of a round and its items; None and 0 without a batch."""
     if not current.present:
         return None, 0.0
     batch, read = current.batch
@@ -187,9 +187,9 @@ def items_of(current: Round) -> tuple[Any, float]:
 
 
 def _start_reading(count: float | Tensor) -> Callable[[], float]:
-    """Ask for a number that may still be on the device.
+    """Start copying a number that may be on the device; return a function that reads it.
 
-    It is asked for a batch ahead, so that reading it later need not wait for the device.
+    The copy starts a batch ahead, so that reading the number need not wait for the device.
     """
     if not isinstance(count, Tensor):
         return lambda: _checked(count)

@@ -1,4 +1,4 @@
-"""The optimizers of a run: what ``configure_optimizers`` returned, looked through and prepared."""
+"""The optimizers of a run: what ``configure_optimizers`` returned, checked and prepared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainer.accelerator import Accelerator
+from trainer.distributed.control import on_all
 from trainer.module import TrainModule
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
@@ -18,21 +19,22 @@ from trainer.strategies.zeros import sparse_weights
 def prepare_optimizers(
     module: TrainModule, accelerator: Accelerator
 ) -> tuple[list[AcceleratedOptimizer], list[OptimizerEntry], list[SchedulerEntry]]:
-    """Call ``configure_optimizers`` and prepare what it returned.
+    """Call ``configure_optimizers`` and prepare what it returned; collective.
 
-    In manual optimisation among several processes each optimizer averages its own gradients.
+    In manual optimisation on several processes, each optimizer averages its own gradients.
 
     Raises:
         ValueError: An optimizer has none of the module's parameters, or cannot be used as asked.
+        RuntimeError: The hook failed on another process.
     """
-    entries, schedulers = read_optimizers(module.configure_optimizers())
+    entries, schedulers = on_all(lambda: read_optimizers(module.configure_optimizers()), "fit")
     optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
     alone = module.automatic_optimization or not accelerator.use_distributed
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
             raise ValueError(
-                "configure_optimizers returned LBFGS, which evaluates the loss several times an "
+                "configure_optimizers returned LBFGS, which evaluates the loss several times per "
                 "update; set automatic_optimization = False and call optimizer.step(closure)."
             )
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
@@ -54,12 +56,12 @@ def prepare_optimizers(
 
 
 def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:
-    """Refuse a schedule of an optimizer that is not used: its learning rates would change nothing.
+    """Refuse a scheduler of an optimizer that is not used: its learning rates would have no effect.
 
-    One that another wraps is used, as far as can be seen.
+    An optimizer that another one may wrap counts as used.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a scheduler.
     """
     trained = set(map(id, parameters_of(optimizers)))
     for entry in schedulers:
@@ -67,41 +69,41 @@ def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer
         if not isinstance(scheduled, Optimizer):
             continue
         known = any(scheduled is optimizer for optimizer in optimizers)
-        # Parameters, not optimizers or groups: one that wraps another may have its own groups.
+        # Compare parameters: an optimizer that wraps another may have its own groups.
         apart = trained.isdisjoint(map(id, parameters_of([scheduled])))
         if apart or not (known or any(map(_may_wrap, optimizers))):
             raise ValueError(
                 f"configure_optimizers returned a {type(entry.scheduler).__name__} of a "
-                f"{type(scheduled).__name__} that it did not return, whose learning rates nobody "
-                "uses: make the scheduler with the optimizer that you return."
+                f"{type(scheduled).__name__} that it did not return, whose learning rates have no "
+                "effect: create the scheduler with the optimizer that you return."
             )
 
 
 def _may_wrap(optimizer: Optimizer) -> bool:
-    """It is none of torch's own, which wrap nothing."""
+    """Return whether an optimizer may wrap another one, which torch's own do not."""
     return not type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _check_no_limits(entries: list[OptimizerEntry], names: list[str]) -> None:
-    """Refuse limits that nobody would apply.
+    """Refuse limits on gradients, which nothing would apply in manual optimisation.
 
     Raises:
-        ValueError: In manual optimisation there is one.
+        ValueError: An optimizer has limits.
     """
     for entry, name in zip(entries, names, strict=True):
         if entry.max_grad_norm is not None or entry.max_grad_value is not None:
             raise ValueError(
                 f"configure_optimizers returned limits on the gradients of {name!r}, but in manual "
-                "optimisation training_step clips for itself: call self.clip_gradients(optimizer, "
+                "optimisation training_step does the clipping: call self.clip_gradients(optimizer, "
                 "...) there."
             )
 
 
 def _check_apart(optimizers: list[Optimizer], names: list[str], module: TrainModule) -> None:
-    """Refuse a parameter in two optimizers, which the one loss would update twice.
+    """Refuse a parameter in two optimizers, which would be updated twice for the same loss.
 
     Raises:
-        ValueError: There is one.
+        ValueError: There is such a parameter.
     """
     owners: dict[int, int] = {}
     for number, optimizer in enumerate(optimizers):

@@ -1,4 +1,4 @@
-"""Predictions: one entry a batch, in the order of the loader, none twice."""
+"""Prediction: one entry per batch, in the order of the loader, without duplicates."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
     Args:
         run: The run.
         feeds: Its data.
-        keep: Gather what is returned; else only the hooks see it, and memory stays that of a batch.
+        keep: Gather the outputs; otherwise only the hooks see them, and memory holds one batch.
 
     Returns:
-        On rank 0, for each feed, what was returned for each of its batches, with tensors on the
-        host; None on the others, and where nothing is kept.
+        On rank 0, for each feed, the outputs of all its batches, with tensors on the host; None on
+        the other ranks, and if `keep` is False.
     """
     hooks = run.hooks
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
@@ -48,7 +48,7 @@ def predict(run: Run, feeds: list[Feed], *, keep: bool = True) -> list[list[Any]
 def predict_feed(
     run: Run, feed: Feed, index: int, *, several: bool, keep: bool
 ) -> tuple[list[Any], int]:
-    """What this process predicts for one feed, nothing unless it is to be kept; and the rounds."""
+    """Return this process's outputs for one feed, none unless `keep`, and its number of rounds."""
     outputs = []
     step = run.bare_step("predict_step")
     feed.set_epoch(0)
@@ -71,6 +71,6 @@ def predict_feed(
 
 
 def in_loader_order(parts: list[list[Any]]) -> list[Any]:
-    """One list from the processes': batch *b* is with process *b mod N*."""
+    """Merge the lists of the processes: batch *b* is on process *b mod N*."""
     rounds = max(len(part) for part in parts)
     return [part[number] for number in range(rounds) for part in parts if number < len(part)]

@@ -1,8 +1,8 @@
-"""Predictions on their way to the disk: streamed by every process, merged by one.
+"""Writing predictions to disk: every process streams its own, and one process merges them.
 
-A prediction is taken apart into columns, each with one row a sample: tensors and arrays go to
-safetensors files, lists of plain values (texts, labels) to files of JSON lines. Any tool reads
-both. Nothing but sizes ever travels between processes, and no more than one batch is in memory.
+A prediction is split into columns, each with one row per sample: tensors and arrays go to
+safetensors files, lists of plain values (strings, labels) to JSON Lines files, which any tool
+reads. Processes exchange nothing but sizes, and at most one batch is in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,9 +45,9 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 
-Columns = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # of each tensor, with one row's shape
+Columns = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # each tensor's dtype and row shape
 Plain = dict[str, list[Any]]
-Rows = tuple[int, ...]  # of each column of one batch
+Rows = tuple[int, ...]  # in one batch, of each tensor
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Index:
     """What one process has streamed.
 
     Attributes:
-        columns: Of each tensor its type and the shape of one row; None before the first batch.
+        columns: The dtype and the shape of one row of each tensor; None before the first batch.
         plain: Names of the columns of plain values.
-        rows: For each batch the rows of each of the tensors.
+        rows: For each batch, the number of rows of each tensor.
     """
 
     columns: Columns | None = None
@@ -69,16 +69,17 @@ class PredictionFiles:
     """The files of the predictions for one loader.
 
     Args:
-        folder: Where they go; it is made. Every process makes its own object of the same folder.
-        rank: This process.
-        world_size: How many there are.
-        merge: Stream into one file a process, which `finish` merges into ``predictions.*`` in the
-            order of the loader. Else each batch is a pair of files, ``batch-00000000.*``.
-        overwrite: Remove the predictions that are there.
+        folder: Created if missing. Every process makes its own object with the same folder.
+        rank: The rank of this process.
+        world_size: The number of processes.
+        merge: Stream into one pair of files per process, which `finish` merges into
+            ``predictions.*`` in the order of the loader. Otherwise each batch is a pair of files,
+            ``batch-00000000.*``.
+        overwrite: Remove existing predictions.
 
     Raises:
-        ValueError: There are predictions, and they may not be overwritten. The other processes get
-            a ``RuntimeError`` that tells it.
+        ValueError: There are predictions that may not be overwritten; processes other than rank 0
+            raise a ``RuntimeError`` that says so.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class PredictionFiles:
         self._parts = folder / _PARTS
         self._own = ExitStack()
         on_main(lambda: _make_room(folder, overwrite=overwrite))
-        if merge:  # folders that the processes do not share are found out when merging
+        if merge:  # a folder that the processes do not share is detected when merging
             self._parts.mkdir(parents=True, exist_ok=True)
             tensors, plain = self._part_files(rank)
             self._tensors = self._own.enter_context(tensors.open("wb"))
@@ -103,13 +104,13 @@ class PredictionFiles:
 
         Args:
             prediction: A tensor, or nested containers of tensors, arrays and lists of plain values,
-                each with one row a sample; on the host.
-            batch_number: Where it is in the loader's order.
+                each with one row per sample; on the host.
+            batch_number: The batch's position in the loader's order.
 
         Raises:
-            TypeError: It has something else in it; the text names the column.
+            TypeError: It contains something else; the message names the column.
             ValueError: A column has no rows, or differs from the earlier batches'.
-            OSError: The disk refuses.
+            OSError: It cannot be written.
         """
         tensors, plain = columns_of(prediction, batch_number)
         if not self._merge:
@@ -122,30 +123,33 @@ class PredictionFiles:
             self._plain.write(json.dumps(plain).encode() + b"\n")
 
     def finish(self) -> None:
-        """Every process has written its own; merge them. Collective.
+        """Merge what all processes have written; collective.
 
         Raises:
-            ValueError: The processes' columns differ; on all of them.
-            RuntimeError: Rank 0 could not merge, because it sees no part of another for example.
+            ValueError: The columns differ between processes, on all of them; or, on rank 0, it
+                does not see the files of another process.
+            RuntimeError: On the other processes: rank 0 could not merge the files.
         """
         self._own.close()
-        indices: list[Index] = all_gather_object(self._index)  # also waits for the others' parts
+        indices: list[Index] = all_gather_object(self._index)  # also waits for all parts
         if self._merge:
             merged = _agreed(indices)
             try:
                 on_main(lambda: self._merge_all(merged, [index.rows for index in indices]))
             finally:
-                # All at once where they share the folder: what one misses another has removed.
+                # In a shared folder all processes do this at once: one may find files gone.
                 shutil.rmtree(self._parts, ignore_errors=True)
 
     def discard(self) -> None:
-        """Drop what this process streamed: the prediction failed."""
-        self._own.close()
-        if self._merge:
-            for part in self._part_files(self._rank):
-                part.unlink(missing_ok=True)
-            with suppress(OSError):  # the others' parts are there
-                self._parts.rmdir()
+        """Delete what this process streamed, after the prediction failed."""
+        try:
+            self._own.close()
+        finally:  # closing flushes, which may fail
+            if self._merge:
+                for part in self._part_files(self._rank):
+                    part.unlink(missing_ok=True)
+                with suppress(OSError):  # not empty: other processes' parts are there
+                    self._parts.rmdir()
 
     def _part_files(self, rank: int) -> tuple[Path, Path]:
         return self._parts / f"rank-{rank:05d}.bin", self._parts / f"rank-{rank:05d}.jsonl"
@@ -153,16 +157,23 @@ class PredictionFiles:
     def _write_batch(self, tensors: dict[str, Tensor], plain: Plain, number: int) -> None:
         stem = f"batch-{number:08d}"
         if tensors:
-            staged = self.folder / f".{stem}.safetensors"
-            write_tensors(tensors, staged)
-            os.replace(staged, self.folder / f"{stem}.safetensors")
+            self._write_whole(f"{stem}.safetensors", lambda file: write_tensors(tensors, file))
         if plain:
-            staged = self.folder / f".{stem}.jsonl"
-            staged.write_bytes(b"".join(_lines_of(plain)))
-            os.replace(staged, self.folder / f"{stem}.jsonl")
+            lines = b"".join(_lines_of(plain))
+            self._write_whole(f"{stem}.jsonl", lambda file: file.write_bytes(lines))
+
+    def _write_whole(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file that appears whole or, if writing fails, not at all."""
+        staged = self.folder / f".{name}"
+        try:
+            write(staged)
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
+        os.replace(staged, self.folder / name)
 
     def _note(self, tensors: dict[str, Tensor], plain: Plain, number: int) -> None:
-        """Keep the sizes of a batch, once it fits to those before."""
+        """Record the sizes of a batch after checking that it matches the earlier ones."""
         columns = {
             name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()
         }
@@ -172,14 +183,14 @@ class PredictionFiles:
         problem = _difference(index, Index(columns, tuple(plain)))
         if problem:
             raise ValueError(
-                f"The prediction for batch {number} cannot be merged with those before: {problem}. "
-                "Return columns of one shape a sample (pad them), or let each batch be a file of "
-                "its own with write_interval='batch'."
+                f"The prediction for batch {number} cannot be merged with earlier ones: {problem}. "
+                "Return columns of one shape per sample (pad them), or write each batch to its own "
+                "file with write_interval='batch'."
             )
         index.rows.append(tuple(len(tensor) for tensor in tensors.values()))
 
     def _merge_all(self, merged: Index, rows: Sequence[list[Rows]]) -> None:
-        """Put all parts together, one batch at a time."""
+        """Merge the parts of all processes, one batch at a time."""
         try:
             with ExitStack() as stack:
                 opened = [
@@ -200,30 +211,30 @@ class PredictionFiles:
                     os.replace(staged, self.folder / f"{NAME}.jsonl")
         except FileNotFoundError as error:
             raise ValueError(
-                f"{error.filename} is not there: the processes do not share the folder "
-                f"{self.folder}. Give one that they all see, or let each batch be a file of its "
-                "own with write_interval='batch'."
+                f"{error.filename} does not exist: the processes do not share the folder "
+                f"{self.folder}. Give one that they all see, or write each batch to its own file "
+                "with write_interval='batch'."
             ) from error
 
 
 def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], Plain]:
-    """The tensors of a prediction by their names, and its lists of plain values.
+    """Return the tensors of a prediction and its lists of plain values, both by name.
 
     Raises:
-        TypeError: There is nothing, or something else.
-        ValueError: A tensor has no rows, two lists have other lengths, or two columns one name.
+        TypeError: It contains None or anything else that is neither.
+        ValueError: A tensor has no rows, two lists differ in length, or two columns share a name.
     """
     tensors: dict[str, Tensor] = {}
     plain: Plain = {}
     for name, value in _leaves(prediction, ""):
         what = f"{name!r} of the prediction for batch {batch_number}"
         if name in tensors or name in plain:
-            raise ValueError(f"{what} is there twice; rename one of the two.")
+            raise ValueError(f"{what} occurs twice; rename one of the two.")
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            value = torch.from_numpy(value.copy())  # which may be written to, as torch wants it
+            value = torch.from_numpy(value.copy())  # a copy is writable, which torch requires
         if isinstance(value, Tensor):
             if value.ndim == 0:
-                raise ValueError(f"{what} has no dimension of samples; return one row a sample.")
+                raise ValueError(f"{what} has no sample dimension; return one row per sample.")
             if value.dtype not in _DTYPES:
                 raise TypeError(f"{what} is of type {value.dtype}, which cannot be written.")
             tensors[name] = portable(value, what)
@@ -236,13 +247,13 @@ def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], P
         else:
             raise TypeError(
                 f"{what} is {value!r} of type {type(value).__name__}; return tensors, arrays and "
-                "lists with one entry a sample."
+                "lists with one entry per sample."
             )
     if len({len(values) for values in plain.values()}) > 1:
         lengths = ", ".join(f"{name!r}: {len(values)}" for name, values in plain.items())
         raise ValueError(
-            f"The lists of the prediction for batch {batch_number} have other lengths ({lengths}); "
-            "each must have one entry a sample."
+            f"The lists of the prediction for batch {batch_number} differ in length ({lengths}); "
+            "each must have one entry per sample."
         )
     return tensors, plain
 
@@ -260,12 +271,12 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_rich(value: Any) -> bool:
-    """A tensor, an array, or a container that may hold some."""
+    """Return whether a value is a tensor, an array, or a container that may hold some."""
     return isinstance(value, (Tensor, np.ndarray)) or children(value) is not None
 
 
 def _lines_of(plain: Plain) -> Iterator[bytes]:
-    """One JSON object a sample."""
+    """Yield one JSON object per sample."""
     for values in zip(*plain.values(), strict=True):
         yield json.dumps(dict(zip(plain, values, strict=True))).encode() + b"\n"
 
@@ -277,7 +288,9 @@ def _bytes_of(tensor: Tensor) -> Any:
 def _make_room(folder: Path, *, overwrite: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
-        shutil.rmtree(folder / _PARTS)  # of a prediction that did not end
+        shutil.rmtree(folder / _PARTS)  # of an interrupted prediction
+    for left in folder.glob(".batch-*.*"):  # of an interrupted prediction
+        left.unlink()
     found = [
         file
         for pattern in (f"{NAME}.*", "batch-*.*")
@@ -286,15 +299,15 @@ def _make_room(folder: Path, *, overwrite: bool) -> None:
     ]
     if found and not overwrite:
         raise ValueError(
-            f"{folder} has predictions already, such as {found[0].name}. Give another folder, or "
-            "overwrite=True to replace them."
+            f"{folder} already has predictions, such as {found[0].name}. Give another folder, or "
+            "pass overwrite=True to replace them."
         )
     for file in found:
         file.unlink()
 
 
 def _difference(one: Index, other: Index) -> str:
-    """What of the columns differs, in words; nothing if they are alike."""
+    """Describe how the columns differ; an empty string if they do not."""
     if one.plain != other.plain:
         return f"its lists are {list(other.plain)}, not {list(one.plain)}"
     ours, theirs = one.columns or {}, other.columns or {}
@@ -308,7 +321,7 @@ def _difference(one: Index, other: Index) -> str:
 
 
 def _agreed(indices: Sequence[Index]) -> Index:
-    """The columns that all processes have; those without a batch have none.
+    """Return the columns that all processes have, except those that had no batch.
 
     Raises:
         ValueError: They differ.
@@ -328,7 +341,7 @@ def _agreed(indices: Sequence[Index]) -> Index:
 
 
 def _in_turn(parts: Sequence[Any], total: int) -> Iterator[Any]:
-    """The next entry of each, as the loader's batches were dealt out."""
+    """Yield the parts' entries in turn, as the loader's batches were distributed."""
     iterators = [iter(part) for part in parts]
     for number in range(total):
         yield next(iterators[number % len(iterators)])
@@ -366,7 +379,7 @@ def _merge_tensors(
 def _chunks(
     part: BinaryIO, batches: list[Rows], row_bytes: list[int], place: int
 ) -> Iterator[bytes]:
-    """The bytes of one column, batch by batch."""
+    """Yield the bytes of one column, batch by batch."""
     begin = 0
     for rows in batches:
         sizes = [count * size for count, size in zip(rows, row_bytes, strict=True)]

@@ -29,28 +29,28 @@ from trainer.loops.choosing import WORDS, choose_checkpoint
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
 
-_CAPACITY = 1_000_000  # records that may wait to be written: the local record should lose none
-_TO_EVALUATE = "To evaluate them pass the path of one."
+_CAPACITY = 1_000_000  # queued records: the local record should lose none
+_TO_EVALUATE = "To evaluate them, pass the path of one."
 _TO_TRAIN = (
-    "Begin a new run in another project_dir, with them if you wish (load_from_checkpoint). To have "
-    "a run that can be gone on with, add a ModelCheckpoint without save_weights_only, with a "
-    "dirpath of its own."
+    "Start a new run in another project_dir, with these weights if you wish "
+    "(load_from_checkpoint). For a run that can be resumed, add a ModelCheckpoint without "
+    "save_weights_only, with its own dirpath."
 )
 
 
 def _refuse_in_import() -> None:
-    """Refuse a run in a process that another one has started anew, while it imports the script.
+    """Refuse a run in a spawned process that is still importing the main script.
 
-    `multiprocessing` refuses only that such a process starts others, which comes later.
+    `multiprocessing` itself refuses only to start further processes there, which comes later.
 
     Raises:
-        RuntimeError: It is one.
+        RuntimeError: This is such a process.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
-            "fit was called in a new process, a worker of a loader for example, which only imports "
-            "the script to know its classes and would begin the run once more. Put what the script "
-            "does below `if __name__ == '__main__':`."
+            "fit was called in a new process, for example a loader worker, which imports the "
+            "script only for its classes and would start the run again. Put the script's code "
+            "under `if __name__ == '__main__':`."
         )
 
 
@@ -59,11 +59,11 @@ class Project:
 
     Args:
         folder: Given by the user; None stands for a new one under ``runs/``.
-        name: The project's name for trackers; the folder's unless given.
+        name: The project's name for trackers; the folder's name by default.
         run_name: The run's name for trackers.
         log_with: See `trackers.resolve_trackers`.
-        writes: False for a trial that leaves nothing behind.
-        on_each_node: The machines share no disk: each keeps checkpoints.
+        writes: False for a trial, which writes no files.
+        on_each_node: Whether each machine keeps checkpoints, since they share no disk.
 
     Attributes:
         folder: The same on all processes.
@@ -71,7 +71,7 @@ class Project:
     Raises:
         ValueError: A tracker is unknown.
         ImportError: A tracker's package is not installed.
-        TypeError: Something in `log_with` is no tracker.
+        TypeError: `folder` is not a path, or an item of `log_with` is not a tracker.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Project:
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
-        if folder is None:  # named at once, where all processes are; made when it is needed
+        if folder is None:  # named here, where all processes are; created when it is needed
             name = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             self.folder: Path = Path("runs") / broadcast_object(f"{name}-{uuid.uuid4().hex[:4]}")
         else:
@@ -99,14 +99,14 @@ class Project:
         self.on_each_node = on_each_node
 
     def unwritten(self) -> Project:
-        """The same for a trial that leaves nothing behind."""
+        """Return a copy for a trial, which writes no files."""
         trial = copy.copy(self)
         trial._writes = False
         return trial
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints are."""
+        """The folder of the checkpoints."""
         return self.folder / "checkpoints"
 
     @property
@@ -121,20 +121,20 @@ class Project:
 
     @property
     def about(self) -> Path:
-        """What the run is, and how it ended."""
+        """The file that says what the run is and how it ended."""
         return self.folder / "run.json"
 
     @property
     def logs(self) -> Path:
-        """Where trackers that write files do."""
+        """The folder of trackers that write files."""
         return self.folder / "logs"
 
     def check_ckpt_path(self, ckpt_path: Any) -> None:
-        """Refuse what names no checkpoint, and words where there is no fixed folder to look in.
+        """Refuse values that name no checkpoint, and words without a fixed folder to look in.
 
         Raises:
-            TypeError: It is neither None nor a text or path.
-            ValueError: The folder would be a new one.
+            TypeError: It is not None, a string or a path.
+            ValueError: It is a word, but every start has a new folder.
         """
         if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
             raise TypeError(
@@ -150,17 +150,17 @@ class Project:
 
     @contextmanager
     def alone(self, roots: Sequence[Path]) -> Iterator[Callable[[str], None]]:
-        """Inside, no other run may write to the folder; collective.
+        """Inside, no other run may write to the project's folder or to `roots`; collective.
 
         Args:
             roots: The folders that the run's callbacks save to.
 
         Yields:
-            A function to tell the run's id, for whoever is refused.
+            A function that publishes the run's id for the errors of runs that are refused.
 
         Raises:
             ValueError: Another run does; on all processes alike.
-            RuntimeError: It does since this very process is one of its workers.
+            RuntimeError: This is a spawned process that is importing the main script.
         """
         _refuse_in_import()
         own = self.folder.resolve()
@@ -171,11 +171,11 @@ class Project:
         with ExitStack() as held:
 
             def take() -> None:
-                # A run may save to another one's folder by a `dirpath`, whichever began first.
+                # A `dirpath` may be in the folder of another run, whichever started first.
                 for near in (self.checkpoints, *(folder.parent for folder in folders[1:])):
                     if holder := disk.holder_of(near):
                         raise ValueError(
-                            f"{near} is in use by {holder}. Wait for its end, or give one of the "
+                            f"{near} is in use by {holder}. Wait until it ends, or give one of the "
                             "runs another project_dir or dirpath."
                         )
                 tells.extend(held.enter_context(disk.alone_in(folder)) for folder in folders)
@@ -190,20 +190,20 @@ class Project:
             yield tell_all
 
     def check_fresh(self, roots: Sequence[Path]) -> None:
-        """Refuse to begin a run where another one's checkpoints lie; collective.
+        """Refuse to start a new run where another run's checkpoints are; collective.
 
         Args:
             roots: The folders that the run's callbacks save to.
 
         Raises:
-            ValueError: There are some.
+            ValueError: A folder has checkpoints.
         """
         here = [root for root in (self.checkpoints, *roots) if disk.committed(root)]
         taken = [root for roots in all_gather_object(here) for root in roots]
         if taken and self._writes:
             raise ValueError(
-                f"{taken[0]} has the checkpoints of another run. To go on with it pass "
-                "fit(ckpt_path='auto'); to start a new one give another project_dir."
+                f"{taken[0]} has the checkpoints of another run. To resume it, pass "
+                "fit(ckpt_path='auto'); to start a new one, give another project_dir."
             )
 
     def choose(
@@ -214,25 +214,25 @@ class Project:
         *,
         sweeps: bool = False,
     ) -> Path | None:
-        """The checkpoint that ``ckpt_path`` means, the same on all processes; collective.
+        """Return the checkpoint that ``ckpt_path`` means, the same on all processes; collective.
 
         Args:
             ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-            roots: The folders that the run's callbacks save to, where that is not `checkpoints`.
+            roots: The folders other than `checkpoints` that the run's callbacks save to.
             monitors: Metric and mode of each callback that ranks checkpoints.
-            sweeps: Clear what killed saves have left: for whoever saves there next. An evaluation
-                may run beside the training, whose save it must not take for a leftover.
+            sweeps: Delete the leftovers of killed saves, for a run that saves there. An evaluation
+                may run beside the training, and must not take a save under way for a leftover.
 
         Raises:
-            CheckpointError: The path is no checkpoint, or ``"last"`` and ``"best"`` find none; or
-                there are weights alone.
+            CheckpointError: The path is no checkpoint, ``"last"`` or ``"best"`` finds none, or a
+                word finds only checkpoints that hold nothing but weights.
             ValueError: ``"best"`` without a metric to rank by.
         """
         roots = list(dict.fromkeys([self.checkpoints, *roots]))
         if sweeps and self._writes:
             state = PartialState()
             keeper = disk.keeps(state, self.on_each_node)
-            what = "Clearing what killed saves have left"
+            what = "Deleting the leftovers of killed saves"
             disk.together(what, lambda: [disk.sweep(r) for r in roots if keeper], state)
         return choose_checkpoint(
             ckpt_path,
@@ -243,29 +243,29 @@ class Project:
         )
 
     def check_branch(self, chosen: Path, roots: Sequence[Path]) -> None:
-        """Refuse to go on from a checkpoint where another run's checkpoints lie; collective.
+        """Refuse to resume from a checkpoint where another run's checkpoints are; collective.
 
         Raises:
-            CheckpointError: It cannot be read.
-            ValueError: There are some.
+            CheckpointError: The checkpoint cannot be read.
+            ValueError: There are checkpoints of another run.
         """
         state, roots = PartialState(), [self.checkpoints, *roots]
         here = self._writes and disk.keeps(state, self.on_each_node)
         disk.refuse_together(lambda: disk.refuse_other_runs(chosen, roots), state, here=here)
 
     def leave_branch(self, chosen: Path, roots: Sequence[Path], offset: int | None) -> bool:
-        """Set aside the checkpoints later than this one, and keep the record of theirs; collective.
+        """Set aside the checkpoints later than this one, with a copy of the record; collective.
 
         Args:
             chosen: The checkpoint.
             roots: The folders that the run's callbacks save to.
-            offset: Where the record will be cut.
+            offset: The length to which the record will be cut.
 
         Returns:
-            Whether there were any, on a process that keeps checkpoints.
+            Whether there were any; False on a process that keeps no checkpoints.
 
         Raises:
-            CheckpointError: The disk refuses.
+            CheckpointError: A file could not be copied or renamed.
         """
         state, roots = PartialState(), list(dict.fromkeys([self.checkpoints, *roots]))
 
@@ -273,10 +273,10 @@ class Project:
             if not self._writes or not disk.keeps(state, self.on_each_node):
                 return False
             later = disk.later_than(chosen, roots)
-            # The record first: once there are no later checkpoints, nobody knows that it is theirs.
+            # The record first: without later checkpoints, nothing shows that it belongs to them.
             if self.record.exists():
                 if not JsonlTracker(self.record).ends_record(offset or 0):
-                    self.record.rename(unused_name(self.record))  # not the one of this checkpoint
+                    self.record.rename(unused_name(self.record))  # not this checkpoint's record
                 elif later:
                     shutil.copy2(self.record, unused_name(self.record))
             disk.leave_branch(chosen, later)
@@ -286,10 +286,10 @@ class Project:
         return left[state.process_index]
 
     def begin_record(self) -> None:
-        """Make the folder and an empty record in it, on rank 0; collective.
+        """Create the folder and rename another run's records in it, on rank 0; collective.
 
         Raises:
-            ValueError: The folder cannot be made.
+            ValueError: The folder cannot be created.
         """
         if self._writes:
             on_main(self._begin_record)
@@ -301,18 +301,18 @@ class Project:
             raise ValueError(
                 f"project_dir is {str(self.folder)!r}, which cannot be used as a folder: {error}."
             ) from error
-        if self.record.exists() or self.about.exists():  # another run's, and so is the rest
+        if self.record.exists() or self.about.exists():  # another run's, as are all three files
             for file in (self.record, self.evaluations, self.about):
                 if file.exists():
                     file.rename(unused_name(file))
 
     def make_recorder(self, *, evaluates: bool = False) -> Recorder:
-        """The record and the trackers on rank 0; elsewhere objects that do nothing; collective.
+        """Return the recorder; on ranks other than 0, one that writes nothing; collective.
 
         Args:
-            evaluates: For an evaluation: a training, which may be under way or go on later, cuts
-                and continues a record of its own. Behind a fit the values go to the same runs of
-                the trackers, else to runs of their own.
+            evaluates: For an evaluation, which has its own record, since a training that runs at
+                the same time or is resumed later cuts and continues the other one. After a fit,
+                values go to the same tracker runs as the fit's, otherwise to new ones.
         """
         made: list[Recorder] = []
         if self._writes:

@@ -1,4 +1,4 @@
-"""The random generators of a fit: the global ones, and those that its module keeps for itself."""
+"""The random generators of a fit: the global ones and those that its module keeps."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ from trainer.data.own_generators import Found, held_by, load_states, states_of
 from trainer.module import TrainModule
 from trainer.rng import load_rng_state, rng_state
 
-if TYPE_CHECKING:  # a run has a `Mover`, which asks here
+if TYPE_CHECKING:  # `run` imports `moving`, which imports this module
     from trainer.loops.run import FitRun
 
 logger = logging.getLogger(__name__)
 
 
 def kept_by(module: TrainModule, datamodule: Any = None) -> Found:
-    """The generators that a module and a datamodule keep; not those of the Trainer around them."""
+    """Return the generators that a module and a datamodule keep, without those of their Trainer."""
     return held_by((module.__dict__.get("_trainer"),), module=module, datamodule=datamodule)
 
 
 def generators_of(run: FitRun) -> dict[str, Any]:
-    """Where they all stand, as a tree to be saved."""
+    """Return the states of all generators, as a tree that a checkpoint can hold."""
     return rng_state() | {"own": states_of(_of_module(run))}
 
 
 def load_generators(run: FitRun, state: dict[str, Any]) -> list[str]:
-    """Put them back to what `generators_of` returned.
+    """Restore the states that `generators_of` returned.
 
     Returns:
-        Where the module had some that are not there now.
+        The paths at which the module had generators then and has none of that kind now.
     """
     load_rng_state(state)
-    # A process that the run did not have before has nothing of its own to go on with.
+    # Nothing was saved for the module's generators on a rank that the run did not have before.
     return load_states(_of_module(run), state.get("own", {}))
 
 
 def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
-    """As `load_generators`, from a checkpoint; what is not there is told in the log."""
+    """Call `load_generators` with a checkpoint's state and log which generators are missing."""
     if missing := load_generators(run, state):
         logger.warning(
             "%s had random generators when the checkpoint was saved (%s) that it does not have "
-            "now; those that it makes later begin anew. Make them in __init__ or configure_model.",
+            "now; those that it creates later start with new states. Create them in __init__ or "
+            "configure_model.",
             type(run.module).__name__,
             ", ".join(missing),
         )
 
 
 def _of_module(run: FitRun) -> Found:
-    """Without those that the training data are drawn from, which are seeded for each epoch."""
+    """Return the module's generators, without those that the feed seeds in each epoch."""
     of_data = set(map(id, run.feed.users_generators.values()))
     return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}

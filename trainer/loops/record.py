@@ -21,22 +21,22 @@ from trainer.metrics import Value, on_accelerator, stacked, to_floats
 
 logger = logging.getLogger(__name__)
 _PATIENCE = 120.0  # seconds that a save waits for the local record's disk
-_PATIENCE_FOR_CURVES = 5.0  # and for trackers that write files, once; healthy ones take millis
+_PATIENCE_FOR_CURVES = 5.0  # and, once, for trackers that write files, usually in milliseconds
 
 
 class Recorder:
-    """Reads values back and hands them on.
+    """Reads values back from the device and records them.
 
     Args:
-        local: The record on this machine's disk.
-        trackers: The services, none where this process does not write; `local` then is a no-op
-            object. What they miss they get from `local`.
-        about: Told of the start, of warnings in the log and of the end, on the thread of `local`.
+        local: The record on this machine's disk; a no-op object if this process does not write.
+        trackers: Empty if this process does not write. They catch up from `local` on what they
+            missed.
+        about: Notes the start, warnings in the log and the end, on the thread of `local`.
 
     Attributes:
         latest: The last value of every name.
-        private: Names that the trackers are not told; the local record has them.
-        updates: The update at which each became known.
+        private: Names that go to the local record, but not to the trackers.
+        updates: The update at which each name's last value became known.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Recorder:
         self._about = about
         self._listener = Listener(lambda record: self._tell(lambda about: about.warn(record)))
         self._finished = False
-        self._end: int | None = None  # of the local record, once it is closed
-        self._hanging: dict[BackgroundTracker, Future[None]] = {}  # what a save has given up on
+        self._end: int | None = None  # the length of the local record, once it is closed
+        self._hanging: dict[BackgroundTracker, Future[None]] = {}  # a save stopped waiting for it
         self._last = 0.0  # the time of the last record
         self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
@@ -68,9 +68,9 @@ class Recorder:
         return self._write(to_floats(values), step, epoch)
 
     def record_later(self, values: Mapping[str, Value], *, step: int, epoch: int) -> None:
-        """Start one transfer to the host now; read and record it at the next call of anything here.
+        """Start one transfer to the host; the next call of this, `record` or `flush` records it.
 
-        On the CPU there is nothing to wait for, and it is recorded at once.
+        Values on the CPU are recorded at once.
         """
         self.flush()
         away = on_accelerator(values)
@@ -86,10 +86,10 @@ class Recorder:
         self._pending = (here, list(away), host, event, step, epoch)
 
     def flush(self, *, arrived: int | None = None) -> None:
-        """Record what `record_later` sent on its way.
+        """Record the values whose transfer `record_later` started.
 
         Args:
-            arrived: The update at which callbacks see it for the first time.
+            arrived: The update at which callbacks see them for the first time.
         """
         if self._pending is not None:
             here, names, host, event, step, epoch = self._pending
@@ -103,7 +103,7 @@ class Recorder:
     ) -> dict[str, float]:
         self._remember(read, step if arrived is None else arrived)
         if read:
-            # Trackers find again by its time what they missed: no two records have the same.
+            # Trackers find the records that they missed by time: no two records have the same.
             self._last = max(time.time(), math.nextafter(self._last, math.inf))
             self._local.log(read, step, epoch=epoch, time=self._last)
             told = {name: read[name] for name in read if name not in self.private}
@@ -117,32 +117,32 @@ class Recorder:
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The services; none where this process does not write."""
+        """The trackers; empty if this process does not write."""
         return list(self._trackers)
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """What the services know this run by, as far as they have told it."""
+        """The trackers' ids of this run, as far as they are known."""
         ids = {key: tracker.run_id for key, tracker in self._by_key().items()}
         return {key: run_id for key, run_id in ids.items() if run_id is not None}
 
     def resume(self, run_ids: Mapping[str, str], step: int | None) -> None:
-        """Let the trackers go on with a run; before `start`.
+        """Let the trackers resume a run; called before `start`.
 
         Args:
-            run_ids: What `run_ids` was; a service without one begins another run.
-            step: The update that it goes on from; None for an evaluation behind it.
+            run_ids: The `run_ids` of that run; a tracker without one starts another run.
+            step: The update that the run resumes from; None for an evaluation after it.
         """
         for key, tracker in self._by_key().items():
             tracker.resume(run_ids.get(key), step)
 
     def begin_anew(self) -> None:
-        """Let the trackers know that the run goes on from none; before `start`."""
+        """Let the trackers know that the run resumes no other; called before `start`."""
         for tracker in self._trackers:
             tracker.begin_anew()
 
     def _by_key(self) -> dict[str, GeneralTracker]:
-        """The trackers by their names; a second instance of one has a number too."""
+        """Return the trackers by name; a second instance of one has a number too."""
         keyed: dict[str, GeneralTracker] = {}
         for tracker in self._trackers:
             number = sum(key.partition("/")[0] == tracker.name for key in keyed)
@@ -158,16 +158,16 @@ class Recorder:
         cut_at: int | None = None,
         cut_behind: int | None = None,
     ) -> None:
-        """Begin the record; only an object that is no no-op does anything.
+        """Start the record and the trackers; nothing happens if they are no-op objects.
 
         Args:
             configuration: Stored by the trackers.
-            about: What else the folder of the run says of it.
-            step: The update that it begins behind.
-            cut_at: The local record's length at the checkpoint that is resumed; what was written
-                after it is dropped.
-            cut_behind: The update of that checkpoint, by which it is cut where the length could
-                not be found out.
+            about: What `run.json` says of the run; None leaves it as it is.
+            step: The number of updates before this start.
+            cut_at: The local record's length at the checkpoint that the run resumes from; what was
+                written after it is dropped.
+            cut_behind: The update of that checkpoint, after which the record is cut if its length
+                is unknown.
         """
         try:
             self._local.start()
@@ -191,17 +191,17 @@ class Recorder:
             raise
 
     def sync(self) -> Callable[[], int | None]:
-        """Begin to put what the local record has by now on the disk, and to write the curves.
+        """Start to sync the local record to the disk, and to write the curves of trackers to files.
 
-        A checkpoint calls it, so that a run that is killed and goes on from there has no holes in
-        the files of its trackers. Those of services, which may be away, are not waited for.
+        A checkpoint calls it, so that a run that is killed and resumes from there has no gaps in
+        the files of its trackers. Trackers of services, which may be offline, are not waited for.
 
         Returns:
-            A function that waits until it is there; for trackers that write files a short time. One
-            that takes longer is told in the log, and left out by `sync` until it has come that far.
-            The function gives the record's length in bytes, at which a run that resumes from here
-            cuts it; None where this process keeps no record, or it could not be written, which is
-            told in the log.
+            A function that waits until all is written, but only for a short time for trackers that
+            write files. One that takes longer is logged, and left out by `sync` until it has caught
+            up. The function returns the record's length in bytes, at which a run that resumes from
+            here cuts it; None if this process keeps no record, or if it could not be written, which
+            is logged.
         """
         if self._finished or not isinstance(self._local, BackgroundTracker):
             return lambda: self._end
@@ -216,7 +216,7 @@ class Recorder:
         return length
 
     def _write_curves(self) -> dict[BackgroundTracker, Future[None]]:
-        """Ask the trackers that write files to come this far, but those that hang."""
+        """Have the trackers that write files catch up, except those that hang."""
         hanging = {tracker for tracker, future in self._hanging.items() if not future.done()}
         return {
             tracker: tracker.submit(_come_this_far)
@@ -225,7 +225,7 @@ class Recorder:
         }
 
     def _tell(self, what: Callable[[AboutRun], None]) -> None:
-        """Change the file about the run, on the local record's thread."""
+        """Change `run.json`, on the local record's thread."""
         about = self._about
         if about is not None and isinstance(self._local, BackgroundTracker):
             self._local.submit(lambda _: what(about))
@@ -235,14 +235,14 @@ class Recorder:
 
         Args:
             status: How the run ended, for the trackers.
-            error: What ended it.
+            error: The error that ended it.
         """
         self._listener.close()
         if self._finished:
             return
         local, synced = self._local, None
         try:
-            self.flush()  # may fail where the device has
+            self.flush()  # may fail if the device has failed
             if isinstance(local, BackgroundTracker):
                 synced = local.submit(lambda record: cast(JsonlTracker, record).sync())
         finally:
@@ -251,11 +251,11 @@ class Recorder:
                 self._tell(lambda about: about.end(status, text_of(error)))
             finish_all([local, *self._trackers], status)
         if synced is not None:
-            self._end = _length(synced, 0.0)  # a disk that hangs has had its time
+            self._end = _length(synced, 0.0)  # a disk that hangs was waited for above
 
 
 def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> int:
-    """Cut the record, on its thread, and give its length."""
+    """Cut the record, on its thread, and return its length."""
     if cut_at is None and cut_behind is not None:
         cut_at = record.offset_behind(cut_behind)
     if cut_at is not None:
@@ -264,21 +264,20 @@ def _begin(record: JsonlTracker, cut_at: int | None, cut_behind: int | None) -> 
 
 
 def _come_this_far(tracker: GeneralTracker) -> None:
-    """Nothing: a tracker's calls are made in order, and what it logs is in its file behind each."""
+    """Do nothing: calls are made in order, so at this one the tracker's file is up to date."""
 
 
 def _wait_for(
     curves: Mapping[BackgroundTracker, Future[None]],
 ) -> dict[BackgroundTracker, Future[None]]:
-    """Wait a short time; give those that hang, which are told in the log."""
+    """Wait a short time; return the trackers that hang, after logging them."""
     done, _ = wait(curves.values(), _PATIENCE_FOR_CURVES)
     late = {tracker: future for tracker, future in curves.items() if future not in done}
     if late:
         logger.warning(
-            "A save has not waited longer than %g seconds for %s to write what was logged before "
-            "it, and the next ones do not wait at all until that is written; a run that is killed "
-            "and goes on from one of these may have holes in those curves, and none in "
-            "metrics.jsonl.",
+            "A save stopped waiting after %g seconds for %s to write earlier values, and later "
+            "saves do not wait at all until those are written. A run that is killed and resumes "
+            "from one of these saves may have gaps in those curves, but none in metrics.jsonl.",
             _PATIENCE_FOR_CURVES,
             " and ".join(tracker.name for tracker in late),
         )

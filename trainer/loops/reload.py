@@ -1,8 +1,7 @@
-"""The loaders of a fit: made when it begins and, where asked for, anew every few epochs."""
+"""The loaders of a fit: created when it begins and, on request, again every few epochs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,16 +23,16 @@ from trainer.loops.settings import Settings
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix, set_seed
 
-_DRAWS_BY_LOADERS = 5  # tells their seeds from those of an epoch's order and of batch hooks
+_DRAWS_BY_LOADERS = 5  # separates their seeds from those of an epoch's order and of batch hooks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where the run stood when the loaders in use were made, for a resumed one to make them again.
+    """The run's progress when its current loaders were created, so that a resume can repeat it.
 
     Attributes:
         epoch: ``trainer.current_epoch`` as the hooks saw it.
-        step: ``trainer.global_step`` likewise.
+        step: ``trainer.global_step`` as the hooks saw it.
         seed: The seed of the order of the data.
     """
 
@@ -42,7 +41,7 @@ class Origin:
     seed: int
 
     def describe(self) -> dict[str, int]:
-        """For the manifest of a checkpoint."""
+        """Return the fields for the manifest of a checkpoint."""
         return asdict(self)
 
 
@@ -52,14 +51,14 @@ class Sources:
 
     Attributes:
         settings: The Trainer's.
-        accelerator: Among how many processes they are shared out.
+        accelerator: Its processes share the data.
         module: The user's.
-        train: As given to `fit`.
-        val: Likewise.
-        datamodule: Likewise.
+        train: The training loader that was passed to `fit`.
+        val: The validation loaders that were passed to `fit`.
+        datamodule: The datamodule that was passed to `fit`.
 
     Raises:
-        ValueError: Loaders are to be made anew, but were given ready-made.
+        ValueError: Loaders are to be created again, but were passed ready-made.
     """
 
     settings: Settings
@@ -70,22 +69,22 @@ class Sources:
     datamodule: Any
 
     def __post_init__(self) -> None:
-        """Refuse loaders that nobody could make again."""
+        """Refuse ready-made loaders that would have to be created again."""
         every = self.settings.reload_dataloaders_every_n_epochs
         for argument, hook in (("train", "train_dataloader"), ("val", "val_dataloader")):
             if every and getattr(self, argument) is not None:
                 raise ValueError(
                     f"reload_dataloaders_every_n_epochs is {every}, but fit was given "
-                    f"{argument}_dataloaders, which it cannot make anew. Define {hook} in the "
-                    "module or in a DataModule in its place, or leave "
+                    f"{argument}_dataloaders, which it cannot create again. Define {hook} in the "
+                    "module or in a DataModule instead, or leave "
                     "reload_dataloaders_every_n_epochs at 0."
                 )
 
     def origin(self, chosen: Path | None) -> Origin:
-        """Where the first loaders are made; generators are seeded for them.
+        """Return the origin of the first loaders, after seeding the generators.
 
         Args:
-            chosen: The checkpoint that the fit goes on from, if any.
+            chosen: The checkpoint that the fit resumes from, if any.
         """
         seed = self.settings.seed
         if seed is not None:
@@ -95,20 +94,20 @@ class Sources:
         return Origin(seed=broadcast_object(torch.initial_seed()) if seed is None else seed)
 
     def make(self, origin: Origin) -> tuple[Feed, list[Feed]]:
-        """The training feed, and those of the validation; collective.
+        """Return the training feed and the validation feeds; collective.
 
         Raises:
-            ValueError: There is not one training loader, or a loader is empty.
+            ValueError: There is not exactly one training loader, or a loader is empty.
             TypeError: There is validation data but no ``validation_step``.
-            RuntimeError: On the processes that fared well, where a hook of another one failed.
+            RuntimeError: A hook failed on another process.
         """
         return self.feeds(origin, *on_all(lambda: self.call(origin), "fit"))
 
     def call(self, origin: Origin) -> tuple[list[Any], list[Any]]:
-        """The loaders for training and for validation, from the hooks if none were given.
+        """Return the training and the validation loaders, from the hooks if none were passed.
 
-        Where the hooks are called again, what they draw is a function of the seed and the epoch, so
-        that a resumed run draws the same.
+        If the hooks are called repeatedly, their random draws depend only on the seed and the
+        epoch, so that a resumed run draws the same.
         """
         again = self.settings.reload_dataloaders_every_n_epochs
         drawn = mix(origin.seed, origin.epoch, _DRAWS_BY_LOADERS)
@@ -119,12 +118,12 @@ class Sources:
             return loaders, validation_loaders(self.val, *owners, self.settings)
 
     def feeds(self, origin: Origin, loaders: list[Any], val: list[Any]) -> tuple[Feed, list[Feed]]:
-        """The feeds of what `call` returned, within their limits; collective."""
+        """Return the feeds of the loaders that `call` returned, limited; collective."""
         if len(loaders) > 1:
             raise ValueError(
-                f"fit was given {len(loaders)} training loaders; it takes one. Read them by one, "
-                "of a torch.utils.data.StackDataset or ConcatDataset, or pass an object whose "
-                "__iter__ yields the joint batches."
+                f"fit was given {len(loaders)} training loaders; it takes one. Combine them in one "
+                "loader of a torch.utils.data.StackDataset or ConcatDataset, or pass an object "
+                "whose __iter__ yields the joint batches."
             )
         settings, accelerator = self.settings, self.accelerator
         (feed,) = feeds_for("train", loaders, settings, accelerator, seed=origin.seed)
@@ -134,25 +133,17 @@ class Sources:
         return feed, val_feeds
 
 
-def reloader(run: FitRun, sources: Sources) -> Callable[[], None]:
-    """What is called as an epoch begins: it gives the run new loaders every few epochs."""
-    every = sources.settings.reload_dataloaders_every_n_epochs
-
-    def reload() -> None:
-        if run.counters.epoch % every == 0:
-            _reload(run, sources)
-
-    return reload if every else lambda: None
-
-
-def _reload(run: FitRun, sources: Sources) -> None:
-    """Make the loaders of the epoch at hand; the workers of the old ones end.
+def reload_if_due(run: FitRun) -> None:
+    """Create the loaders again if that is due in this epoch; the workers of the old ones end.
 
     Raises:
-        ValueError: See `Sources.make`; or there is no validation data any more.
-        RuntimeError: On the processes that fared well, where another one did not.
+        ValueError: See `Sources.make`; or there is no longer any validation data.
+        RuntimeError: It failed on another process.
     """
-    counters = run.counters
+    counters, sources = run.counters, run.sources
+    every = sources.settings.reload_dataloaders_every_n_epochs
+    if not every or counters.epoch % every:
+        return
     origin = Origin(epoch=counters.epoch, step=counters.global_step, seed=run.feed.seed)
     for old in (run.feed, *run.val_feeds):
         old.close()
@@ -161,12 +152,12 @@ def _reload(run: FitRun, sources: Sources) -> None:
         loaders, val_loaders = sources.call(origin)
         if run.val_feeds and not val_loaders:
             raise ValueError(
-                f"val_dataloader gave nothing in epoch {counters.epoch}, so that validations that "
-                "are due could not run. Return the loaders of before; val_every says how often to "
-                "validate."
+                f"val_dataloader returned nothing in epoch {counters.epoch}, so validations that "
+                "are due could not run. Return loaders in every epoch; val_every says how often "
+                "to validate."
             )
         return loaders, val_loaders
 
     loaders, val_loaders = on_all(call, "reload_dataloaders_every_n_epochs")
     run.feed, run.val_feeds = sources.feeds(origin, loaders, val_loaders)
-    run.loaders = origin.describe()
+    run.origin = origin

@@ -1,4 +1,4 @@
-"""A SLURM job that puts itself back into the queue when its time is over."""
+"""Requeueing of a SLURM job whose time is over."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LIMIT = 60.0  # seconds; the controller may be busy
 
 
 def requeue(code: int) -> None:
-    """Ask SLURM to run this job again, if it is the end of its time that ended the run.
+    """Ask SLURM to requeue this job if the run ended because its time was over.
 
-    That is SIGUSR1, which ``sbatch --signal=USR1@120`` sends so many seconds before, and the end of
-    ``max_time``. After Ctrl-C and SIGTERM (``scancel``) somebody wants the end; where SLURM takes
-    the machine back for another job, it requeues by itself. Outside of SLURM nothing is done; a
-    failure is told in the log.
+    That means SIGUSR1, which ``sbatch --signal=USR1@120`` sends that many seconds early, or the end
+    of ``max_time``. Ctrl-C and SIGTERM (``scancel``) mean that somebody wants the job to end; when
+    SLURM preempts the job for another one, it requeues it by itself. Outside SLURM nothing is done;
+    a failure is logged.
 
     Args:
-        code: What the run exits with.
+        code: The run's exit code.
     """
     job = slurm_job()
     if job is None or code not in (OUT_OF_TIME, exit_code(signal.SIGUSR1)):

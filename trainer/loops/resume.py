@@ -1,4 +1,4 @@
-"""How a fit is put back to a checkpoint; what one holds is in `trainer.loops.snapshot`."""
+"""Restoring a fit from a checkpoint; `trainer.loops.snapshot` saves it."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_datamodule(datamodule: Any, path: Path) -> None:
-    """Put a datamodule back to a checkpoint, if that has a state for it; collective.
+    """Restore a datamodule from a checkpoint, if it has a state for it; collective.
 
     Raises:
-        CheckpointError: On all processes alike: it cannot be read, or the datamodule refused it.
+        CheckpointError: It cannot be read, or the datamodule refused it; on all processes alike.
     """
 
     def load() -> None:
@@ -55,7 +55,9 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
         if type(datamodule).__qualname__ in state:
             datamodule.load_state_dict(state[type(datamodule).__qualname__])
         else:
-            logger.warning("%s holds the state of a datamodule %s, not used.", path, *state)
+            logger.warning(
+                "%s holds the state of a datamodule %s, which is not used.", path, *state
+            )
 
     if has_state(datamodule):
         disk.together(f"Restoring the datamodule from {path}", load, PartialState())
@@ -64,17 +66,17 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
 def load_run(
     run: FitRun, path: Path, *, trainer: Any, callbacks: Sequence[Callback], stays_stopped: bool
 ) -> int | None:
-    """Put a fit back to a checkpoint.
+    """Restore a fit from a checkpoint.
 
     Args:
         run: The fit.
         path: The checkpoint.
         trainer: Passed to the callbacks' ``on_load_checkpoint``.
         callbacks: Their state is restored.
-        stays_stopped: A run that had decided to stop does not go on.
+        stays_stopped: Whether a run that had decided to stop stays stopped.
 
     Returns:
-        Where the local record ended then; None if it was not known.
+        The length of the local record at that checkpoint; None if it was unknown.
 
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit the module, the optimizers or
@@ -83,7 +85,7 @@ def load_run(
     manifest = disk.verify(path)
     if manifest.get("weights_only"):
         raise CheckpointError(
-            f"{path} holds weights alone, which no run can go on from. Begin a new one with them: "
+            f"{path} holds only weights, from which no run can resume. Start a new run with them: "
             "load them with load_from_checkpoint, and fit without ckpt_path."
         )
     file = path / disk.WEIGHTS_NAME
@@ -121,7 +123,7 @@ def load_run(
 def _restore_optimizers(
     run: FitRun, path: Path, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put the optimizers and their schedules back; `weights` are those that they trained."""
+    """Restore the optimizers and schedulers; `weights` are those that the optimizers trained."""
     _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
     _same_names(path, run.optimizer_names, state["optimizers"])
     schedulers = [entry.scheduler for entry in run.schedulers]
@@ -136,11 +138,11 @@ def _restore_optimizers(
 
 
 def _restore_ranks(run: FitRun, path: Path, saved_by: int) -> None:
-    """Put back what is each process's own, or share out that of another number of processes."""
+    """Restore the state of each process, or redistribute that of another number of processes."""
     ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in range(saved_by)]
     run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
     taken_in = [rank["metrics"] for rank in ranks]
-    for part in taken_in:  # whoever decides by what was logged decides alike on every process
+    for part in taken_in:  # decisions by what was logged must be the same on every process
         run.metrics.names.update(part["names"])
     if len(ranks) == run.world_size:
         restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
@@ -160,7 +162,7 @@ def _restore_ranks(run: FitRun, path: Path, saved_by: int) -> None:
         run.saved_rng = ranks[run.rank]["rng"]
     else:
         logger.warning(
-            "%s was saved by fewer processes: rank %d begins with generators of its own.",
+            "%s was saved by fewer processes: rank %d starts with freshly seeded generators.",
             path,
             run.rank,
         )
@@ -169,7 +171,7 @@ def _restore_ranks(run: FitRun, path: Path, saved_by: int) -> None:
 
 
 def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Put back the gradients that waited for an update; only in manual optimisation are there."""
+    """Restore gradients that waited for an update, which exist in manual optimisation only."""
     if run.module.automatic_optimization:
         return
     named = named_gradients(run)
@@ -186,12 +188,10 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.agreement.items_seen = state["items_seen"]
     run.agreement.latest = run.agreement.latest._replace(seconds=counters.seconds)
     _refuse_other_data(run, state["data"])
-    run.feed.mark = state.get("order")  # of a checkpoint of an earlier release there is none
+    run.feed.mark = state.get("order")  # None in a checkpoint of an earlier release
     if run.guard is not None and state["guard"] is not None:
         run.guard.load_state_dict(state["guard"])
     run.weighting.reference = state["reference"]
-    for feed in (run.feed, *run.val_feeds):
-        feed.reseed(state["data_seed"])
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update(state["updates"])
     for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
@@ -200,23 +200,23 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
 
 
 def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:
-    """Refuse to go on inside an epoch of other batches: samples would be left out or seen twice.
+    """Refuse to resume inside an epoch of other batches: samples would be left out or seen twice.
 
     Raises:
-        CheckpointError: The batch size or the number of samples is another.
+        CheckpointError: The batch size or the number of samples differs.
     """
     inside = run.counters.epoch_batches > 0 and not run.counters.epoch_complete
     if inside and (here := data_of(run)) != saved:
         raise CheckpointError(
-            f"The checkpoint lies inside an epoch of {saved[1]} samples in batches of {saved[0]}, "
-            f"but the training loader has {here[1]} in batches of {here[0]}. Go on with the same, "
-            "also where the number of processes is another, or from a checkpoint at the end of an "
-            "epoch."
+            f"The checkpoint was saved inside an epoch of {saved[1]} samples in batches of "
+            f"{saved[0]}, but the training loader has {here[1]} in batches of {here[0]}. Use the "
+            "same, even with another number of processes, or resume from a checkpoint at the end "
+            "of an epoch."
         )
 
 
 def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:
-    """A schedule whose interval was changed since counts from where the run stands."""
+    """Restore a schedule; one whose interval has changed counts from the run's progress."""
     schedule.before = before if schedule.interval == saved else run.progress
 
 
@@ -228,17 +228,17 @@ def _same_number(path: Path, what: str, here: Sequence[Any], saved: Sequence[Any
 
 
 def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
-    """Refuse to give optimizers each other's state."""
+    """Refuse to load the state of one optimizer into another."""
     if list(here) != list(saved):
         raise CheckpointError(
             f"{path} holds the state of the optimizers {', '.join(map(repr, saved))}, but "
             f"configure_optimizers returned {', '.join(map(repr, here))}. Return the same in that "
-            "order; the 'name' beside an 'optimizer' says what it is called, else its class does."
+            "order; an optimizer is named by the 'name' beside it, else by its class."
         )
 
 
 def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
-    """Put a module's weights back to a checkpoint's, and what its `on_save_checkpoint` added.
+    """Load a module's weights from a checkpoint, and what its `on_save_checkpoint` added.
 
     Returns:
         The checkpoint's manifest.
@@ -248,6 +248,6 @@ def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
     """
     manifest = disk.verify(path)
     disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
-    if f"{TRAINER}.json" in manifest["files"]:  # not where the weights were saved alone
+    if f"{TRAINER}.json" in manifest["files"]:  # not if only weights were saved
         module.on_load_checkpoint(disk.load_tree(path, TRAINER)["extra"])
     return manifest

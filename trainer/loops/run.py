@@ -1,4 +1,4 @@
-"""Everything that a loop works with, put together once before it begins."""
+"""Everything that a loop works with, assembled once before it begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,11 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
 
+if TYPE_CHECKING:  # `reload` imports this module
+    from trainer.loops.reload import Origin, Sources
+
 _UNKNOWN = -1
-_ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: a question is a reduction that all wait for
+_ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: each question is a blocking reduction
 
 
 class Engine(Protocol):
@@ -42,60 +45,60 @@ class Engine(Protocol):
         """Call a method of the user's module."""
 
     def begin_epoch(self) -> None:
-        """Before an epoch's first window."""
+        """Called before an epoch's first window."""
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Before the forward pass of a micro-batch."""
+        """Called before the forward pass of a micro-batch."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """A micro-batch that does not end its window."""
+        """Run the backward pass of a micro-batch that does not end its window."""
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """The one that does; the window's items over all processes."""
+        """Run the last backward pass of a window; return its items over all processes."""
 
     def refuse_unknown(self) -> None:
-        """Raise where it has left out gradients, of parameters that it does not know."""
+        """Raise if gradients were left out, of parameters that the engine does not know."""
 
     def broadcast_buffers(self) -> None:
-        """Make rank 0's buffers everybody's."""
+        """Broadcast rank 0's buffers to all processes."""
 
 
 class Timing(Protocol):
-    """What takes the time of a part of the loop."""
+    """Measures the time of the parts of the loop."""
 
     def part(self, part: str) -> AbstractContextManager[None]:
-        """Inside, the time is this part's."""
+        """Inside, the time counts for this part."""
 
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function, whose time is this part's."""
+        """Call a function, whose time counts for this part."""
 
 
 class Untimed:
-    """Takes no time."""
+    """Measures no time."""
 
     def part(self, part: str) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
-        """Nothing."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:  # noqa: ARG002
-        """Only that: at each update, where a context would take longer."""
+        """Call the function, at each update, where a context would take longer."""
         function(*args)
 
 
 @dataclass
 class Counters:
-    """Where a fit stands; saved and restored as it is.
+    """The progress of a fit, as it is saved and restored.
 
     Attributes:
-        global_step: Updates.
-        epoch: The epoch at hand, from 0.
-        rounds: Rounds of it that were used.
-        epoch_batches: Batches in them, over all processes.
-        epoch_complete: It is over.
-        batches_seen: Micro-batches of all processes.
-        samples_seen: Samples of all processes.
-        validations: How many have run, the sanity check excluded.
-        seconds: Training time of the parts of the run before this one.
+        global_step: Updates so far.
+        epoch: The current epoch, from 0.
+        rounds: Rounds of the epoch that were used.
+        epoch_batches: Batches in those rounds, over all processes.
+        epoch_complete: Whether the epoch is over.
+        batches_seen: Micro-batches so far, over all processes.
+        samples_seen: Samples so far, over all processes.
+        validations: Validations so far, without the sanity check.
+        seconds: Training time of the run before this start.
     """
 
     global_step: int = 0
@@ -109,7 +112,7 @@ class Counters:
     seconds: float = 0.0
 
     def begin_epoch(self) -> None:
-        """The epoch is over and another one begins."""
+        """Begin the next epoch."""
         self.epoch += 1
         self.rounds = self.epoch_batches = 0
         self.epoch_complete = False
@@ -121,38 +124,38 @@ class Run:
 
     Attributes:
         module: The user's.
-        hooks: Its hooks and the callbacks'.
-        metrics: What is logged and not yet reduced.
-        recorder: Where reduced values go.
-        precision: The autocast and the scaler.
-        device: Where batches go.
-        world_size: Processes.
-        rank: This one.
-        counters: Where the fit stands; all zero outside one.
-        eval_lengths: Batches of each loader in the evaluation at hand, over all processes.
-        batch_idx: The number of the batch at hand, as its step receives it.
-        sanity_checking: The evaluation at hand is the trial before training.
         datamodule: The user's, or None.
-        timing: Told what is no call of the objects above; see `trainer.loops.timing`.
+        hooks: The hooks of the module and the callbacks.
+        metrics: Values that were logged and not yet reduced.
+        recorder: Receives the reduced values.
+        precision: The autocast and the scaler.
+        device: The device of the batches.
+        world_size: The number of processes.
+        rank: The rank of this process.
+        counters: The progress of the fit; in an evaluation, of the checkpoint or the last fit.
+        eval_lengths: Batches of this process from each loader of the current evaluation.
+        batch_idx: The index of the current batch, as its step receives it.
+        sanity_checking: Whether the current evaluation is the sanity check before training.
+        timing: Measures what is not a call of the objects above; see `trainer.loops.timing`.
     """
 
-    module: TrainModule
-    hooks: HookTable
-    metrics: MetricStore
-    recorder: Recorder
-    precision: Precision
-    device: torch.device
-    world_size: int = 1
-    rank: int = 0
-    counters: Counters = field(default_factory=Counters)
+    module: Final[TrainModule]
+    datamodule: Final[Any]
+    hooks: Final[HookTable]
+    metrics: Final[MetricStore]
+    recorder: Final[Recorder]
+    precision: Final[Precision]
+    device: Final[torch.device]
+    world_size: Final[int]
+    rank: Final[int]
+    counters: Final[Counters] = field(default_factory=Counters)
     eval_lengths: list[int | None] = field(default_factory=list)
     batch_idx: int = 0
     sanity_checking: bool = False
-    datamodule: Any = None
     timing: Timing = field(default_factory=Untimed)
 
     def __post_init__(self) -> None:
-        """Resolve once what the user does with batches."""
+        """Resolve once which hooks of the user change batches."""
         self.mover = Mover(
             self.module,
             self.datamodule,
@@ -162,12 +165,12 @@ class Run:
         )
 
     def bare_step(self, name: str) -> Callable[..., Any]:
-        """A step of the user's module in which the engine has no part."""
+        """Return a step of the user's module, to be called without the engine."""
         step: Callable[..., Any] = getattr(self.module, name)
         return step
 
     def place(self, stage: str) -> str:
-        """Where this process is, for people; asked by another thread.
+        """Describe in words where this process is; called by another thread.
 
         Args:
             stage: fit, validate, test or predict.
@@ -175,117 +178,126 @@ class Run:
         return f"{stage}, batch {self.batch_idx}"
 
     def told_to_end(self, round_idx: int) -> bool:  # noqa: ARG002 - an interface
-        """Whether to abandon the evaluation at hand before this round, alike on all processes."""
-        return False  # outside a fit nothing would be saved: signals do what they do
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Saves nothing."""
+        """Return whether all processes are to abandon the current evaluation before this round."""
+        return False  # outside a fit there is nothing to save: signals have their usual effect
 
 
 @dataclass(kw_only=True)
 class FitRun(Run):
-    """A run that trains.
+    """A run that trains; `trainer.loops.assemble.make_fit_run` creates it.
 
     Attributes:
         engine: How the module runs and its gradients are reduced.
-        agreement: What the processes know alike.
+        agreement: What all processes agree on.
         weighting: How much each micro-batch counts.
-        feed: The training data.
-        val_feeds: The validation data, empty without.
+        guard: Finds gradients that are not finite; None if they are ignored.
         optimizers: Prepared, in the user's order.
-        schedulers: And when they tick.
+        optimizer_names: See `trainer.optim.configure.names_of`.
+        schedulers: The schedulers, each with when it ticks.
+        limits: The limits of all gradients.
+        own_limits: Optimizers with limits of their own.
+        writer: Writes checkpoints, also in the background.
+        asked: Saves to be made at the next boundary.
+        length: When the run ends.
+        val_schedule: When validation is due.
+        log_schedule: When values of an update are recorded.
+        sanity_steps: Batches of each validation loader in the sanity check; -1 for all.
+        validates: Whether there is validation data and the run is long enough for a validation.
+        monitored: See `trainer.loops.due.monitors_of`.
+        stop_requested: Whether this process requests a stop; the others learn of it at the next
+            update.
+        begun: What of the module was frozen or in evaluation mode at first; see
+            `trainer.loops.switches`.
+        started: The time when this start began, by the monotonic clock.
+        thread: The thread that trains.
+        sources: Where the loaders come from; see `trainer.loops.reload`.
+        origin: The run's progress when its loaders were created.
+        feed: The training data.
+        val_feeds: The validation data; empty if there is none.
+        told: Returns the exit code once a signal or the clock has told this process to end, else
+            None; the others learn of it at the next update.
+        accumulation: Micro-batches of the next window.
+        schedulers_paused: Whether a callback sets the learning rates instead.
+        run_id: Identifies the run, also in later starts that resume it.
+        last_logged: The update whose values were recorded last.
+        unfinished: Whether a signal ended the run before the work due after its last update.
+        stop_now: Whether all processes have decided to stop.
+        saved_rng: The generators' states of the checkpoint that the run resumes from, until they
+            are restored.
+        ended: As `begun`, at the end of the fit: later changes to the module are not the run's.
         parameters: All of the module's and the optimizers', as of the latest update.
         unused: Those of them that no optimizer has.
         strangers: Those of them that the module does not have.
-        told_of_strangers: The log has named them.
-        noted: By what `trainer.loops.window.take_note` sees that there may be others.
-        length: When the run ends.
-        accumulation: Micro-batches of the next window.
-        limits: Of all gradients.
-        own_limits: Optimizers whose gradients have others.
-        optimizer_names: See `trainer.optim.configure.names_of`.
-        val_schedule: When validation is due.
-        log_schedule: When values of an update are recorded.
-        sanity_steps: Batches of each validation loader to try before training; -1 for all.
-        stop_requested: Asked of this process; the others hear of it at the next update.
-        told: The code to exit with once this process was told to end, by a signal or the clock; the
-            others hear of it likewise.
-        writer: Saves, also in the background.
-        asked: Saves to be made at the next boundary.
-        guard: Finds gradients that are not finite; None lets them be.
-        found: In manual optimisation on an accelerator, whether there were any in the step at hand.
-        schedulers_paused: A callback sets the learning rates instead.
-        unfinished: The run was ended by a signal before what is due after its last update was done.
-        run_id: Which run this is, whatever process goes on with it.
-        stop_now: Decided by all alike.
-        weightless: A batch stands in for one that this process lacks: its loss counts for nothing.
-        saved_rng: The generators' states of the checkpoint that the run resumes from.
-        begun: What of the module was frozen and in evaluation mode at first; see
-            `trainer.loops.switches`.
-        ended: The same when the fit was over: what is done to the module later is not the run's.
-        loaders: Where the run stood when its loaders were made; see `trainer.loops.reload`.
-        renew_loaders: Called as an epoch begins, to make others if it is time.
-        validates: There is validation data, and the run is long enough for a validation.
-        monitored: See `trainer.loops.due.monitors_of`.
-        last_logged: The update whose values were recorded last.
-        epoch_length: Batches of all processes in the epoch at hand, None where only reading tells.
-        thread: The one that trains.
-        data_ended: There is no further batch for this process in the epoch, and nobody but it can
-            know: a stream is over, or a dataset has ended early.
-        last_batch: In manual optimisation, for a round in which this process has none.
+        told_of_strangers: Whether they were logged.
+        noted: By which `trainer.loops.window.take_note` sees that they may have changed.
+        epoch_length: Batches of all processes in the current epoch, None if only reading can tell;
+            -1 before the first epoch, when the feed is asked each time.
+        data_ended: Whether this process has no further batch in the epoch, which only it can know:
+            a stream is over, or a dataset has ended early.
+        in_boundary: Whether the update is over, and what is due after it is being done.
+        log_due: Whether the values of the current update will be recorded.
+        found: In manual optimisation on an accelerator, whether any gradients of the current step
+            are not finite.
+        last_batch: The latest batch in manual optimisation, for a round in which this process has
+            none.
+        weightless: Whether a batch stands in for a missing one, so that its loss counts for
+            nothing.
     """
 
-    engine: Engine
-    agreement: Agreement
-    weighting: LossWeighting
+    # What it is made of, fixed until its end.
+    engine: Final[Engine]
+    agreement: Final[Agreement]
+    weighting: Final[LossWeighting]
+    guard: Final[FiniteGuard | None]
+    optimizers: Final[list[AcceleratedOptimizer]]
+    optimizer_names: Final[list[str]]
+    schedulers: Final[list[SchedulerEntry]]
+    limits: Final[Limits]
+    own_limits: Final[list[tuple[AcceleratedOptimizer, Limits]]]
+    writer: Final[Writer]
+    asked: Final[AskedSaves]
+    length: Final[Length]
+    val_schedule: Final[Schedule]
+    log_schedule: Final[Schedule]
+    sanity_steps: Final[int]
+    validates: Final[bool]
+    monitored: Final[list[tuple[str, str]]]
+    stop_requested: Final[Callable[[], bool]]
+    begun: Final[dict[str, list[str]]]
+    started: Final[float] = field(default_factory=time.monotonic)
+    thread: Final[int] = field(default_factory=threading.get_ident)
+    # What may be replaced: the data every few epochs, the rest by callbacks.
+    sources: Final[Sources]
+    origin: Origin
     feed: Feed
     val_feeds: list[Feed]
-    optimizers: list[AcceleratedOptimizer]
-    schedulers: list[SchedulerEntry]
-    parameters: list[nn.Parameter]
-    length: Length
+    told: Callable[[], int | None]
     accumulation: int
-    limits: Limits
-    own_limits: list[tuple[AcceleratedOptimizer, Limits]]
-    optimizer_names: list[str]
-    val_schedule: Schedule
-    log_schedule: Schedule
-    sanity_steps: int
-    stop_requested: Callable[[], bool]
-    writer: Writer
-    asked: AskedSaves = field(default_factory=lambda: AskedSaves(_nothing))
-    guard: FiniteGuard | None = None
-    found: Tensor | None = None
-    told: Callable[[], int | None] = lambda: None
     schedulers_paused: bool = False
-    run_id: str = ""
+    # Its progress beside `counters`: at the beginning, unless `load_run` restores it.
+    run_id: str
+    last_logged: int = 0
+    unfinished: bool = False
     stop_now: bool = False
+    saved_rng: dict[str, Any] | None = None
+    ended: dict[str, list[str]] | None = None
+    # What the loop knows of the current epoch, window and batch.
+    parameters: list[nn.Parameter]
     unused: list[nn.Parameter] = field(default_factory=list)
     strangers: list[nn.Parameter] = field(default_factory=list)
     told_of_strangers: bool = False
     noted: list[int] = field(default_factory=list)
-    unfinished: bool = False
+    epoch_length: int | None = _UNKNOWN
     data_ended: bool = False
-    last_batch: Any = None
-    weightless: bool = False
-    saved_rng: dict[str, Any] | None = None
-    begun: dict[str, list[str]] = field(default_factory=dict)
-    ended: dict[str, list[str]] | None = None
-    loaders: dict[str, int] = field(default_factory=dict)
-    renew_loaders: Callable[[], None] = lambda: None
-    validates: bool = True
-    monitored: list[tuple[str, str]] = field(default_factory=list)
     in_boundary: bool = False
     log_due: bool = False
-    last_logged: int = 0
-    epoch_length: int | None = _UNKNOWN
-    started: float = field(default_factory=time.monotonic)
-    thread: int = field(default_factory=threading.get_ident)
+    found: Tensor | None = None
+    last_batch: Any = None
+    weightless: bool = False
 
     @property
     def deciding(self) -> bool:
-        """A callback is asked at a boundary, on all processes; not another thread meanwhile."""
+        """Whether the calling thread is at a boundary, where all processes call the callbacks."""
         return self.in_boundary and self.thread == threading.get_ident()
 
     @property
@@ -302,11 +314,11 @@ class FitRun(Run):
         return f"{where}, batch {self.batch_idx}"
 
     def own_tally(self, items: float, loss: Tensor | None = None) -> Tally:
-        """What this process tells the others about its window.
+        """Return what this process contributes to the agreement about a window.
 
         Args:
-            items: In it, here.
-            loss: Is finite if all of its losses are; None where there is none.
+            items: The window's items on this process.
+            loss: Finite if all losses of the window are; None if there is none.
         """
         return Tally(
             items,
@@ -321,7 +333,7 @@ class FitRun(Run):
         )
 
     def told_to_end(self, round_idx: int) -> bool:
-        """Whether any process was told to end; several ask each other now and then only."""
+        """Return whether any process was told to end; several ask each other every few rounds."""
         told = self.told() is not None
         if self.world_size == 1:
             return told
@@ -335,14 +347,14 @@ class FitRun(Run):
         return self.progress_at(self.counters.global_step)
 
     def progress_at(self, step: int) -> Progress:
-        """As `progress`, when this update is or will be the latest that is counted."""
+        """Return the progress as of this update, the latest one or the one being made."""
         counters, batches = self.counters, self.epoch_length
-        if batches == _UNKNOWN:  # before the first epoch; later kept, for it is asked every update
+        if batches == _UNKNOWN:  # before the first epoch; then stored, as it is needed every update
             batches = self.feed.num_batches
         epochs = float(counters.epoch)
         if counters.epoch_complete:
             epochs += 1.0
-        elif batches:  # of all processes: the same point on any number of them
+        elif batches:  # over all processes: the same fraction on any number of them
             epochs += min(counters.epoch_batches / batches, 0.999_999)  # whole only when it is over
         agreement = self.agreement
         seconds = self.clock if self.world_size == 1 else agreement.latest.seconds

@@ -1,4 +1,4 @@
-"""What a Trainer was told, validated once."""
+"""The arguments of a Trainer that its loops need, validated once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Settings:
     barebones: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant, and settle what has several spellings."""
+        """Validate the arguments and parse intervals, which have several spellings."""
         for name in (*LIMITS.values(), "overfit_batches"):
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
@@ -86,7 +86,7 @@ class Settings:
                 object.__setattr__(self, name, Interval.parse(getattr(self, name)))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}: {error}") from None
-        _ = self.length  # made here so that it is checked here
+        _ = self.length  # validated here
         seconds_of(self.max_time)
 
     @property
@@ -102,7 +102,7 @@ class Settings:
 
     @property
     def budget(self) -> float | None:
-        """The seconds after which one start of a run ends, whose length is another one."""
+        """The seconds after which each start of a run ends; None if `max_time` is its length."""
         return None if self._only_time else seconds_of(self.max_time)
 
     @property
@@ -110,13 +110,13 @@ class Settings:
         return self.max_epochs is None and self.max_steps is None
 
     def limit(self, kind: str) -> tuple[str, Limit]:
-        """The argument that limits a kind of data, and its value."""
+        """Return the argument that limits a kind of data, and its value."""
         if self.overfit_batches is not None and kind in ("train", "validate"):
             return "overfit_batches", self.overfit_batches
         return LIMITS[kind], getattr(self, LIMITS[kind])
 
     def for_a_trial(self, batches: bool | int) -> Settings:
-        """The same with one epoch of a few batches of everything; True is one batch."""
+        """Return a copy that runs one epoch of a few batches of each kind; True is one batch."""
         if batches is not True:
             _whole("fast_dev_run", batches, 1, "True for one batch, False for none")
         batches = int(batches)
@@ -138,16 +138,16 @@ class Settings:
         )
 
     def stripped(self) -> Settings:
-        """The same without what looks on or speaks: the check before training and of numbers."""
+        """Return a copy without the sanity check and the check for non-finite numbers."""
         return replace(self, num_sanity_val_steps=0, non_finite="ignore")
 
     @property
     def writes(self) -> bool:
-        """The Trainer leaves files behind."""
+        """Whether the Trainer writes files."""
         return not (self.fast_dev_run or self.barebones)
 
     def describe(self) -> dict[str, Any]:
-        """What was set, as plain values, for records."""
+        """Return the arguments that are not None as plain values, for records."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {
             name: value if isinstance(value, (int, float)) else str(value)

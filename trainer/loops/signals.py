@@ -1,9 +1,9 @@
-"""Signals that ask a run to end: noted when they come, acted upon at the next update.
+"""Signals that ask a run to end: noted when they arrive, acted upon at the next update.
 
-A process that is told to end by SIGTERM (a scheduler takes the machine back), SIGINT (Ctrl-C) or
-SIGUSR1 (a scheduler's early warning) goes on to the end of its update. All processes then agree,
-save and exit with `exit_code`, so that the next start can go on from there. The end of a time
-budget, by the process's own clock, is such a signal too.
+A process that receives SIGTERM (a scheduler takes the machine back), SIGINT (Ctrl-C) or SIGUSR1 (a
+scheduler's early warning) continues to the end of its update. All processes then agree, save and
+exit with `exit_code`, so that the next start can resume from there. The end of a time budget, by
+the process's own clock, has the same effect, with the code `OUT_OF_TIME`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
-_installed: list[dict[int, Any]] = []  # the handlers before each watch at hand
+_installed: list[dict[int, Any]] = []  # the previous handlers, for each active watch
 _WATCHED = [  # Windows lacks the last
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
 ]
@@ -30,18 +30,18 @@ OUT_OF_TIME = 124  # what timeout(1) exits with
 
 
 def exit_code(number: int) -> int:
-    """What a shell reports for a process that a signal ended: 143, 130 and 138."""
+    """Return what a shell reports for a process ended by a signal: 143, 130 or 138."""
     return 128 + number
 
 
 class SignalWatch:
-    """What came while a run was watched.
+    """The signals that arrived while a run was watched.
 
     Attributes:
-        began: When this start of the run did, by the monotonic clock.
+        began: The time at which this start of the run began, by the monotonic clock.
         received: The first signal's number; None without one.
-        answered: The run has acted upon it.
-        interrupted: A second signal has come to its handler, which ends the process.
+        answered: Whether the run has acted upon it.
+        interrupted: Set once a second signal, a SIGINT, has reached its handler.
     """
 
     def __init__(self) -> None:
@@ -51,28 +51,28 @@ class SignalWatch:
         self.interrupted = threading.Event()
 
     def note(self, previous: Any, number: int, frame: FrameType | None) -> None:
-        """A signal came; a second SIGINT ends the process at once, a third one by itself.
+        """Note a signal; a second one, if SIGINT, raises, and a third one kills the process.
 
         Args:
-            previous: What has handled it before.
+            previous: The handler that was installed before.
             number: The signal.
-            frame: Where the process is.
+            frame: The interrupted stack frame.
 
         Raises:
-            KeyboardInterrupt: It is that.
+            KeyboardInterrupt: The signal is a SIGINT and not the first signal.
         """
         again = self.received is not None
         self.received = self.received or number
         if number == signal.SIGINT and again:
             self.interrupted.set()
-            if not interactive():  # what is torn down may wait for others in vain
+            if not interactive():  # the teardown may wait for other processes in vain
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
         again_how = "interrupt" if interactive() else "press Ctrl-C"
         hint = f"; {again_how} again to stop at once" if number == signal.SIGINT else ""
         name = signal.Signals(number).name
-        # Not print: the signal may have come in the middle of one. Whoever reads it, such as tee,
-        # may have ended by the same Ctrl-C; that must not cost the save.
+        # Not print: the signal may have interrupted one. A reader of stderr, such as tee, may have
+        # ended by the same Ctrl-C; that must not cost the save.
         with suppress(OSError):
             os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
         if callable(previous) and previous is not signal.default_int_handler:
@@ -80,11 +80,11 @@ class SignalWatch:
 
 
 def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:
-    """A function that gives the code to exit with, once a signal came or the time is up.
+    """Return a function that returns the exit code once a signal came or the time is up, else None.
 
     Args:
         watch: Of the signals.
-        budget: Seconds that the whole start has, with its set-up; None for no limit.
+        budget: The time limit of this start, set-up included, in seconds; None for no limit.
     """
     deadline = math.inf if budget is None else watch.began + budget
 
@@ -98,13 +98,13 @@ def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | 
 
 @contextmanager
 def watch_signals() -> Iterator[SignalWatch]:
-    """Inside, the signals are noted; afterwards their handlers are what they were.
+    """Inside, signals are noted; the previous handlers are restored afterwards.
 
-    A signal that the run did not act upon is sent again then. Handlers that somebody else installed
-    are called too; a signal that is ignored stays so, and in another thread than the main one,
-    where handlers cannot be installed, nothing is watched. Forked processes do not watch either. A
-    second SIGINT also ends a process that does not come to its handlers, unless it is somebody's
-    session; see `trainer.loops.unreachable`.
+    A signal that the run did not act upon is then raised again. Handlers that other code installed
+    are called too, and a signal that was ignored stays ignored. Outside the main thread, where
+    handlers cannot be installed, and in forked processes nothing is watched. A second SIGINT also
+    ends a process that does not reach its handlers, except in an interactive session; see
+    `trainer.loops.unreachable`.
     """
     watch = SignalWatch()
     before: dict[int, Any] = {}
@@ -133,7 +133,7 @@ def _put_back(before: dict[int, Any]) -> None:
 
 
 def _forget() -> None:
-    """In a forked process: it is not the one that saves, and whoever ends it must be able to."""
+    """Restore the handlers in a forked process, which does not save and must be easy to end."""
     if _installed:
         signal.set_wakeup_fd(-1)
     while _installed:

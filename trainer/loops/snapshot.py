@@ -1,4 +1,4 @@
-"""What a checkpoint of a fit holds; how a fit is put back to it is in `trainer.loops.resume`."""
+"""Saving a fit in a checkpoint; `trainer.loops.resume` restores it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from trainer.strategies.static import StaticDataParallel
 logger = logging.getLogger(__name__)
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
-TRAINED_NAME = "trained.safetensors"  # what a run goes on with, where the weights are others
+TRAINED_NAME = "trained.safetensors"  # the trained weights, if the model's file holds others
 
 
 def save_run(
@@ -63,14 +63,14 @@ def save_run(
         trainer: Passed to the callbacks' ``on_save_checkpoint``.
         callbacks: Their state is saved.
         configuration: Recorded in the manifest.
-        weights_only: Leave out what a run needs to go on.
-        background: Return when everything is copied, and write while the training goes on.
-        required: Raise if it cannot be written; otherwise tell it in the log.
+        weights_only: Leave out what a run needs to resume.
+        background: Return when everything is copied, and write while the training continues.
+        required: Raise if it cannot be written; otherwise only log it.
         displaces: Checkpoints to remove once this one is committed.
-        on_each_node: The machines share no disk: each keeps a whole checkpoint.
+        on_each_node: Whether each machine keeps a whole checkpoint, since they share no disk.
 
     Returns:
-        Whether it is committed, or on its way.
+        Whether it is committed, or being written in the background.
 
     Raises:
         CheckpointError: On every process alike, if the state of any cannot be saved; or it could
@@ -102,20 +102,20 @@ def save_run(
     of_ranks = [encoded_portion(*each, disk.rank_stem(rank)) for rank, each in ranks]
     portions = [*shared, *of_ranks]
     needs = sum(portion.size for portion in portions)
-    if not on_each_node:  # the others write about as much of their own to the same disk
+    if not on_each_node:  # each other process writes about as much to the same disk
         needs += (run.world_size - 1) * sum(portion.size for portion in of_ranks)
     write = run.writer.copies.hold(portions) if background else write_portions(portions)
     run.writer.start(
         partial(
             disk.save_checkpoint,
-            target,
+            target.absolute(),  # hooks may change the working directory while it is written
             write_shared=_nothing if weights_only else _writer_of_record(run),
             write_rank=write,
             manifest=_manifest_of(run, configuration) | {"weights_only": weights_only},
             state=state,
             on_each_node=on_each_node,
             needs=needs,
-            displaces=displaces,
+            displaces=[path.absolute() for path in displaces],
         ),
         name=target,
         required=required,
@@ -125,10 +125,10 @@ def save_run(
 
 
 def _settle(run: FitRun) -> None:
-    """Wait for what is under way, so that the state is that of one moment on all processes."""
+    """Wait for pending work, so that the state is that of one moment on all processes."""
     run.writer.wait()
     if run.guard is not None:
-        run.guard.settle()  # gradients that were none have not made these weights
+        run.guard.settle()  # never save weights that non-finite gradients have updated
     run.engine.broadcast_buffers()
     run.agreement.settle()
     run.recorder.flush()
@@ -137,11 +137,11 @@ def _settle(run: FitRun) -> None:
 def _told_by_hooks(
     run: FitRun, trainer: Any, callbacks: Sequence[Callback], target: Path
 ) -> dict[str, Any]:
-    """What the callbacks and the module add by their hooks; collective.
+    """Return what the callbacks and the module add in their hooks; collective.
 
     Raises:
-        CheckpointError: A hook failed on any of several processes, which must reach all. The error
-            of a process alone is the user's own.
+        CheckpointError: A hook failed on one of several processes; on all alike. With a single
+            process, the hook's own error is raised.
     """
     extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
 
@@ -163,7 +163,7 @@ def _shared_portions(
     trained: Mapping[str, object] | None,
     extra: Mapping[str, Any],
 ) -> list[Portion]:
-    """What is the same on all processes, but for the weights that others are to use."""
+    """Return what is the same on all processes, without the weights for use elsewhere."""
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
     portions = [tree_portion(optimizers, OPTIMIZER)]
     if trained is not None:
@@ -175,7 +175,7 @@ def _shared_portions(
 
 
 def _state_of_rank(run: FitRun) -> dict[str, Any]:
-    """What is each process's own."""
+    """Return the state that differs between processes."""
     state = {
         "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
@@ -186,20 +186,20 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     if isinstance(run.engine, StaticDataParallel):
         state["graph"] = run.engine.graph
     if not run.module.automatic_optimization:
-        run.precision.state_dict()  # puts the gradients on the scale that is saved
+        run.precision.state_dict()  # brings the gradients to the scale that is saved
         state["gradients"] = gradients.take(named_gradients(run))
     return state
 
 
 def named_gradients(run: FitRun) -> dict[str, nn.Parameter]:
-    """What gradients may wait in at a boundary of manual optimisation."""
+    """Return the parameters that may have gradients at a boundary in manual optimisation."""
     return gradients.named_parameters([run.module], run.optimizers)
 
 
 def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
-    """What writes how long the local record is, once that is on the disk as far as it goes now.
+    """Start a sync of the local record; return a function that waits for it and saves its length.
 
-    The trackers' run ids are beside it: a run that resumes goes on in the same runs there.
+    It also saves the trackers' run ids, so that a resumed run continues the same tracker runs.
     """
     offset = run.recorder.sync()
 
@@ -211,17 +211,17 @@ def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
 
 
 def _nothing(_: Path) -> None:
-    """No run goes on from weights alone: they need no record."""
+    """Save no record: no run resumes from weights alone."""
 
 
 def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
-    """See, before the first update, that a checkpoint will fit on the disk; collective.
+    """Check before the first update that a checkpoint will fit on the disk; collective.
 
-    What the optimizers will keep is not known yet: too little for twice the trained parameters,
-    Adam's moments, is told in the log. Nor is how large the parameters of lazy modules will be.
+    The size of the optimizers' state is not known yet: too little space for twice the trained
+    parameters, as Adam's moments need, is logged. Parameters of lazy modules are left out.
 
     Raises:
-        CheckpointError: On all processes alike, if not even what there is by now would fit.
+        CheckpointError: The state as it is now would not fit; on all processes alike.
     """
     state = PartialState()
 
@@ -238,17 +238,17 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         try:
             disk.require_space(folder, later)
         except CheckpointError as error:
-            logger.warning("The space for checkpoints may be too little: %s.", error)
+            logger.warning("There may not be enough space for checkpoints: %s.", error)
 
-    disk.together(f"Looking for space in {folder}", check, state)
+    disk.together(f"Checking the free space in {folder}", check, state)
 
 
 def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
-    """Save the weights as this process has them; not collective, for one that has failed.
+    """Save the weights of this process; not collective, for a process that has failed.
 
     Raises:
-        CheckpointError: The target is something else than a checkpoint.
-        OSError: The disk refuses.
+        CheckpointError: The target exists and is not a checkpoint.
+        OSError: The weights cannot be written.
     """
     staging = disk.open_staging(target)
     disk.save_weights(run.module.state_dict(), staging)
@@ -258,17 +258,17 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
 def _weights_of(
     run: FitRun, trainer: Any, callbacks: Sequence[Callback]
 ) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
-    """The weights for others, and those for going on where they differ.
+    """Return the weights for use elsewhere and, if they differ, those to resume with.
 
     Raises:
-        ValueError: Two callbacks have some to save.
+        ValueError: Two callbacks return weights to save.
     """
     asked = [(callback, callback.weights_to_save(trainer, run.module)) for callback in callbacks]
     given = [(callback.state_key, weights) for callback, weights in asked if weights is not None]
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
-            "has room for those of one. Leave out the others."
+            "can hold those of only one. Leave out the others."
         )
     return given[0][1] if given else (run.module.state_dict(), None)
 
@@ -279,8 +279,8 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "epoch": run.counters.epoch,
         "world_size": run.world_size,
         "run_id": run.run_id,
-        "loaders": run.loaders,
-        "metrics": {  # of these very weights, not of earlier ones
+        "loaders": run.origin.describe(),
+        "metrics": {  # of these weights, not of earlier ones
             name: value
             for name, value in run.recorder.latest.items()
             if run.recorder.updates[name] == run.counters.global_step
@@ -293,13 +293,12 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
 
 def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
     counters = asdict(run.counters) | {"seconds": run.progress.seconds}
-    del counters["rounds"]  # they are those of so many processes
+    del counters["rounds"]  # depends on the number of processes
     return {
         "run_id": run.run_id,
         "counters": counters,
         "items_seen": run.agreement.items_seen,
         "reference": run.weighting.reference,
-        "data_seed": run.feed.seed,
         "data": data_of(run),
         "order": run.feed.mark,
         "switches": {"begun": run.begun, "now": run.ended or switches_of(run.module)},
@@ -323,18 +322,18 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def _state_of_data(datamodule: Any) -> dict[str, Any]:
-    """What a datamodule says of itself, under its class's name; nothing if it says nothing."""
+    """Return a datamodule's state under the name of its class; empty if it has none."""
     state = datamodule.state_dict() if has_state(datamodule) else None
     return {type(datamodule).__qualname__: state} if state else {}
 
 
 def has_state(datamodule: Any) -> bool:
-    """Whether a datamodule's state can be taken and put back."""
+    """Return whether a datamodule's state can be saved and restored."""
     return hasattr(datamodule, "state_dict") and hasattr(datamodule, "load_state_dict")
 
 
 def data_of(run: FitRun) -> list[int | None]:
-    """What the place inside an epoch is counted by: the batch size and the number of samples."""
+    """Return what a position in an epoch depends on: the batch size and the number of samples."""
     sampler = run.feed.sampler
     if sampler is None:
         return [None, None]

@@ -1,4 +1,4 @@
-"""What surrounds every entry point: set-up before, tear-down after, also after an error."""
+"""The set-up before and the teardown after every entry point, also after an error."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from callbacks import Callback
 from trackers.base import Status
 from trainer.datamodule import DataModule
+from trainer.distributed.control import on_all
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops.loaders import call_if_there
@@ -35,65 +36,86 @@ def stage_of(
 
     Args:
         name: fit, validate, test or predict.
-        trainer: For the hooks.
+        trainer: Passed to the hooks.
         module: The user's.
-        datamodule: Or None.
+        datamodule: The user's, or None.
         callbacks: In the order in which they are called.
-        finish: Called last, whatever happened, with how it ended, and by which error.
+        finish: Called last, whatever happened, with the status and the error if there is one.
     """
     hooks = HookTable(trainer, module, callbacks, TrainModule)
+    status: Status = "finished"
+    cause: BaseException | None = None
+    with _belonging_to(trainer, module, datamodule):
+        try:
+            _set_up(name, trainer, module, datamodule, callbacks)
+            yield hooks
+        except Preempted:
+            status = "preempted"
+            raise
+        except BaseException as error:
+            status, cause = "failed", error
+            hooks.on_exception(error)
+            for failed in _errors_of([partial(call_if_there, datamodule, "on_exception", error)]):
+                logger.error("on_exception of the datamodule failed.", exc_info=failed)
+            raise
+        finally:
+            tear_down: list[Callable[[], Any]] = [
+                partial(call_if_there, datamodule, "teardown", name),
+                *(partial(callback.teardown, trainer, module, name) for callback in callbacks),
+                partial(module.teardown, name),
+            ]
+            errors = _errors_of(tear_down)
+            cause = cause or next(iter(errors), None)
+            errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
+            # If the run has failed, its error is already being raised.
+            failure = errors.pop(0) if errors and status == "finished" else None
+            for other in errors:
+                logger.error("The teardown after %s failed.", name, exc_info=other)
+            if failure is not None:
+                raise failure
+
+
+@contextmanager
+def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterator[None]:
+    """Inside, the module and the datamodule know their trainer, and every step takes `batch_idx`.
+
+    Afterwards they belong to another Trainer again, if this is called in one of its hooks.
+    """
     steps = without_batch_idx(module)
-    # Another Trainer's, if one of its hooks called this one: the module goes on there.
     owns_data = isinstance(datamodule, DataModule)
     outer = module.__dict__.get("_trainer"), datamodule.trainer if owns_data else None
     module.__dict__.update(steps, _trainer=trainer)
     if owns_data:
         datamodule.trainer = trainer
-    status: Status = "finished"
-    cause: BaseException | None = None
     try:
-        with PartialState().local_main_process_first():
-            call_if_there(datamodule, "prepare_data")
-            module.prepare_data()
-        call_if_there(datamodule, "setup", name)
-        for callback in callbacks:
-            callback.setup(trainer, module, name)
-        module.setup(name)
-        module.configure_model()
-        yield hooks
-    except Preempted:
-        status = "preempted"
-        raise
-    except BaseException as error:
-        status, cause = "failed", error
-        hooks.on_exception(error)
-        for failed in _errors_of([partial(call_if_there, datamodule, "on_exception", error)]):
-            logger.error("on_exception of the datamodule failed.", exc_info=failed)
-        raise
+        yield
     finally:
-        tear_down: list[Callable[[], Any]] = [
-            partial(call_if_there, datamodule, "teardown", name),
-            *(partial(callback.teardown, trainer, module, name) for callback in callbacks),
-            partial(module.teardown, name),
-        ]
-        errors = _errors_of(tear_down)
-        cause = cause or next(iter(errors), None)
-        errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
         module.__dict__["_trainer"] = outer[0]
         for step in steps:
             module.__dict__.pop(step, None)
         if owns_data:
             datamodule.trainer = outer[1]
-        # Where the run has failed something is on its way up already.
-        failure = errors.pop(0) if errors and status == "finished" else None
-        for other in errors:
-            logger.error("Tearing down after %s failed.", name, exc_info=other)
-        if failure is not None:
-            raise failure
+
+
+def _set_up(
+    name: str, trainer: Any, module: TrainModule, datamodule: Any, callbacks: Sequence[Callback]
+) -> None:
+    with PartialState().local_main_process_first():
+        call_if_there(datamodule, "prepare_data")
+        module.prepare_data()
+
+    def hooks() -> None:
+        call_if_there(datamodule, "setup", name)
+        for callback in callbacks:
+            callback.setup(trainer, module, name)
+        module.setup(name)
+        module.configure_model()
+
+    on_all(hooks, name)
 
 
 def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
-    """Make every call, whatever the others raise: after a KeyboardInterrupt too the run is over."""
+    """Make every call, whatever the others raise, even KeyboardInterrupt; return the errors."""
     errors: list[BaseException] = []
     for call in calls:
         try:

@@ -1,6 +1,6 @@
-"""What of a module is frozen and what in evaluation mode: state that its ``state_dict`` leaves out.
+"""Which parts of a module are frozen or in evaluation mode: state that ``state_dict`` leaves out.
 
-A hook may have switched it once, at an update that a run which goes on does not come to again.
+A hook may have switched them once, at an update that a resumed run does not repeat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 def switches_of(module: nn.Module) -> dict[str, list[str]]:
-    """The names of what is frozen and of what is in evaluation mode, as a tree to be saved."""
+    """Return the names of frozen parameters and of modules in evaluation mode, as a tree."""
     return {
         "frozen": [n for n, parameter in module.named_parameters() if not parameter.requires_grad],
         "evaluating": [n for n, part in module.named_modules() if not part.training],
@@ -25,16 +25,17 @@ def switches_of(module: nn.Module) -> dict[str, list[str]]:
 def load_switches(
     module: nn.Module, begun: Mapping[str, Any], saved: Mapping[str, Any], *, tell: bool
 ) -> None:
-    """Put a module back to where hooks had brought it.
+    """Restore the switches of a module as hooks had set them.
 
-    What it began otherwise with than the run that was saved is left as it is now: its script says
-    something else than then.
+    Those that differed already when the two runs began are left as they are: the script has been
+    changed since.
 
     Args:
         module: The user's.
         begun: What `switches_of` returned when this start began.
-        saved: ``"begun"``, the same of the start that saved, and ``"now"``, as it was saved.
-        tell: Say in the log what is not as it was saved.
+        saved: What it returned for the start that saved: ``"begun"`` at its beginning, and
+            ``"now"`` at the save.
+        tell: Whether to log what differs from the checkpoint.
     """
     before, now = saved["begun"], saved["now"]
     if begun["frozen"] == before["frozen"]:
@@ -43,11 +44,11 @@ def load_switches(
             parameter.requires_grad_(name not in frozen)
     elif tell and (others := set(begun["frozen"]) ^ set(now["frozen"])):
         logger.warning(
-            "Frozen or not otherwise than when the checkpoint was saved, since the script says so "
-            "now: %s.",
+            "The script freezes different parameters than when the checkpoint was saved, and its "
+            "choice is kept: %s.",
             ", ".join(sorted(others)),
         )
-    # As a whole it trains whenever a run is saved, unless somebody has switched it since.
+    # The whole module is in training mode at a save, unless somebody has switched it since.
     if begun["evaluating"] == before["evaluating"] and "" not in now["evaluating"]:
         evaluating = set(now["evaluating"])
         for name, part in module.named_modules():

@@ -1,9 +1,9 @@
 """Where the time of a run goes: a stopwatch that always runs for exactly one part.
 
-What a run works with (its feeds, engine, hooks, record, …) is timed by wrapping those objects once,
-when the run begins, so that a run that is not timed pays nothing for it. Time inside a part that
-is inside another one counts for the inner one alone, so the parts add up to the whole. What a
-validation or the check before the training does is all its own.
+The objects that a run works with (its feeds, engine, hooks, record, …) are timed by wrapping them
+once, when the run begins, so that a run that is not timed pays nothing for it. Time in a nested
+part counts for the inner part only, so the parts add up to the whole. An exception is a validation
+or the sanity check: all time inside counts for the validation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PARTS = (
 
 
 class Ledger(Protocol):
-    """A clock, and how much of its time each part has had.
+    """A clock, and the time that each part has taken.
 
     Attributes:
-        name: The clock's, for the report.
+        name: The clock's name, for the report.
         seconds: Of each part, as far as they are known.
     """
 
@@ -43,14 +43,14 @@ class Ledger(Protocol):
     seconds: Counter[str]
 
     def charge(self, part: str) -> None:
-        """The time since the last call was this part's."""
+        """Charge the time since the last call to a part."""
 
     def settle(self) -> None:
-        """Know everything that was charged."""
+        """Wait until all that was charged is in `seconds`."""
 
 
 class HostLedger:
-    """The clock of this process; where work is done at once, as on the CPU, it is all there is."""
+    """The clock of this process; exact for devices that work synchronously, such as the CPU."""
 
     name = "the clock of the host"
 
@@ -66,18 +66,18 @@ class HostLedger:
         self._since = now
 
     def settle(self) -> None:
-        """Nothing is open."""
+        """Do nothing: `seconds` is always complete."""
 
 
 class DeviceLedger:
     """The device's own timeline: an event in its stream at each change of parts, read later.
 
-    Work is charged to the part that asked for it, and a gap in which the device had nothing to do
-    to the part that let it wait. Only events that have passed are read, so nobody waits for the
-    device but `settle`, once, at the end.
+    Work is charged to the part that launched it, and a gap in which the device was idle to the part
+    that let it wait. Only completed events are read, so nothing waits for the device except
+    `settle`, once, at the end.
 
     Args:
-        record: Puts a new event, or a used one that it is given, into the stream.
+        record: Records a new event, or the used one that it is given, in the stream.
     """
 
     name = "events of the device"
@@ -110,10 +110,10 @@ class DeviceLedger:
 
 
 def ledger_for(device: torch.device) -> Ledger:
-    """Events on CUDA devices, the host's clock elsewhere."""
+    """Return a ledger by events on CUDA devices, by the host's clock elsewhere."""
     if device.type != "cuda":
         return HostLedger()
-    stream = torch.cuda.current_stream(device)  # of the run, whatever the user's code switches to
+    stream = torch.cuda.current_stream(device)  # of the run, even if user code switches streams
 
     def record(event: Any) -> Any:
         event = event or torch.cuda.Event(enable_timing=True)
@@ -124,12 +124,12 @@ def ledger_for(device: torch.device) -> Ledger:
 
 
 class Stopwatch:
-    """Runs for one part at a time, on the thread that made it; other threads are not timed.
+    """Runs for one part at a time, on the thread that created it; other threads are not timed.
 
     Attributes:
-        ledger: What each part has had. Parts may be divided: ``"callbacks/on_train_start"``.
-        calls: How often each was entered from another one.
-        validated: Batches of validations, and of the check before the training.
+        ledger: The time of each part. Parts may be divided: ``"callbacks/on_train_start"``.
+        calls: How often each part was entered from another one.
+        validated: Batches of validations, including the sanity check.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -140,7 +140,7 @@ class Stopwatch:
         self._thread: int | None = get_ident()
 
     def enter(self, part: str) -> str | None:
-        """Run for another part; returns what `leave` is to be given."""
+        """Switch to a part; return what to pass to `leave`."""
         if get_ident() != self._thread:
             return None
         outer = self._part
@@ -153,14 +153,14 @@ class Stopwatch:
         return outer
 
     def leave(self, outer: str | None) -> None:
-        """Run again for the part that was left."""
+        """Switch back to the outer part."""
         if outer is not None and outer != self._part:
             self.ledger.charge(self._part)
             self._part = outer
 
     @contextmanager
     def part(self, part: str) -> Iterator[None]:
-        """Inside, it runs for this part."""
+        """Inside, the time counts for this part."""
         outer = self.enter(part)
         try:
             yield
@@ -168,12 +168,12 @@ class Stopwatch:
             self.leave(outer)
 
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function, whose time is this part's."""
+        """Call a function, whose time counts for this part."""
         with self.part(part):
             function(*args)
 
     def timed(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
-        """The function, whose calls are this part's."""
+        """Return the function wrapped so that its calls count for this part."""
 
         @wraps(function)  # torch's schedulers look for a mark on the `step` that they wrapped
         def call(*args: Any, **kwargs: Any) -> T:
@@ -188,7 +188,7 @@ class Stopwatch:
     def timed_items(
         self, part: str, function: Callable[..., Generator[T, None, None]]
     ) -> Callable[..., Generator[T, None, None]]:
-        """The generator function, whose waits for an item are this part's."""
+        """Return the generator function wrapped so that waits for items count for this part."""
 
         def call(*args: Any, **kwargs: Any) -> Generator[T, None, None]:
             items = function(*args, **kwargs)
@@ -202,7 +202,7 @@ class Stopwatch:
         return call
 
     def stop(self) -> None:
-        """The rest up to now is charged, and nothing more."""
+        """Charge the time until now, and nothing more afterwards."""
         if self._thread is not None:
             self.ledger.charge(self._part)
             self._thread = None
@@ -210,19 +210,18 @@ class Stopwatch:
 
 
 def watch(run: Run, stopwatch: Stopwatch) -> None:
-    """Time what a run works with, by wrapping it; all of it lives as long as the run."""
+    """Time the objects that a run works with by wrapping them; they live as long as the run."""
     timed = stopwatch.timed
     mover = run.mover
     _replace(mover, rounds=stopwatch.timed_items(DATA, mover.rounds))
     _replace(mover, transfer=_making(timed, TRANSFER, mover.transfer))
-    _time_methods(timed, TRANSFER, mover, "hand_over")  # where a copy that is late is waited for
+    _time_methods(timed, TRANSFER, mover, "hand_over")  # which waits for a late copy
     _replace(run, bare_step=_making(timed, FORWARD, run.bare_step))
     for name, hook in run.hooks.overridden():
         _replace(run.hooks, **{name: timed(f"{CALLBACKS}/{name}", hook)})
     _time_methods(timed, LOGGING, run.metrics, "log", "reduce_step", "reduce_epoch")
     _time_methods(timed, LOGGING, run.recorder, "record", "record_later", "flush", "finish")
     if isinstance(run, FitRun):
-        _time_methods(timed, DATA, run, "renew_loaders")
         _time_methods(timed, FORWARD, run.engine, "step")
         _time_methods(timed, BACKWARD, run.engine, "backward", "finish_window")
         _time_methods(timed, SAVING, run.writer, "start", "wait")

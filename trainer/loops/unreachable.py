@@ -1,8 +1,8 @@
-"""The end of a process that cannot hear a second Ctrl-C, since it waits in C.
+"""Ending a process that cannot handle a second Ctrl-C because it is blocked in C code.
 
-Python calls its handlers between two steps of the interpreter, and a process that waits in a
-collective for a peer that never comes, for a device or for a disk, makes none. But the moment that
-a signal comes its number is written to `signal.set_wakeup_fd`, which a thread reads here.
+Python calls signal handlers between bytecode instructions, and a process that waits in a collective
+for a peer that never arrives, for a device or for a disk executes none. But a signal's number is
+written at once to the descriptor given to `signal.set_wakeup_fd`, which a thread reads here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
-_PATIENCE = 3.0  # seconds in which the main thread must have come to its handler
+_PATIENCE = 3.0  # seconds in which the main thread must reach its handler
 _CLOSED = 0  # no signal has this number
 
 
@@ -24,14 +24,14 @@ _CLOSED = 0  # no signal has this number
 def reaching(
     watched: Collection[int], heard: threading.Event, end: Callable[[], object]
 ) -> Iterator[None]:
-    """Inside, a SIGINT after any watched signal ends the process, if its handler does not run.
+    """Inside, a SIGINT after any watched signal ends the process if its handler does not run.
 
-    To be entered on the main thread. A loop of events that waits for signals there goes on hearing
-    of them.
+    Must be entered on the main thread. An event loop that waits for signals there still receives
+    them.
 
     Args:
         watched: The signals that have handlers.
-        heard: Set by the handler of the second one.
+        heard: Set by the handler of the second signal.
         end: Ends the process; called on another thread.
     """
     reader, writer = socket.socketpair()
@@ -56,7 +56,7 @@ def reaching(
     finally:
         signal.set_wakeup_fd(before)
         heard.set()
-        if thread.is_alive():  # it is not in a forked process
+        if thread.is_alive():  # not in a forked process
             writer.setblocking(True)
             writer.send(bytes([_CLOSED]))
             thread.join()
@@ -65,15 +65,15 @@ def reaching(
 
 
 def end_unreachable() -> None:
-    """End this process, with the places at which its threads are."""
+    """Print the stack of every thread and end this process."""
     with suppress(OSError):
-        os.write(2, b"\nSIGINT: the process does not come to an end by itself; it is here:\n")
+        os.write(2, b"\nSIGINT: the process did not end by itself; it is here:\n")
         faulthandler.dump_traceback(2, all_threads=True)
     os._exit(128 + signal.SIGINT)
 
 
 def interactive() -> bool:
-    """Somebody's session lives in this process, such as a notebook's kernel: it must not end."""
-    # Others load IPython too, W&B's SDK for example; a session is where it has a shell.
+    """Return whether the process hosts a user's session, such as a notebook, and must not end."""
+    # Libraries import IPython too, W&B's SDK for example; only a session has a shell.
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return hasattr(sys, "ps1") or bool(get_ipython and get_ipython())

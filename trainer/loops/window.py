@@ -29,13 +29,13 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
     """Make one update from a window of micro-batches.
 
     Returns:
-        True: there is an update to finish.
+        True: there always is an update to finish.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
     known: float | None = 0.0  # items of all processes, where each knows what the others have
-    largest: Tensor | None = None  # finite if all losses are, where a sum may overflow
+    largest: Tensor | None = None  # finite if all losses are, unlike their sum, which may overflow
     metrics.begin_window()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
@@ -73,7 +73,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
         if loss is not None:
             hooks.on_after_backward()
         if sync:
-            metrics.items = items_here  # the weight of what is logged of the update
+            metrics.items = items_here  # the weight of what is logged about the update
             run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
         if micro.present:
             metrics.items = items
@@ -85,14 +85,14 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
 
 
 def drop_strange_gradients(run: FitRun, number: int) -> None:
-    """Before a window's first backward pass: drop gradients that are not of this window.
+    """Before a window's first backward pass, drop gradients that do not belong to the window.
 
-    Backward passes of the user's own leave them, in hooks, in validations or, for an adversarial
-    example, in `training_step`. Behind the first micro-batch they cannot be told from the window's.
+    They come from the user's own backward passes, in hooks, in validations or, for adversarial
+    examples, in `training_step`. After the first micro-batch they are mixed with the window's.
 
     Args:
         run: The run.
-        number: Of the micro-batch in its window, from 1.
+        number: The micro-batch's number in its window, from 1.
     """
     if number > 1:
         return
@@ -103,27 +103,27 @@ def drop_strange_gradients(run: FitRun, number: int) -> None:
 
 
 def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
-    """The larger, without their signs, of a window's losses so far and another."""
-    if run.guard is None:  # nobody asks
+    """Return the larger magnitude of a window's losses so far and another; None if not needed."""
+    if run.guard is None:
         return None
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
 
 def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
-    """A micro-batch without items: it may log, with weight 0, and adds no gradient.
+    """Run `training_step` on a batch without items: it may log, with weight 0, without gradients.
 
-    Its loss is a mean over nothing, of which a backward pass would make NaN.
+    Its loss is a mean over nothing, whose backward pass would produce NaN.
     """
     with torch.no_grad():
         return run.bare_step("training_step")(batch, batch_idx)
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """The loss that `training_step` returned, checked.
+    """Return the loss from what `training_step` returned, after checking it.
 
     Raises:
-        TypeError: It is not a tensor, or a dict with one under ``"loss"``.
-        ValueError: It has several elements, no graph to go back through, or is complex.
+        TypeError: It is neither a tensor nor a dict with one under ``"loss"``.
+        ValueError: It does not have exactly one element, has no graph, or is complex.
     """
     loss = outputs
     if isinstance(outputs, dict):
@@ -158,14 +158,14 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
-    """Count a round, and add its items over all processes to `known` if each process knows them."""
+    """Count a round; return `known` plus its items over all processes, None if they are unknown."""
     counters = run.counters
     counters.rounds += 1
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
     run.data_ended = micro.ended or (micro.last and run.feed.sampler is None)
-    # A collate_fn of the user's may leave some of them out, which each process knows of its own
-    # alone; of ready-made batches it takes those of the others to be as large.
+    # A user's collate_fn may leave samples out, which a process knows of its own batches only; of
+    # ready-made batches, it takes those of other processes to be as large as its own.
     items = micro.samples if run.world_size == 1 else micro.round_samples
     read = micro.round_samples or micro.real_samples or micro.samples * micro.batches
     counters.samples_seen += read
@@ -176,18 +176,18 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
 
 
 def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
-    """Unscale, let the hooks see the gradients, look whether they are finite, clip, step, tick.
+    """Unscale, let the hooks see the gradients, check that they are finite, clip, step and tick.
 
     Args:
-        run: The run; its gradients are reduced.
+        run: The run, whose gradients are reduced.
         total: Items of the window over all processes.
-        seen: The last loss of this process, for an error.
+        seen: The last loss of this process, for an error message.
 
     Raises:
-        FloatingPointError: The gradients are not finite, see `trainer.optim.finite`.
+        FloatingPointError: The gradients are not finite; see `trainer.optim.finite`.
     """
     take_note(run)
-    # Nobody would zero the gradients that no optimizer uses: they would grow from update to update,
+    # Nothing else zeroes gradients that no optimizer uses: they would grow from update to update,
     # and with them the norm by which the others are clipped.
     for parameter in run.unused:
         parameter.grad = None
@@ -209,21 +209,21 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
 
 
 def drop_gradients(run: FitRun) -> None:
-    """The window is over, and so are its gradients."""
+    """Zero the gradients at the end of a window."""
     for optimizer in run.optimizers:
         run.hooks.on_before_zero_grad(optimizer)
         optimizer.zero_grad()
 
 
 def take_note(run: FitRun) -> None:
-    """Know which parameters the module and the optimizers have, whenever they may have got others.
+    """List the parameters of the module and the optimizers again if they may have changed.
 
-    Everything is looked at once an epoch. At each update only how many parameters each group has,
-    in which list, and which are its first and its last.
+    This is done at the first update of each epoch, and at any update at which a parameter group is
+    another list, or has another length, first or last parameter.
 
     Raises:
         ValueError: See `tell_of_strangers`.
-        RuntimeError: The processes do not average some of them, see `DataParallel.refuse_unknown`.
+        RuntimeError: Some are not averaged over processes; see `DataParallel.refuse_unknown`.
     """
     now = [run.counters.epoch]
     for optimizer in run.optimizers:
@@ -246,25 +246,25 @@ def take_note(run: FitRun) -> None:
 
 
 def tell_of_strangers(run: FitRun) -> None:
-    """Tell that what is trained is not the module's; without a gradient it is what a layer left.
+    """Warn of trained parameters that the module does not have; those without gradients are unused.
 
     Raises:
-        ValueError: Several processes would each train their own: nothing averages the gradients.
+        ValueError: With several processes: nothing averages the gradients of these parameters.
     """
     trained = [parameter for parameter in run.strangers if parameter.grad is not None]
     if not trained:
         return
     shapes = ", ".join(str(tuple(parameter.shape)) for parameter in trained)
     what = (
-        f"An optimizer trains parameters, of the shapes {shapes}, that "
+        f"An optimizer trains parameters of the shapes {shapes} that "
         f"{type(run.module).__name__} does not have"
     )
     fix = (
-        "Assign them, or the module that they are of, to an attribute of the module; a list of "
+        "Assign them, or the module that has them, to an attribute of the module; a list of "
         "them as an nn.ParameterList or nn.ModuleList."
     )
     if not all(isinstance(parameter, nn.Parameter) for parameter in trained):
-        fix = "A tensor becomes the module's if you wrap it in nn.Parameter and assign that. " + fix
+        fix = "Wrap a plain tensor in nn.Parameter first. " + fix
     if run.world_size > 1 and run.module.automatic_optimization:
         raise ValueError(
             f"{what}: they would be neither averaged over the processes nor saved. {fix}"
@@ -272,17 +272,16 @@ def tell_of_strangers(run: FitRun) -> None:
     run.told_of_strangers = True
     if run.rank == 0:
         logger.warning(
-            "%s: no checkpoint holds them, and a run that resumes begins with their first values. "
-            "%s",
+            "%s: no checkpoint holds them, and a resumed run starts with their initial values. %s",
             what,
             fix,
         )
 
 
 def clip(run: FitRun) -> None:
-    """Clip the gradients: those of an optimizer with limits of its own apart, the others' together.
+    """Clip the gradients: separately for each optimizer with its own limits, the others together.
 
-    A group of parameters may be added to an optimizer at any time.
+    Parameters are listed each time, since a group may be added to an optimizer at any time.
     """
     if run.own_limits:
         apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
@@ -292,7 +291,7 @@ def clip(run: FitRun) -> None:
 
 
 def admitted(run: FitRun, seen: Tensor | None) -> bool:
-    """Whether to make the update; an overflow of scaled gradients is the scaler's to handle.
+    """Return whether to make the update; overflows of scaled gradients are left to the scaler.
 
     Raises:
         FloatingPointError: See `FiniteGuard.admits`.
@@ -310,7 +309,7 @@ def admitted(run: FitRun, seen: Tensor | None) -> bool:
 
 
 def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
-    """Whether there is a gradient or a loss that is not finite; as a tensor 1 or 0."""
+    """Return whether a gradient or a loss is not finite; a tensor is 1 or 0."""
     if not isinstance(found, Tensor):
         return found or bool(bad_losses > 0)
     if isinstance(bad_losses, Tensor):
@@ -320,19 +319,19 @@ def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
 
 
 def see_if_log_is_due(run: FitRun) -> None:
-    """Before an update is counted: is it one whose values are recorded?"""
+    """Set `FitRun.log_due` for the update that is about to be counted."""
     step, schedule = run.counters.global_step + 1, run.log_schedule
     run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
 def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = None) -> None:
-    """Advance the schedules that count steps or epochs, of which this is the n-th.
+    """Advance the schedulers that count steps or epochs.
 
     Args:
         run: The run.
         interval: ``"step"`` or ``"epoch"``.
-        number: From 1.
-        by_metric: Only those that look at a metric, or only the others; None for all.
+        number: The number of the step or epoch, from 1.
+        by_metric: True for those that monitor a metric only, False for the others, None for all.
     """
     if run.schedulers_paused:
         return

@@ -1,4 +1,4 @@
-"""What was logged and is not yet reduced, by name: running totals and metric objects."""
+"""Logged values that are not yet reduced, by name: running totals and metric objects."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
 KINDS = ("mean", "sum", "min", "max")
 EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_LOADER = re.compile(r"/dataloader_idx_\d+$")  # ends the names of each of several loaders
+_LOADER = re.compile(r"/dataloader_idx_\d+$")  # the suffix of names with several loaders
 
 
 class Scope(NamedTuple):
-    """Where in the run `log` is called, and what it does there unless told otherwise.
+    """The part of the run in which `log` is called, and its default there.
 
     Attributes:
         phase: ``"train"``, ``"validation"``, ``"test"`` or ``"predict"``.
-        on_step: The default of `log`; None where there is no step. What is not logged on the step
-            is accumulated over the epoch.
+        on_step: The default of `on_step` in `log`; None outside steps. Values that are not logged
+            on the step are accumulated over the epoch.
     """
 
     phase: str
@@ -37,7 +37,7 @@ TRAIN_EPOCH = Scope("train", None)
 
 @dataclass(slots=True)
 class Cell:
-    """Running total and weight of one name on this process."""
+    """The running total and weight of one name on this process."""
 
     kind: str
     total: Value
@@ -46,9 +46,9 @@ class Cell:
     last: Value = 0.0
 
     def add(self, value: Value, weight: float) -> None:
-        """Take in one more value."""
+        """Accumulate one more value."""
         if self.kind == "mean" and not weight:
-            return  # a mean over nothing is NaN, which no weight would make harmless
+            return  # a mean over no items is NaN, and NaN times a weight of 0 is still NaN
         self.last = value
         if self.kind == "mean":
             self.total = self.total + value * weight
@@ -59,30 +59,30 @@ class Cell:
             self.total = pick(as_tensor(self.total, value), as_tensor(value, self.total))
         else:
             better = value < self.total if self.kind == "min" else value > self.total
-            if better or math.isnan(value):  # which stays, as in torch: nothing is better than it
+            if better or math.isnan(value):  # NaN is kept from then on, as in torch
                 self.total = value
         self.weight += weight
 
 
 def as_tensor(value: Value, like: Value) -> Tensor:
-    """The value as a tensor, of the other's type and on its device."""
+    """Return the value as a tensor of the dtype and on the device of `like`."""
     if isinstance(value, Tensor):
         return value
     assert isinstance(like, Tensor)
-    # Filled there: a number that is copied to an accelerator waits for it.
+    # Fill on the device: copying a number to an accelerator synchronises with it.
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 @dataclass(slots=True)
 class Cells:
-    """The cells of one interval, and the metric objects that go with them.
+    """The cells and metric objects of one interval.
 
     Attributes:
-        cells: By name.
-        objects: Those with ``compute`` and ``reset``, by name.
-        known: Those of earlier intervals too, and copies of those that only others have.
-        agreed: The (name, kind) pairs that all processes have, as they last agreed.
-        ran: The suffixes of the loaders of which this process has run a batch in the interval.
+        cells: The cells by name.
+        objects: The metric objects (with ``compute`` and ``reset``) by name.
+        known: These, those of earlier intervals, and copies of those that only other ranks have.
+        agreed: The (name, kind) pairs that all processes last agreed on.
+        ran: The suffixes of the loaders from which this process ran a batch in the interval.
     """
 
     cells: dict[str, Cell] = field(default_factory=dict)
@@ -92,27 +92,27 @@ class Cells:
     ran: set[str] = field(default_factory=set)
 
     def names(self) -> list[tuple[str, str]]:
-        """What this process has, as (name, kind), in the order of logging; objects last."""
+        """Return this process's (name, kind) pairs in the order of logging, objects last."""
         pairs = [(name, cell.kind) for name, cell in self.cells.items()]
         return pairs + [(name, "object") for name in self.objects]
 
     def differs(self) -> bool:
-        """This process has a name that was not agreed, or lacks one that it owes."""
+        """Return whether this process has a name that was not agreed on, or lacks one it owes."""
         own, agreed = set(self.names()), set(self.agreed)
         return not own <= agreed or any(owes(name, self.ran) for name, _ in agreed - own)
 
 
 def owes(name: str, ran: set[str]) -> bool:
-    """A process that ran batches of these loaders should have logged the name."""
+    """Return whether a process that ran batches of these loaders should have logged the name."""
     loader = _LOADER.search(name)
     return bool(ran) if loader is None else loader[0] in ran
 
 
 def weight_of(name: str, batch_size: float) -> float:
-    """The `batch_size` of a call of `log` as a weight.
+    """Return the `batch_size` of a call of `log` as a weight.
 
     Raises:
-        ValueError: It is negative.
+        ValueError: `batch_size` is negative or NaN.
     """
     if not batch_size >= 0:
         raise ValueError(f"batch_size of the metric {name!r} is {batch_size}; give 0 or more.")
@@ -120,22 +120,22 @@ def weight_of(name: str, batch_size: float) -> float:
 
 
 def value_of_call(metric: Any) -> Any:
-    """What a torchmetrics object's call returned for this batch alone; None if nothing is known."""
-    return getattr(metric, "_forward_cache", None)  # torchmetrics gives it no other name
+    """Return the value of a torchmetrics object's call for this batch alone; None if unknown."""
+    return getattr(metric, "_forward_cache", None)  # torchmetrics has no public name for it
 
 
 def forget_call(metric: Any) -> None:
-    """Make an earlier call's value none of the batch that comes."""
+    """Forget an earlier call's value, which does not belong to the next batch."""
     if value_of_call(metric) is not None:
         metric._forward_cache = None  # as its reset does
 
 
 def computed(name: str, value: Any) -> Value:
-    """What a metric object returned, as one number.
+    """Return the result of a metric object as one number.
 
     Raises:
-        ValueError: It is several.
-        TypeError: It is no number.
+        ValueError: It has several elements.
+        TypeError: It is not a number.
     """
     if isinstance(value, Mapping):
         raise ValueError(
@@ -146,10 +146,11 @@ def computed(name: str, value: Any) -> Value:
 
 
 def scalar(name: str, value: Any) -> Value:
-    """The value without its graph.
+    """Return a logged value as a float or, on an accelerator, as a detached scalar tensor.
 
     Raises:
-        TypeError: It is neither a number nor a tensor of one element, nor a metric object.
+        ValueError: It is a tensor of several elements.
+        TypeError: It is not a number, a tensor or a metric object.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -159,7 +160,7 @@ def scalar(name: str, value: Any) -> Value:
             )
         if not value.is_cpu:
             return value.detach().reshape(())
-        value = value.item()  # nothing waits for the host
+        value = value.item()  # a CPU tensor: no synchronisation
     try:
         return float(value)  # numpy's scalars too
     except (TypeError, ValueError):
@@ -171,7 +172,7 @@ def scalar(name: str, value: Any) -> Value:
 
 
 def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
-    """Read every value back, those that are on an accelerator in one transfer."""
+    """Read all values back, those on an accelerator in one transfer."""
     away = on_accelerator(values)
     if not away:
         return {name: float(value) for name, value in values.items()}
@@ -180,7 +181,7 @@ def to_floats(values: Mapping[str, Value]) -> dict[str, float]:
 
 
 def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
-    """Those of the values that reading waits for."""
+    """Return the values whose reading would synchronise with an accelerator."""
     return {
         name: value
         for name, value in values.items()
@@ -189,7 +190,7 @@ def on_accelerator(values: Mapping[str, Value]) -> dict[str, Tensor]:
 
 
 def stacked(tensors: Iterable[Tensor]) -> Tensor:
-    """Scalars of one accelerator as one vector, with as many digits as there are on it."""
+    """Stack scalars of one accelerator into a vector of its widest float type."""
     return torch.stack(
         [one.to(torch.float32 if one.device.type == "mps" else torch.float64) for one in tensors]
     )

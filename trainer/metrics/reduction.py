@@ -1,4 +1,4 @@
-"""Values of one process become values of all: one reduction over names that are agreed before."""
+"""Reduce logged values over the processes, in one reduction over names agreed on beforehand."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Reduction:
     """Reduces cells over the processes.
 
     Args:
-        device: Where totals are kept.
-        dtype: Their type.
-        world_size: How many processes there are.
+        device: The device of the totals.
+        dtype: The dtype of the totals.
+        world_size: The number of processes.
 
     Attributes:
-        names: Every name that was logged, on any process as of the latest reduction.
+        names: All names logged so far; those of other processes as of the latest reduction.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int) -> None:
         self._device, self._dtype, self._world_size = device, dtype, world_size
         self.names: set[str] = set()
-        self._told: set[str] = set()  # of those, what all processes know
+        self._told: set[str] = set()  # the names that all processes know
 
     def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
-        """The values over all processes; collective; nothing is read back on one process."""
+        """Return the values over all processes; collective. With one process nothing is read."""
         if self._world_size == 1:
             reduced = {
                 name: cell.total / cell.weight if cell.kind == "mean" else cell.total
@@ -49,14 +49,14 @@ class Reduction:
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:
-        """What a reduction is over, in the same order on all processes: that of logging."""
+        """Return the (name, kind) pairs to reduce, in the same order on all processes."""
         return cells.names() if self._world_size == 1 else cells.agreed
 
     def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
-        """One reduction for means and sums; a second and third only where min or max are used.
+        """Reduce means and sums in one all-reduce, and min and max, if used, in one more each.
 
-        The names are those agreed before; a flag in the sum says that somebody has others now, or
-        has logged one that the others were not told of, and only then are they exchanged.
+        The names are those agreed on before. A flag in the sum says that some rank has different
+        names now, or has logged a name unknown to others; only then are names exchanged.
         """
         while True:
             totals: list[Value] = [float(cells.differs() or self.names != self._told)]
@@ -70,7 +70,7 @@ class Reduction:
             if not read[0]:
                 break
             cells.agreed, self.names = _agree(cells.names(), cells.ran, self.names, what)
-            self._told = set(self.names)  # one without a batch decides as the others
+            self._told = set(self.names)  # so that ranks without a batch decide as the others
             self._share_objects(cells)
         reduced: dict[str, Value] = {}
         position = 1
@@ -92,9 +92,9 @@ class Reduction:
         return reduced
 
     def _share_objects(self, cells: Cells) -> None:
-        """Give each process every metric object, since computing one needs all of them.
+        """Give each process every metric object, since ``compute`` is collective.
 
-        Where a process has run no batch, a copy without data stands in.
+        A process that has run no batch gets a copy without data.
         """
         names = [name for name, kind in cells.agreed if kind == "object"]
         if not names:
@@ -117,16 +117,19 @@ class Reduction:
 def _agree(
     own: list[tuple[str, str]], ran: set[str], ever: set[str], what: str
 ) -> tuple[tuple[tuple[str, str], ...], set[str]]:
-    """Exchange the names; a rank that ran a loader's batches and lacks some is an error on all.
+    """Exchange the names; raise on all ranks if one ran batches of a loader but lacks its names.
 
     Args:
-        own: Those to be reduced now, with their kinds.
+        own: This process's names to reduce, with their kinds.
         ran: The loaders whose batches this process has run.
-        ever: Every name that this process knows.
-        what: What is reduced, for the error.
+        ever: All names that this process knows.
+        what: The interval being reduced, for the error.
 
     Returns:
-        What is to be reduced, and every name that any process knows.
+        The (name, kind) pairs to reduce, and all names that any process knows.
+
+    Raises:
+        MetricError: A rank lacks a name that it should have logged.
     """
     reports = all_gather_object((own, ran, ever))
     union = tuple(dict.fromkeys(pair for names, *_ in reports for pair in names))
@@ -144,7 +147,7 @@ def _agree(
 
 
 def _emptied(metric: Any) -> Any:
-    """A copy of a torchmetrics object on the host, without data."""
+    """Return a copy of a torchmetrics object on the host, without data."""
     if metric is None:
         return None
     emptied = copy.deepcopy(metric).cpu()

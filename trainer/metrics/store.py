@@ -28,37 +28,37 @@ from trainer.metrics.cells import (
 from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
-_UNTOLD = "\0"  # what follows in a name is known here alone: whose loader's value it is
+_UNTOLD = "\0"  # begins an internal suffix of a name: the loader of the value
 
 
 class _Place(NamedTuple):
-    """Where values go: these cells, under this name there."""
+    """The destination of a logged value: a set of cells, and the value's name in it."""
 
     cells: Cells
     key: str
 
 
 class MetricStore:
-    """Everything that was logged and is not yet reduced.
+    """All values that were logged and not yet reduced.
 
     Args:
-        device: Where totals are kept.
-        world_size: How many processes there are.
-        quiet_training: What is logged in training is dropped.
+        device: The device of the totals.
+        world_size: The number of processes.
+        quiet_training: Drop values logged in training.
 
     Attributes:
-        device: As given.
-        quiet_training: As given.
-        scope: Where in the run `log` is called from; None where it cannot work.
-        private: Those that trackers are not told.
-        loader_of: The suffix of its loader, for each value of the latest epoch without one.
+        device: The constructor's `device`.
+        quiet_training: The constructor's `quiet_training`.
+        scope: The part of the run in which `log` is called; None where it cannot be called.
+        private: Names that are not logged to trackers.
+        loader_of: The loader suffix of each value of the latest epoch whose name lacks it.
     """
 
     def __init__(
         self, device: torch.device, *, world_size: int = 1, quiet_training: bool = False
     ) -> None:
         self.device, self._world_size = device, world_size
-        # The totals of a long epoch need the digits; MPS has no float64.
+        # The totals of a long epoch need the precision; MPS has no float64.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._reduction = Reduction(device, self._dtype, world_size)
         self.scope: Scope | None = None
@@ -74,13 +74,13 @@ class MetricStore:
         self._places: dict[tuple[Any, ...], list[_Place]] = {}
         self._kept: dict[str, Value] = {}  # for the progress bar: the last epoch's values
         self._shown: dict[str, float] = {}
-        self._arriving: tuple[dict[str, Tensor], Any] | None = None  # to be shown next, and when
+        self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, their event
         self._objects_shown: set[str] = set()  # metric objects that the bar shows
-        self._stepwise: dict[str, Any] = {}  # those logged on steps, which keep what they took in
+        self._stepwise: dict[str, Any] = {}  # metric objects logged on steps, reset at epoch end
 
     @property
     def names(self) -> set[str]:
-        """Every name that was logged, on any process as of the latest reduction."""
+        """All names logged so far; those of other processes as of the latest reduction."""
         return self._reduction.names
 
     @names.setter
@@ -89,7 +89,7 @@ class MetricStore:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Inside, `log` does nothing: the batch at hand is not this process's own."""
+        """Make `log` a no-op in the block, whose batch is not this process's own."""
         self._muted = True
         try:
             yield
@@ -97,23 +97,23 @@ class MetricStore:
             self._muted = False
 
     def begin_batch(self, items: float, loader_suffix: str = "") -> None:
-        """A batch comes: the weight of what it logs, unless told otherwise."""
+        """Begin a batch, and set the default weight of its values."""
         assert self.scope is not None
         self.items = items
         self.loader_suffix = loader_suffix
-        if self.scope.phase == "train":  # a validation comes before the values of its update go
+        if self.scope.phase == "train":  # a validation runs before its update's values are dropped
             self.step.ran.add(loader_suffix)
             for metric in self._stepwise.values():
                 forget_call(metric)
         self.epoch(self.scope.phase).ran.add(loader_suffix)
 
     def begin_epoch_values(self) -> None:
-        """No batch is at hand: what is logged now counts once for each process."""
+        """Leave the batches: values logged now have a weight of 1 on each process."""
         self.items = 1.0
         self.loader_suffix = ""
 
     def epoch(self, phase: str) -> Cells:
-        """The cells of a phase's current epoch."""
+        """Return the cells of a phase's current epoch."""
         cells = self.epochs.get(phase)
         if cells is None:
             cells = self.epochs[phase] = Cells()
@@ -140,8 +140,8 @@ class MetricStore:
             raise MetricError(
                 f"log({name!r}) was called where no value can be recorded. Call it inside a step, "
                 "in a hook before or after one, or in the module's own on_train_epoch_end, "
-                "on_validation_epoch_end or on_test_epoch_end: when a callback's are called, and "
-                "later, the epoch's values are reduced already."
+                "on_validation_epoch_end or on_test_epoch_end: callbacks' epoch-end hooks run "
+                "after the epoch's values were reduced."
             )
         if reduce not in KINDS:
             raise ValueError(choose(f"reduce of the metric {name!r}", reduce, KINDS))
@@ -151,7 +151,7 @@ class MetricStore:
         is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
         call = (scope, name, on_step, on_epoch, is_object, self.loader_suffix)
         places = self._places.get(call)
-        if places is None:  # all further calls like this one lead there
+        if places is None:  # cached for further calls with the same arguments
             places = self._places[call] = self._find_places(*call)
         if not is_object:
             value = scalar(name, value)
@@ -161,7 +161,7 @@ class MetricStore:
                 self._keep(place, value, weight, reduce, prog_bar)
             elif place.cells is self.step and (of_call := value_of_call(value)) is not None:
                 self._keep(place, computed(name, of_call), weight, "mean", prog_bar)
-            else:  # on the step too: its value so far
+            else:  # in a step cell without a value of the call: its value so far
                 self._keep_object(place, value, prog_bar)
             if is_object and place.cells is self.step:
                 self._stepwise[name] = value
@@ -175,15 +175,15 @@ class MetricStore:
         is_object: bool,
         suffix: str,
     ) -> list[_Place]:
-        """Where the values of a call go."""
+        """Return the destinations of a call's value."""
         if name in RESERVED:
             raise ValueError(
-                f"A metric cannot be called {name!r}: each record has a field of that name."
+                f"A metric cannot be called {name!r}: each record has a field with that name."
             )
         on_step, on_epoch = _when(name, scope, on_step, on_epoch, is_object=is_object)
         kinds = ("_step", "_epoch") if on_step and on_epoch else ("", "")
         places = []
-        if on_step and scope.phase == "train":  # an evaluation's steps have no place in the record
+        if on_step and scope.phase == "train":  # steps of an evaluation are not recorded
             places.append(_Place(self.step, name + kinds[0] + suffix))
         if on_epoch:
             places.append(_Place(self.epoch(scope.phase), name + kinds[1] + suffix))
@@ -191,7 +191,7 @@ class MetricStore:
 
     @contextmanager
     def renamed(self, name: str, *, logger: bool, add_dataloader_idx: bool) -> Iterator[None]:
-        """Inside, `log` of this name keeps the value from the trackers, or its name as it is."""
+        """Change how `log` treats this name in the block: no trackers, or no loader suffix."""
         suffix = self.loader_suffix
         if not logger:
             told = "" if not add_dataloader_idx else suffix
@@ -212,7 +212,7 @@ class MetricStore:
         elif cell.kind != kind:
             raise ValueError(
                 f"The metric {key!r} was logged with reduce={cell.kind!r} and now with "
-                f"reduce={kind!r}; give every call the same."
+                f"reduce={kind!r}; use the same in every call."
             )
         cell.prog_bar = prog_bar
         if isinstance(value, Tensor) and value.dtype != self._dtype:
@@ -235,11 +235,11 @@ class MetricStore:
     # -- reducing ------------------------------------------------------------------------------
 
     def reduce_step(self) -> dict[str, Value]:
-        """The window's values over all processes; collective; nothing is read back."""
+        """Return the window's values over all processes; collective."""
         return self._reduction.reduce(self.step, "this update")
 
     def begin_window(self) -> None:
-        """A new window begins."""
+        """Begin a new window."""
         self.scope = TRAIN_STEP
         self.step.cells.clear()
         self.step.objects.clear()
@@ -247,7 +247,7 @@ class MetricStore:
         self.items, self.loader_suffix = 1.0, ""
 
     def reduce_epoch(self, phase: str) -> dict[str, Value]:
-        """The epoch's values over all processes, which start anew; collective."""
+        """Return the epoch's values over all processes, and reset them; collective."""
         cells = self.epoch(phase)
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
@@ -266,21 +266,21 @@ class MetricStore:
         return self._renamed(values)
 
     def _renamed(self, values: dict[str, Value]) -> dict[str, Value]:
-        """The values under the names that users know."""
+        """Return the values under their public names."""
         renamed = {_told(key): value for key, value in values.items()}
         if len(renamed) < len(values):
             told = [_told(key) for key in values]
             twice = next(name for name in told if told.count(name) > 1)
             raise ValueError(
-                f"Several loaders logged {twice!r} with add_dataloader_idx=False; give each one's "
-                "a name of its own, or leave the argument out."
+                f"Several loaders logged {twice!r} with add_dataloader_idx=False; log each under a "
+                "different name, or leave the argument out."
             )
         parts = [key.partition(_UNTOLD) for key in values]
         self.loader_of = {name: suffix for name, _, suffix in parts if suffix}
         return renamed
 
     def forget(self, phase: str) -> None:
-        """Drop what an epoch has taken in: it was abandoned."""
+        """Drop the values of an abandoned epoch."""
         cells = self.epochs.pop(phase, Cells())
         self._places.clear()
         for metric in cells.objects.values():
@@ -289,14 +289,14 @@ class MetricStore:
     # -- showing -------------------------------------------------------------------------------
 
     def forget_shown(self) -> None:
-        """Show nothing of what was logged so far."""
+        """Show none of the values logged so far."""
         self._kept.clear()
 
     def progress_values(self) -> dict[str, float]:
-        """The latest values with ``prog_bar``, of this process alone.
+        """Return this process's latest values with ``prog_bar``.
 
-        On an accelerator they are the latest that have arrived of those that calls have sent for:
-        the host does not wait.
+        On an accelerator these are the latest values whose asynchronous copy has arrived: the host
+        does not wait.
         """
         cells = [self.step, *self.epochs.values()]
         live = {_told(n): c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
@@ -318,17 +318,17 @@ class MetricStore:
 
 
 def _told(key: str) -> str:
-    """The name that users know a value by."""
+    """Return the public name of a value."""
     return key.partition(_UNTOLD)[0]
 
 
 def _when(
     name: str, scope: Scope, on_step: bool | None, on_epoch: bool | None, *, is_object: bool
 ) -> tuple[bool, bool]:
-    """Whether a value is one of its step, of its epoch, or of both.
+    """Return whether a value is recorded on the step, and whether over the epoch.
 
     Raises:
-        ValueError: It is asked for what is not recorded there.
+        ValueError: The arguments ask for something that is not recorded in this scope.
     """
     if on_step is None:
         on_step = bool(scope.on_step) and not is_object
@@ -341,7 +341,7 @@ def _when(
         on_epoch = evaluates or not on_step
     elif on_step and evaluates and not on_epoch:
         raise ValueError(
-            f"log({name!r}, on_step=True, on_epoch=False) was called in a {scope.phase}, of which "
-            "only the values of the whole are recorded; leave both out there."
+            f"log({name!r}, on_step=True, on_epoch=False) was called in {scope.phase}, where only "
+            "the values of the whole pass are recorded; leave both arguments out there."
         )
     return on_step, on_epoch

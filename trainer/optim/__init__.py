@@ -1,1 +1,1 @@
-"""Optimizers and schedulers as prepared objects, clipping, and the weight of each micro-batch."""
+"""Prepared optimizers and schedulers, gradient clipping, and the weighting of micro-batches."""

@@ -1,4 +1,4 @@
-"""An optimizer's step without the section of a profile and the hooks that torch puts around it."""
+"""Call an optimizer's step without torch's wrapper for profiling and step hooks."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _KNOWN = (
     and hasattr(torch.autograd, "_profiler_enabled")
     and hasattr(Optimizer, "profile_hook_step")
 )
-# All of torch's wrappers run this code. Its mark on them, `hooked`, is on what others wrap around
-# them too: `functools.wraps` copies it.
+# All of torch's wrappers share this code object. Their mark, `hooked`, would not identify them:
+# `functools.wraps` copies it to other wrappers.
 _WRAPPING = Optimizer.profile_hook_step(print).__code__ if _KNOWN else None
 
 
 def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """``optimizer.step(closure)``.
+    """Call ``optimizer.step(closure)``, without torch's wrapper if it would do nothing.
 
-    What torch wraps every optimizer's step in takes as long as the update of a small model, and
-    does nothing unless there are hooks or a profile is taken. (Of an ``ExecutionTraceObserver``
-    alone nobody can know: torch tells Python of no other listener, and to open a section in vain
-    takes 1 µs. In its trace there is no section for the step unless the optimizer has a hook.)
+    Torch's wrapper takes as long as the update of a small model, and does nothing unless there are
+    hooks or a profiler is running. (An ``ExecutionTraceObserver`` alone cannot be detected: torch
+    reports no other listeners to Python, and opening an unused section takes 1 µs. Its trace has no
+    section for the step unless the optimizer has a hook.)
     """
     bare = _bare_step(optimizer)
     return optimizer.step(closure) if bare is None else bare(optimizer, closure)
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
-    """What the step of the optimizer's class does inside; None where it is not that alone."""
+    """Return the class's unwrapped step; None if the wrapper does something or is not torch's."""
     if not _KNOWN or torch.autograd.profiler._is_profiler_enabled:
         return None
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # not in its `__all__`
@@ -56,6 +56,6 @@ def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
 
 
 def _only_counts(step: Any, wrapped: Any) -> bool:
-    """It is what a scheduler has put in the place of the class's step, to see that it is called."""
+    """Return whether `step` is a scheduler's patch of the class's step that only counts calls."""
     marked = getattr(step, "_wrapped_by_lr_sched", False)
     return marked is True and getattr(step, "__wrapped__", None) is wrapped

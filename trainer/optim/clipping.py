@@ -1,4 +1,4 @@
-"""Limits on gradients."""
+"""Gradient clipping."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -> None:
-    """Refuse limits that are not positive.
+    """Check that limits are positive numbers or None.
 
     Raises:
-        ValueError: One of them is zero, negative or not a number.
+        ValueError: A limit is zero, negative or NaN.
+        TypeError: A limit is not a number.
     """
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
         if isinstance(limit, bool) or not isinstance(limit, (int, float, type(None))):
@@ -23,22 +24,22 @@ def validate_limits(max_grad_norm: float | None, max_grad_value: float | None) -
 
 
 def as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The tensors, whether one or several are given.
+    """Return one tensor or several as a list.
 
     Raises:
-        TypeError: They are something else, such as the model.
+        TypeError: The argument is something else, such as the model.
     """
     if isinstance(parameters, Tensor):
         return [parameters]
     if not isinstance(parameters, Iterable) or isinstance(parameters, torch.nn.Module):
         raise TypeError(
-            f"parameters is a {type(parameters).__name__}; it must be a tensor or several, such as "
-            "model.parameters()."
+            f"parameters is a {type(parameters).__name__}; it must be a tensor or an iterable of "
+            "tensors, such as model.parameters()."
         )
     tensors = list(parameters)
     if strangers := {type(each).__name__ for each in tensors if not isinstance(each, Tensor)}:
         raise TypeError(
-            f"parameters holds {', '.join(sorted(strangers))}; it must hold tensors, such as "
+            f"parameters holds {', '.join(sorted(strangers))}; it must hold tensors, as "
             "model.parameters() does."
         )
     return tensors
@@ -54,17 +55,17 @@ def clip_(
     """Clip the gradients in place, by value first, then by their common norm.
 
     Args:
-        parameters: Those without a gradient are passed over.
-        max_norm: The norm of all gradients as one vector, at most; see Pascanu, Mikolov, Bengio,
+        parameters: The parameters; those without a gradient are skipped.
+        max_norm: The maximum norm of all gradients as one vector; see Pascanu, Mikolov, Bengio,
             "On the difficulty of training recurrent neural networks", ICML 2013.
-        max_value: Each element's magnitude, at most.
+        max_value: The maximum magnitude of each element.
         norm_type: The order of the norm.
 
     Returns:
         The norm before clipping by it; None without `max_norm`.
     """
     parameters = as_list(parameters)
-    # Torch refuses to clip the values of no gradient at all.
+    # Torch raises if it is to clip values and there is no gradient.
     if max_value is not None and any(parameter.grad is not None for parameter in parameters):
         torch.nn.utils.clip_grad_value_(parameters, max_value)
     if max_norm is None:
@@ -74,11 +75,11 @@ def clip_(
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits on the gradients of some parameters; None is none.
+    """Limits on the gradients of some parameters; None means no limit.
 
     Attributes:
-        max_norm: Of all their gradients as one vector.
-        max_value: Of each element.
+        max_norm: The maximum norm of all their gradients as one vector.
+        max_value: The maximum magnitude of each element.
     """
 
     max_norm: float | None = None
@@ -91,17 +92,17 @@ NO_LIMITS = Limits()
 def clip_apart_(
     parameters: Sequence[Tensor], apart: Sequence[tuple[Sequence[Tensor], Limits]], rest: Limits
 ) -> None:
-    """Clip in place where some parameters have limits of their own; see `clip_`.
+    """Clip in place, with separate limits for some parameters; see `clip_`.
 
     Args:
-        parameters: All of them.
-        apart: Some of them, none twice, with the limits that take the place of `rest` for them; of
-            the two, one that is None is that of `rest`.
-        rest: For the others, whose norm is taken without those that have one of their own.
+        parameters: All parameters.
+        apart: Disjoint groups of them with their own limits; a limit that is None is that of
+            `rest`.
+        rest: The limits of the others, whose norm excludes groups with their own `max_norm`.
     """
     own_value = {id(p) for members, own in apart if own.max_value is not None for p in members}
     own_norm = {id(p) for members, own in apart if own.max_norm is not None for p in members}
-    # By value first, of all: a norm may be of parameters from both.
+    # Clip all by value first: a norm may include parameters with and without their own value limit.
     for members, own in apart:
         if own.max_value is not None:
             clip_(members, max_value=own.max_value)

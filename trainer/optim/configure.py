@@ -1,4 +1,4 @@
-"""Reading what ``configure_optimizers`` returned."""
+"""Parse the return value of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from trainer.optim.clipping import validate_limits
 
 _TICKS = ("scheduler", "interval", "frequency", "monitor")
 _SCHEDULER_KEYS = (*_TICKS, "name")
-_OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # what an optimizer may have beside
-_PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's; what they say is so anyway
+_OWN_KEYS = ("name", "max_grad_norm", "max_grad_value")  # further options of an optimizer
+_PORTED_KEYS = ("strict", "reduce_on_plateau")  # Lightning's; not needed here
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", *_TICKS, *_OWN_KEYS)
 _SHAPES = (
     "Return an optimizer, a pair (optimizer, scheduler), a dict with 'optimizer' and optionally "
@@ -28,16 +28,16 @@ _SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerEntry:
-    """An optimizer, and what is its own where there are several.
+    """An optimizer and its own options.
 
     Attributes:
-        optimizer: The user's.
-        name: What it is called in records and checkpoints; None for its class.
-        max_grad_norm: Its gradients' norm is clipped by itself, at most this.
-        max_grad_value: Each element of its gradients, at most.
+        optimizer: The user's optimizer.
+        name: Its name in records and checkpoints; None means its class name.
+        max_grad_norm: The maximum norm of its gradients, clipped separately from others.
+        max_grad_value: The maximum magnitude of each element of its gradients.
 
     Raises:
-        TypeError: It is no optimizer, or a name or a limit is of another type.
+        TypeError: `optimizer` is not an optimizer, or a name or limit has the wrong type.
         ValueError: The name is empty, or a limit is not positive.
     """
 
@@ -47,21 +47,21 @@ class OptimizerEntry:
     max_grad_value: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could not be used."""
+        """Check types and ranges."""
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(_unreadable(self.optimizer))
         if not isinstance(self.name, (str, type(None))):
             raise TypeError(f"An optimizer's name is {self.name!r}; it must be a string.")
         if self.name == "":
-            raise ValueError("An optimizer's name is ''; leave it out, or call it something.")
+            raise ValueError("An optimizer's name is ''; leave it out, or give it a name.")
         validate_limits(self.max_grad_norm, self.max_grad_value)
 
 
 def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
-    """A name for each optimizer: its own, else its class, with ``-1``, ``-2`` for further ones.
+    """Return a name for each optimizer: its own or its class name, then ``-1``, ``-2`` if taken.
 
     Raises:
-        ValueError: Two were given the same name.
+        ValueError: Two optimizers were given the same name.
     """
     given = [entry.name for entry in entries if entry.name is not None]
     names: list[str] = []
@@ -69,8 +69,8 @@ def names_of(entries: Sequence[OptimizerEntry]) -> list[str]:
         name = entry.name or type(entry.optimizer).__name__
         if entry.name is not None and given.count(name) > 1:
             raise ValueError(
-                f"configure_optimizers returned two optimizers of the name {name!r}; give each its "
-                "own 'name'."
+                f"configure_optimizers returned two optimizers with the name {name!r}; give each a "
+                "different 'name'."
             )
         further = 0
         called = name
@@ -86,16 +86,18 @@ class SchedulerEntry:
     """A scheduler and when it ticks.
 
     Attributes:
-        scheduler: Torch's or any object with ``step``, ``state_dict`` and ``load_state_dict``.
-        interval: ``"step"``, once an update, or ``"epoch"``.
-        frequency: Every how many of those.
-        monitor: The metric that a plateau scheduler, or one that is not torch's, is stepped with;
+        scheduler: A torch scheduler or any object with ``step``, ``state_dict`` and
+            ``load_state_dict``.
+        interval: The unit of `frequency`: ``"step"`` (an update) or ``"epoch"``.
+        frequency: The number of updates or epochs between ticks.
+        monitor: The metric passed to ``step`` of a plateau scheduler or one that is not torch's;
             torch's others take none.
-        name: What its learning rate is called where it is logged.
+        name: The name under which its learning rate is logged.
 
     Raises:
         ValueError: A unit is unknown, a number is not positive, or a plateau scheduler has no
             metric.
+        TypeError: The scheduler has no ``step``, or `frequency` is not an int.
     """
 
     scheduler: Any
@@ -105,7 +107,7 @@ class SchedulerEntry:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what could never tick."""
+        """Check types and ranges."""
         if not callable(getattr(self.scheduler, "step", None)):
             raise TypeError(
                 f"configure_optimizers returned the scheduler {self.scheduler!r} of type "
@@ -119,27 +121,27 @@ class SchedulerEntry:
             raise ValueError(f"A scheduler's frequency is {self.frequency}; it must be 1 or more.")
         if isinstance(self.scheduler, ReduceLROnPlateau) and self.monitor is None:
             raise ValueError(
-                "ReduceLROnPlateau needs the metric to look at: return {'optimizer': …, "
+                "ReduceLROnPlateau needs a metric to monitor: return {'optimizer': …, "
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
 
     def tick(self, metrics: Mapping[str, float], *, barebones: bool = False) -> None:
-        """Advance by one.
+        """Advance by one tick.
 
         Args:
-            metrics: The last value of every name.
-            barebones: What the training logs is not among them.
+            metrics: The latest value of every metric.
+            barebones: Metrics logged in training are not among them.
 
         Raises:
-            ValueError: The monitored metric has not been logged; the text lists those that were.
+            ValueError: The monitored metric has not been logged; the message lists those that were.
         """
         if self.monitor is None or not self.takes_metric:
             if getattr(self.scheduler, "_step_count", 0) > 1:
                 self.scheduler.step()
                 return
             with warnings.catch_warnings():
-                # A first update skipped for overflow still is a tick, which torch takes for a
-                # mistake. Only here: each such block lets once-only warnings come again.
+                # If the first update was skipped for overflow, torch takes the tick for a mistake.
+                # Only then: each such block resets the registry of warnings shown once.
                 warnings.filterwarnings(
                     "ignore", "Detected call of `lr_scheduler.step", UserWarning
                 )
@@ -149,33 +151,33 @@ class SchedulerEntry:
         elif barebones:
             validated = ", ".join(map(repr, sorted(metrics))) or "nothing so far"
             raise ValueError(
-                f"A scheduler's monitor is {self.monitor!r}, which is not there: barebones=True "
-                "leaves out what the training logs, and validations, which stay, have logged "
-                f"{validated}. Let the monitor be a metric that validation_step logs before the "
-                "scheduler ticks, or leave barebones=True out."
+                f"A scheduler's monitor is {self.monitor!r}, which is not available: "
+                "barebones=True drops what training logs, and validations have logged "
+                f"{validated}. Monitor a metric that validation_step logs before the scheduler "
+                "ticks, or leave barebones=True out."
             )
         elif metrics:
             raise ValueError(choose("A scheduler's monitor", self.monitor, metrics))
         else:
             raise ValueError(
                 f"A scheduler's monitor is {self.monitor!r}, but nothing was recorded yet; log it "
-                f"with self.log({self.monitor!r}, value, on_epoch=True) so that it is there when "
-                "the scheduler ticks. Step-wise it ticks behind the log and the validation that "
-                "are due at its update: let its frequency be a multiple of log_every or val_every."
+                f"with self.log({self.monitor!r}, value, on_epoch=True) before the scheduler "
+                "ticks. With interval='step' it ticks after the log and the validation that are "
+                "due at its update: make its frequency a multiple of log_every or val_every."
             )
 
     @cached_property
     def takes_metric(self) -> bool:
-        """Whether a tick is given the value of `monitor`."""
+        """Whether the value of `monitor` is passed to ``step``."""
         plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         return self.monitor is not None and (plateau or not isinstance(self.scheduler, LRScheduler))
 
 
 def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[SchedulerEntry]]:
-    """The optimizers and schedulers in whatever form they were returned.
+    """Return the optimizers and schedulers from any form that ``configure_optimizers`` may return.
 
     Raises:
-        TypeError: It is none of the forms, or there is no optimizer in it.
+        TypeError: It is none of these forms, or contains no optimizer.
         ValueError: A key or a unit is unknown.
     """
     if isinstance(returned, tuple) and all(isinstance(part, Optimizer) for part in returned):
@@ -196,7 +198,7 @@ def read_optimizers(returned: Any) -> tuple[list[OptimizerEntry], list[Scheduler
 
 
 def _dicts(returned: Any) -> bool:
-    """A tuple of dicts, which may be two but are no pair."""
+    """Return whether it is a tuple of dicts: two of them are not an (optimizer, scheduler) pair."""
     return isinstance(returned, tuple) and all(isinstance(part, Mapping) for part in returned)
 
 
@@ -235,7 +237,7 @@ def _entry(scheduler: Any) -> SchedulerEntry:
         if not options.get("strict", True):
             raise ValueError(
                 "configure_optimizers returned 'strict': False for a scheduler, which would let it "
-                "go on without its metric; leave it out, and log the metric before it ticks."
+                "continue without its metric; leave it out, and log the metric before it ticks."
             )
         for key in _PORTED_KEYS:
             options.pop(key, None)

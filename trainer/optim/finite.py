@@ -1,15 +1,15 @@
-"""Gradients that are no numbers: found on the device, before they reach the weights or a save.
+"""Detect non-finite gradients on the device, before they reach a checkpoint.
 
-NaN and infinity in the gradients of an update come from a loss that is none, or from an overflow on
-the way back. After the reduction all processes have the same gradients, so each of them finds the
-same, and they need not ask each other. A loss may be none and its gradients finite, as where a
-constant is; that a process has such a one travels with the reduction.
+NaN and infinity in the gradients of an update come from a non-finite loss, or from an overflow in
+backward. After the reduction all processes have the same gradients, so each finds the same result
+without further communication. A non-finite loss may have finite gradients, for example if NaN comes
+from a constant; the flag for such a loss is part of the reduction.
 
-On the CPU the answer is there at once. On an accelerator it is read an update later, or before an
-evaluation or a save, so that nobody waits for the device: with ``"stop"`` the weights of the bad
-update are lost, but never saved. With ``"skip"`` a fused optimizer leaves the weights alone by
-itself, since it is given the answer on the device; for others it has to be read, which waits once
-an update.
+On the CPU the result is available at once. On an accelerator it is read one update later, or before
+an evaluation or a save, so that the host does not wait for the device: with ``"stop"`` the weights
+after the bad update are lost, but never saved. With ``"skip"`` a fused optimizer skips the update
+itself, since it gets the result on the device; for others the host has to read it, which
+synchronises once per update.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from trainer.errors import choose
 
 Policy = Literal["stop", "skip", "ignore"]
 POLICIES = ("stop", "skip", "ignore")
-_SHOWN = 8  # names in an error
+_SHOWN = 8  # names listed in an error
+# The dtypes of the scalers' kernel on CUDA; it takes bfloat16 only on the CPU (pytorch#127176).
+_KERNEL_DTYPES = (torch.float16, torch.float32, torch.float64)
 
 
 def check_policy(policy: str, max_skipped_in_row: int) -> None:
-    """Refuse what is no policy.
+    """Check the policy and its limit.
 
     Raises:
-        ValueError: It is none, or the limit is below 1.
-        TypeError: The limit is no int.
+        ValueError: The policy is unknown, or the limit is below 1.
+        TypeError: The limit is not an int.
     """
     if policy not in POLICIES:
         raise ValueError(choose("non_finite", policy, POLICIES))
@@ -46,20 +48,22 @@ def check_policy(policy: str, max_skipped_in_row: int) -> None:
 
 
 def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
-    """Whether any gradient holds NaN or infinity.
+    """Return whether any gradient holds NaN or infinity.
 
-    The kernel that gradient scalers use, at a scale of 1; it reads each gradient once.
+    This uses the kernel of gradient scalers with a scale of 1 or, for dtypes that it lacks, the
+    largest magnitudes; it reads each gradient once.
 
     Returns:
-        On an accelerator a float32 tensor there of shape (), 1 or 0; None without gradients.
+        A bool on the CPU; on an accelerator a float32 tensor of shape (), 1 or 0; None without
+        gradients.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
     if present[0].is_cpu:
         try:
-            return bool(_look_through(present))  # at once, of whatever types
-        except RuntimeError:  # but not sparse or complex ones, nor on several devices
+            return bool(_look_through(present))  # in one call, also for mixed dtypes
+        except RuntimeError:  # not for sparse or complex gradients, nor for several devices
             return _look_through_groups(present)
     return _look_through_groups(present)
 
@@ -67,8 +71,9 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
 def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
     found: Tensor | None = None
     for tensors in _alike(gradients):
-        here = _look_through(tensors)
-        # At most 1: fused optimizers take nothing else for a yes, and subtract it from their steps.
+        look = _look_through if tensors[0].dtype in _KERNEL_DTYPES else _look_at_maxima
+        here = look(tensors)
+        # Keep the flag at 1: fused optimizers compare with 1, and subtract it from their step.
         found = here if found is None else torch.maximum(found, here.to(found.device))
     assert found is not None
     return bool(found) if found.is_cpu else found
@@ -81,8 +86,17 @@ def _look_through(gradients: list[Tensor]) -> Tensor:
     return found
 
 
+def _look_at_maxima(gradients: list[Tensor]) -> Tensor:
+    """As `_look_through`, from the maximum norms, which cannot overflow as other norms can."""
+    filled = [gradient for gradient in gradients if gradient.numel()]  # empty ones have no maximum
+    if not filled:
+        return torch.zeros_like(_one(gradients[0].device))
+    maxima = torch.stack(torch._foreach_norm(filled, math.inf))
+    return (~maxima.isfinite().all()).float()
+
+
 def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
-    """What the gradients hold, as real numbers, in groups that the kernel takes together."""
+    """Group the gradients' values, as real numbers, by device and dtype for the kernel."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         dense = gradient._values() if gradient.is_sparse else gradient
@@ -93,18 +107,18 @@ def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
 
 @cache
 def _one(device: torch.device) -> Tensor:
-    return torch.ones((), dtype=torch.float32, device=device)  # of the type that the kernel takes
+    return torch.ones((), dtype=torch.float32, device=device)  # the dtype that the kernel requires
 
 
 def is_non_finite(loss: Tensor) -> float | Tensor:
-    """Whether a loss is NaN or infinite, 1 or 0; on an accelerator a tensor there, which waits."""
+    """Return 1 if a loss is NaN or infinite, else 0; on an accelerator as a tensor there."""
     if loss.is_cpu:
         return 0.0 if math.isfinite(loss.item()) else 1.0
     return (~loss.isfinite()).float()
 
 
 def names_of_non_finite(named: Iterable[tuple[str, Tensor | None]]) -> list[str]:
-    """The names of the tensors that hold NaN or infinity; this waits for the device."""
+    """Return the names of the tensors that hold NaN or infinity; synchronises with the device."""
     return [name for name, tensor in named if tensor is not None and not _is_finite(tensor)]
 
 
@@ -113,19 +127,19 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class FiniteGuard:
-    """What becomes of an update whose gradients are not finite.
+    """Decides what to do with an update whose gradients are not finite.
 
     Args:
-        policy: ``"stop"`` raises, ``"skip"`` leaves the update out.
-        limit: So many skipped in a row end the run after all.
-        optimizers: Those of the run.
-        named_parameters: The module's, for the error.
-        rank: Of this process, for the error.
-        manual: `training_step` decides about updates, for the error.
+        policy: ``"stop"`` raises, ``"skip"`` skips the update.
+        limit: The number of updates skipped in a row that ends the run.
+        optimizers: The optimizers of the run.
+        named_parameters: Returns the module's parameters, for the error.
+        rank: The rank of this process, for the error.
+        manual: Whether the run uses manual optimisation, for the error.
 
     Attributes:
-        skipped: Updates that were left out, by this policy or by the scaler of fp16.
-        in_row: Of those, the latest without one that was made.
+        skipped: The number of updates skipped, by this policy or by the fp16 scaler.
+        in_row: The number of latest updates that were all skipped.
     """
 
     def __init__(
@@ -152,25 +166,25 @@ class FiniteGuard:
         self._pending: tuple[Tensor, Any, Callable[[bool], object]] | None = None
 
     def state_dict(self) -> dict[str, int]:
-        """The counts."""
+        """Return the counts."""
         return {"skipped": self.skipped, "in_row": self.in_row}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on counting."""
+        """Restore the counts."""
         self.skipped, self.in_row = state["skipped"], state["in_row"]
 
     def admits(self, found: bool | Tensor | None, step: int, loss: Tensor | None) -> bool:
-        """Whether to make the update.
+        """Return whether to make the update.
 
         Args:
-            found: True or above 0 if not, see `find_non_finite` and `is_non_finite`; a fused
-                optimizer is given it too.
+            found: True or above 0 if it is non-finite, see `find_non_finite` and `is_non_finite`;
+                fused optimizers get the tensor too.
             step: The update's number.
-            loss: The latest of this process, for the error.
+            loss: The latest loss of this process, for the error.
 
         Raises:
-            FloatingPointError: It is not to be made, or an earlier one should not have been, and
-                the policy is to stop; or too many were skipped in a row.
+            FloatingPointError: This update or the one before is non-finite and the policy is
+                ``"stop"``; or too many were skipped in a row.
         """
         if self._pending is not None:
             self.settle()
@@ -190,7 +204,7 @@ class FiniteGuard:
         self._pending = (host, event, judge)
 
     def settle(self) -> None:
-        """Hear of the latest update, before an evaluation or a save.
+        """Read the result of the latest update, before an evaluation or a save.
 
         Raises:
             FloatingPointError: See `admits`.
@@ -205,14 +219,14 @@ class FiniteGuard:
             judge(bool(host))
 
     def count_scaled(self, skipped: Sequence[bool | Tensor], step: int) -> None:
-        """Count an update that the scaler of fp16 has made or left out.
+        """Count an update that the fp16 scaler has made or skipped.
 
         Args:
-            skipped: By each optimizer; a fused one's is still on the device.
+            skipped: Whether each optimizer skipped it; on the device for a fused optimizer.
             step: The update's number.
 
         Raises:
-            FloatingPointError: Too many were left out in a row.
+            FloatingPointError: Too many updates were skipped in a row.
         """
         self.settle()
         unread = [one for one in skipped if isinstance(one, Tensor)]
@@ -237,8 +251,8 @@ class FiniteGuard:
         if self.in_row >= self._limit:
             raise FloatingPointError(
                 f"The gradients of {self.in_row} updates in a row, up to update {step}, held NaN "
-                "or infinity; none of them was made. A lower learning rate, max_grad_norm or bf16 "
-                "in place of fp16 may help; max_skipped_in_row says how many are allowed."
+                "or infinity; all were skipped. A lower learning rate, max_grad_norm or bf16 "
+                "instead of fp16 may help; max_skipped_in_row sets the limit."
             )
 
     def _report(self, step: int, loss: Tensor | None, *, made: bool) -> str:
@@ -257,9 +271,9 @@ class FiniteGuard:
         if not names:
             bad = (
                 f"A loss of update {step} is NaN or infinite ({what}), on this process or another, "
-                "though the gradients are not."
+                "although the gradients are finite."
             )
-        others = "Trainer(non_finite='skip') leaves such updates out"
+        others = "Trainer(non_finite='skip') skips such updates"
         if self._manual:
-            others = "Trainer(non_finite='ignore') leaves it to training_step to look"
+            others = "Trainer(non_finite='ignore') leaves the check to training_step"
         return f"{bad}{said} Trainer(detect_anomaly=True) finds the operation; {others}."

@@ -1,4 +1,4 @@
-"""Parameter groups that come after the optimizer and its schedules were made."""
+"""Parameter groups added after the optimizer and its schedulers were created."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import CheckpointError
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # of a group; those behind lr are a schedule's
-_RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # of a schedule, one each group
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; schedulers add all but lr
+_RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # of a scheduler, one per group
 _LISTS_OF_GROUPS = (*_RATES_OF_GROUPS, "lr_lambdas", "base_momentums", "max_momentums")
 
 
@@ -23,15 +23,15 @@ def add_group(
     ratio: float,
     schedulers: Iterable[Any] = (),
 ) -> None:
-    """Add a group that is treated as the first one is, at `ratio` times its learning rate.
+    """Add a group with the first group's options, at `ratio` times its learning rate.
 
-    Torch's schedules of the optimizer take it in: it follows the first group's schedule, scaled.
+    Torch's schedulers of the optimizer are extended: it follows the first group's schedule, scaled.
 
     Args:
-        optimizer: The user's own or prepared.
-        parameters: By name, for optimizers that know the names of theirs.
-        ratio: Of the learning rates.
-        schedulers: Those of other optimizers are left alone.
+        optimizer: The user's optimizer, prepared or not.
+        parameters: The parameters by name; the names are used by optimizers that store them.
+        ratio: The learning rate relative to the first group's.
+        schedulers: All schedulers; those of other optimizers are ignored.
     """
     first, number = optimizer.param_groups[0], len(optimizer.param_groups)
     group = {key: value for key, value in first.items() if key not in ("params", "param_names")}
@@ -54,10 +54,10 @@ def scale_group(
     """Multiply the learning rate of a group, now and in its schedules.
 
     Args:
-        optimizer: The user's own or prepared.
-        index: The group's.
-        factor: What its learning rates are multiplied by.
-        schedulers: Those of other optimizers are left alone.
+        optimizer: The user's optimizer, prepared or not.
+        index: The index of the group.
+        factor: The factor of its learning rates.
+        schedulers: All schedulers; those of other optimizers are ignored.
     """
     group = optimizer.param_groups[index]
     group.update({key: group[key] * factor for key in _RATES if key in group})
@@ -69,7 +69,7 @@ def scale_group(
 
 
 def names_of_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:
-    """The names of each group's parameters; None for one that is not the module's."""
+    """Return the names of each group's parameters; None for one that is not the module's."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
@@ -81,10 +81,10 @@ def restore_groups(
     *,
     schedulers: Iterable[Any] = (),
 ) -> None:
-    """Add the groups that a saved optimizer had and this one has not; their state is loaded next.
+    """Add the groups that a saved optimizer had and this one lacks, before its state is loaded.
 
     Raises:
-        CheckpointError: The module has no parameter of a name, or the optimizer has it already.
+        CheckpointError: The module has no parameter of that name, or the optimizer already has it.
     """
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
     known = dict(module.named_parameters())
@@ -92,17 +92,17 @@ def restore_groups(
     for names in saved[len(optimizer.param_groups) :]:
         for name in names:
             if name not in known or id(known[name]) in taken:
-                why = "which the optimizer has already" if name in known else "which is not there"
+                why = "which the optimizer already has" if name in known else "which does not exist"
                 raise CheckpointError(
                     f"A group that was added to {type(optimizer).__name__} during the run has the "
-                    f"parameter {name}, {why}. Does configure_optimizers return what it did?"
+                    f"parameter {name}, {why}. Has configure_optimizers changed since?"
                 )
         added = {name: known[name] for name in names if name is not None}
         add_group(optimizer, added, ratio=1.0, schedulers=schedulers)
 
 
 def _of(optimizer: Optimizer, schedulers: Iterable[Any]) -> list[Any]:
-    """Torch's schedulers of an optimizer, those inside others too."""
+    """Return torch's schedulers of an optimizer, including nested ones."""
     own = {id(optimizer), id(getattr(optimizer, "optimizer", optimizer))}
     found: list[Any] = []
     for scheduler in schedulers:

@@ -20,41 +20,41 @@ from trainer.state import GradientState, PartialState
 
 
 def is_lomo(optimizer: Optimizer) -> bool:
-    """It is a ``Lomo`` or ``AdaLomo`` of the package ``lomo-optim``, prepared or not."""
-    package = sys.modules.get("lomo_optim")  # who has such an optimizer has imported it
+    """Return whether it is a ``Lomo`` or ``AdaLomo`` of ``lomo-optim``, prepared or not."""
+    package = sys.modules.get("lomo_optim")  # imported by the code that created the optimizer
     return package is not None and isinstance(
         getattr(optimizer, "optimizer", optimizer), (package.Lomo, package.AdaLomo)
     )
 
 
 def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optimizer]) -> None:
-    """Backward and update in one, with the LOMO optimizer among those prepared.
+    """Run backward and the update in one, with the LOMO optimizer among those prepared.
 
-    Among several processes the update waits for the end of backward, when the gradients are
-    averaged: what LOMO saves in memory is then saved on one process only.
+    With several processes the update is made after backward, when the gradients are averaged, so
+    LOMO saves memory only with a single process.
 
     Args:
-        loss: Of shape ().
-        learning_rate: Of this update.
+        loss: A tensor of shape ().
+        learning_rate: The learning rate of this update.
         optimizers: The prepared optimizers.
 
     Raises:
         ImportError: The package is not installed.
-        ValueError: There is no learning rate, not one LOMO optimizer, or a setting under which its
-            updates would be wrong.
+        ValueError: There is no learning rate, not exactly one LOMO optimizer, or a setting under
+            which its updates would be wrong.
     """
     if learning_rate is None:
         raise ValueError(
-            "A learning rate must be passed for backward with a LOMO optimizer, which updates at "
-            "once: accelerator.backward(loss, learning_rate=1e-3)."
+            "Pass a learning rate to backward with a LOMO optimizer, which updates during "
+            "backward: accelerator.backward(loss, learning_rate=1e-3)."
         )
     _require_package()
     chosen = [optimizer for optimizer in optimizers if is_lomo(optimizer)]
     if len(chosen) != 1:
         raise ValueError(
-            f"lomo_backward needs one LOMO optimizer among those prepared; there are {len(chosen)} "
-            f"among {[type(getattr(o, 'optimizer', o)).__name__ for o in optimizers]}. Prepare a "
-            "lomo_optim.Lomo or lomo_optim.AdaLomo, one for the whole model."
+            f"lomo_backward needs one prepared LOMO optimizer; there are {len(chosen)} among "
+            f"{[type(getattr(o, 'optimizer', o)).__name__ for o in optimizers]}. Prepare one "
+            "lomo_optim.Lomo or lomo_optim.AdaLomo for the whole model."
         )
     steps = GradientState().num_steps
     if steps != 1:
@@ -73,17 +73,17 @@ def lomo_backward(loss: Tensor, learning_rate: float, optimizers: Sequence[Optim
 
 
 def _backward_together(lomo: Any, loss: Tensor, learning_rate: float) -> None:
-    """Backward through DDP first, and the update with the averaged gradients after it.
+    """Run backward through DDP first, then the update with the averaged gradients.
 
-    LOMO's hooks, called for each parameter, would otherwise use this process's own gradients and
-    take them away before they are averaged.
+    LOMO's hooks, called for each parameter, would otherwise use and drop this process's gradients
+    before they are averaged.
     """
     if lomo.clip_grad_norm is not None:
         raise ValueError(
-            f"LOMO's clip_grad_norm={lomo.clip_grad_norm} would clip by another norm on each "
+            f"LOMO's clip_grad_norm={lomo.clip_grad_norm} would clip by a different norm on each "
             "process; use clip_grad_value, or one process."
         )
-    model, lomo.model = lomo.model, nn.Module()  # the hooks look for gradients in here
+    model, lomo.model = lomo.model, nn.Module()  # the hooks read gradients from this model
     try:
         loss.backward()
     finally:

@@ -20,13 +20,13 @@ from trainer.optim.state import place_state
 from trainer.precision import Precision
 from trainer.state import GradientState, PartialState
 
-# What belongs to one object in one process: state that the process shares, and the `step` that a
-# torch scheduler puts before the class's own, which would go on stepping the original of a copy.
+# Attributes of one object in one process: shared state, and the `step` with which a torch scheduler
+# patches the instance, which in a copy would still step the original.
 _NOT_COPIED = ("_gradient_state", "step", "before_step")
 
 
 class AcceleratedOptimizer(Optimizer):
-    """An optimizer that steps only when the window of accumulated micro-batches is full.
+    """An optimizer that steps only at the end of a window of accumulated micro-batches.
 
     Parameters, state and groups are the wrapped optimizer's own.
 
@@ -34,15 +34,15 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: The user's optimizer.
         device_placement: Move its state to its parameters' devices.
         precision: Unscales gradients and skips updates that overflowed.
-        reduce: Called with the wrapped optimizer before each update, where nothing else averages
-            its gradients over the processes.
+        reduce: Called with the wrapped optimizer before each update, to average its gradients over
+            the processes if nothing else does.
 
     Attributes:
         optimizer: The user's optimizer.
-        steps: How many updates were asked for at the end of a window, made or skipped.
-        before_step: Called with this optimizer before each update, when its gradients are averaged
-            and unscaled; with a closure, whenever that has computed them.
-        weightless: This process has no batch; the losses of closures count as zero.
+        steps: The number of updates due at the end of a window, made or skipped.
+        before_step: Called with this optimizer before each update, after its gradients are averaged
+            and unscaled; with a closure, each time that it has computed them.
+        weightless: Whether this process has no batch, so that its closures' losses count as zero.
     """
 
     before_step: Callable[[AcceleratedOptimizer], None] | None = None
@@ -56,7 +56,7 @@ class AcceleratedOptimizer(Optimizer):
         precision: Precision,
         reduce: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        # Not Optimizer.__init__: there is one set of parameters, and it is the wrapped one's.
+        # Do not call Optimizer.__init__: the parameters are the wrapped optimizer's.
         self.optimizer = optimizer
         self._precision = precision
         precision.watch(optimizer)
@@ -71,8 +71,8 @@ class AcceleratedOptimizer(Optimizer):
             place_state(optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        # What is not here is the wrapped optimizer's: its hooks, its own attributes.
-        if name == "optimizer":  # asked for while unpickling, before there is one
+        # Other attributes are the wrapped optimizer's, such as its hooks.
+        if name == "optimizer":  # looked up while unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -112,9 +112,9 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """The last ``step`` left the parameters alone, since their gradients had overflowed.
+        """Whether the last ``step`` was skipped because gradients had overflowed.
 
-        Of a fused optimizer on an accelerator, reading it waits for the device.
+        For a fused optimizer on an accelerator, reading it synchronises with the device.
         """
         self._skipped = bool(self._skipped)
         return self._skipped
@@ -126,9 +126,9 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def is_overflow(self) -> bool:
-        """The earlier name of `step_was_skipped`."""
+        """Deprecated alias of `step_was_skipped`."""
         warnings.warn(
-            "is_overflow is the earlier name of step_was_skipped; use that.",
+            "is_overflow is the earlier name of step_was_skipped; use the new name.",
             FutureWarning,
             stacklevel=2,
         )
@@ -139,7 +139,7 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state dict."""
+        """Return the wrapped optimizer's state dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,13 +147,13 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, unless the window goes on.
+        """Zero the gradients, except inside a window.
 
         Args:
-            set_to_none: None is True, where the wrapped optimizer knows the argument.
+            set_to_none: None means True, if the wrapped optimizer takes the argument.
 
         Raises:
-            ValueError: It is given, and the wrapped optimizer does not know it.
+            ValueError: It is given, but the wrapped optimizer does not take it.
         """
         if not self._takes_set_to_none and set_to_none is not None:
             raise ValueError(
@@ -165,7 +165,7 @@ class AcceleratedOptimizer(Optimizer):
         self._reduced = False
         zero = getattr(self.optimizer.zero_grad, "__func__", None)
         if zero is Optimizer.zero_grad and set_to_none is not False:
-            # The same without what a profile is told, which takes longer than small models.
+            # The same without the profiler's section, which takes longer than a small model.
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -175,25 +175,25 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad()
 
     def synchronize(self) -> None:
-        """Average the gradients over the processes, once an update: before clipping, say."""
+        """Average the gradients over the processes, once per update, such as before clipping."""
         if self._reduce is not None and not self._reduced:
             self._reduce(self.optimizer)
             self._reduced = True
 
     def note_backward(self) -> None:
-        """Gradients are about to be added that the processes have not averaged yet."""
+        """Note a backward pass, which adds gradients that are not averaged yet."""
         self._reduced = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make an update, unless the window goes on.
+        """Make an update, except inside a window.
 
-        A LOMO optimizer has made it during backward.
+        A LOMO optimizer has already made it during backward.
 
         Args:
-            closure: Evaluates the loss anew and calls backward, for optimizers such as LBFGS.
+            closure: Re-evaluates the loss and calls backward, for optimizers such as LBFGS.
 
         Returns:
-            What the wrapped optimizer does: of torch's the loss of the closure, None without one.
+            The wrapped optimizer's result: for torch's, the loss of the closure, or None without.
 
         Raises:
             ValueError: A closure is given in the middle of a window, where it would never run; or
@@ -203,9 +203,9 @@ class AcceleratedOptimizer(Optimizer):
             if closure is not None:
                 raise ValueError(
                     "step was called with a closure in the middle of a window of micro-batches, "
-                    "whose gradients it would never compute. Use gradient_accumulation_steps=1 "
-                    "and a closure over the whole batch, or call backward and then step() without "
-                    "a closure."
+                    "where it would never be called. Use gradient_accumulation_steps=1 and a "
+                    "closure over the whole batch, or call backward and then step() without a "
+                    "closure."
                 )
             self._note_call()
             return None
@@ -232,12 +232,12 @@ class AcceleratedOptimizer(Optimizer):
         return returned
 
     def _call_together(self, closure: Callable[[], Any]) -> Any:
-        """Call a closure for gradients and a loss that are the mean over the processes.
+        """Call a closure, and average its gradients and loss over the processes.
 
-        By the loss, too, an optimizer decides how often it calls the closure.
+        The loss is averaged too, since an optimizer may decide by it how often to call the closure.
 
         Raises:
-            TypeError: What the closure returned has no mean: it is no loss, nor None.
+            TypeError: The closure returned neither a loss nor None.
         """
         self._reduced = False
         loss = closure()
@@ -246,9 +246,8 @@ class AcceleratedOptimizer(Optimizer):
         if not (loss is None or number or one):
             raise TypeError(
                 f"The closure that was given to step of {type(self.optimizer).__name__} returned "
-                f"{loss!r} of type {type(loss).__name__}; among several processes, which take its "
-                "mean, it must return the loss: a number or a floating-point tensor of one "
-                "element, or None."
+                f"{loss!r} of type {type(loss).__name__}; several processes average the loss, so "
+                "it must return a number, a floating-point tensor of one element, or None."
             )
         self.synchronize()
         if loss is None:
@@ -261,28 +260,28 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def skipped(self) -> bool | Tensor:
-        """What `step_was_skipped` reads, without waiting for the device."""
+        """As `step_was_skipped`, but without synchronising: perhaps a tensor on the device."""
         return self._skipped
 
     def leave_out(self) -> None:
-        """An update is due and is not made: everything goes on as behind one."""
+        """Skip a due update, and continue as if it had been made."""
         self._skipped = True
         self._note_call()
         self._reduced = False
         self.steps += 1
 
     def _note_call(self) -> None:
-        # Torch's schedulers warn if their optimizer was not stepped before them. It was, though the
-        # update may have to wait or was left out.
+        # Torch's schedulers warn if their optimizer was not stepped before them. Here it was, even
+        # if the update was delayed or skipped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def train(self) -> None:
-        """Switch a schedule-free optimizer to its training point."""
+        """Switch a schedule-free optimizer to its training weights."""
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
 
     def eval(self) -> None:
-        """Switch a schedule-free optimizer to its evaluation point."""
+        """Switch a schedule-free optimizer to its evaluation weights."""
         if callable(switch := getattr(self.optimizer, "eval", None)):
             switch()
 
@@ -305,7 +304,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def parameters_of(optimizers: Sequence[Optimizer]) -> list[torch.nn.Parameter]:
-    """Every parameter of the optimizers, once, in order."""
+    """Return all parameters of the optimizers, each once, in order."""
     unique: dict[int, torch.nn.Parameter] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -12,19 +12,19 @@ from trainer.state import GradientState, PartialState
 
 
 class AcceleratedScheduler:
-    """A scheduler that follows the updates its optimizers really made.
+    """A scheduler that advances with the updates its optimizers actually made.
 
-    ``step()`` does nothing while a window of micro-batches goes on, or when an update was
-    skipped. Otherwise it advances once (``tick="update"``) or once a process
-    (``tick="process"``): scripts written for the documented API count the schedule in batches of
-    one process, and expect the second. Where the processes divide one batch there is only one to
-    count. What is not here is the user's scheduler's own: ``base_lrs``, ``get_lr``, ``print_lr``.
+    ``step()`` does nothing inside a window of micro-batches, or when an update was skipped.
+    Otherwise it advances once (``tick="update"``) or once for each process (``tick="process"``):
+    scripts written for the documented API count the schedule in batches of one process, and expect
+    the latter. With `split_batches` the processes share one batch, which counts once. Other
+    attributes are the user's scheduler's: ``base_lrs``, ``get_lr``, ``print_lr``.
 
     Args:
         scheduler: The user's scheduler.
         optimizers: The prepared optimizers that it belongs to, or one.
-        step_with_optimizer: False advances once a call, whatever the optimizers do.
-        split_batches: The processes divide one batch among them.
+        step_with_optimizer: False advances once per call, whatever the optimizers do.
+        split_batches: The processes divide each batch among them.
         tick: ``"process"`` or ``"update"``.
 
     Attributes:
@@ -49,12 +49,12 @@ class AcceleratedScheduler:
         self._gradient_state = GradientState()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # asked for while unpickling, before there is one
+        if name == "scheduler":  # looked up while unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Without what the process shares: a copy of it would be another one.
+        # Without the process's shared state, which must not be copied.
         return {k: v for k, v in vars(self).items() if k != "_gradient_state"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -64,9 +64,9 @@ class AcceleratedScheduler:
         """Advance the schedule, if an update was made.
 
         Args:
-            *args: What the user's scheduler takes: a metric for ``ReduceLROnPlateau``. With any
-                it advances once, since the same value is no second one.
-            **kwargs: The same.
+            *args: Arguments of the user's scheduler: a metric for ``ReduceLROnPlateau``. With any
+                argument it advances once, since the same metric must not count several times.
+            **kwargs: Keyword arguments of the user's scheduler, with the same effect.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -83,17 +83,17 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def _count_waiting(self) -> None:
-        """Count a call within a window as torch counts those that advance, if it is to be."""
+        """Increment torch's count of steps for a call inside a window, if `adjust_scheduler`."""
         counted = hasattr(self.scheduler, "_step_count")
         if counted and self._gradient_state.adjust_scheduler:
             self.scheduler._step_count += 1
 
     def get_last_lr(self) -> list[Any]:
-        """The learning rate of each group."""
+        """Return the learning rate of each group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped scheduler's state dict."""
+        """Return the wrapped scheduler's state dict."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The state of an optimizer put into it as it was saved, or where its parameters are."""
+"""Load an optimizer's state in its saved precision, and move it to its parameters' devices."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trainer.tree import leaves
 def load_state(
     optimizer: Any, saved: Mapping[str, Any], dtypes: Mapping[int, torch.dtype] | None = None
 ) -> None:
-    """``optimizer.load_state_dict(saved)``, with the state in the precision it was saved in.
+    """Call ``optimizer.load_state_dict(saved)``, but keep the precision of the saved state.
 
-    Torch gives all state but the count of steps the type of its parameter. State in float32 beside
-    weights in bfloat16, as many optimizers keep it and as the products and rates of ``NAdam`` and
-    ``ASGD`` are, would be rounded by every resume. Here only that follows the parameter which had
-    its type when it was saved. Devices follow the parameters as torch has it.
+    Torch casts all state except the step count to the dtype of its parameter. Float32 state of
+    bfloat16 weights, which many optimizers keep (also the products and rates of ``NAdam`` and
+    ``ASGD``), would be rounded by every resume. Here only state that had its parameter's dtype when
+    it was saved takes the parameter's dtype. State moves to its parameter's device as in torch.
 
     Args:
-        optimizer: Or anything else with a ``load_state_dict``, which is all that is called then.
+        optimizer: The optimizer; for any other object only its ``load_state_dict`` is called.
         saved: Its state dict.
-        dtypes: By ``id``, the types that the parameters had then; those that are not here had the
-            type that they have.
+        dtypes: The dtypes of the parameters at the save, by ``id``; parameters that are missing had
+            their present dtype.
     """
     optimizer.load_state_dict(saved)
     if not isinstance(optimizer, Optimizer) or not {"state", "param_groups"} <= saved.keys():
@@ -43,7 +43,7 @@ def load_state(
 
 
 def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
-    """What was loaded, with the tensors whose type was changed in the type they were saved in."""
+    """Return the loaded state, with tensors that torch cast restored to their saved dtype."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         changed = saved.dtype not in (loaded.dtype, had) and saved.shape == loaded.shape
         return saved.to(loaded.device) if changed else loaded
@@ -61,8 +61,8 @@ def _as_saved(saved: Any, loaded: Any, had: torch.dtype) -> Any:
 def place_state(optimizer: Optimizer) -> None:
     """Move an optimizer's state to the devices of its parameters.
 
-    An optimizer that has stepped, or whose state was loaded, before its model was moved has some
-    elsewhere. Counters stay where torch keeps them.
+    State is on another device if the optimizer stepped, or its state was loaded, before its model
+    was moved. Step counts stay where torch keeps them.
     """
     strangers = (
         tensor.device != parameter.device
@@ -74,4 +74,4 @@ def place_state(optimizer: Optimizer) -> None:
         if isinstance(tensor, Tensor)
     )
     if any(strangers):
-        load_state(optimizer, optimizer.state_dict())  # torch itself knows what goes where
+        load_state(optimizer, optimizer.state_dict())  # torch moves state to the right device

@@ -1,13 +1,13 @@
-"""How much each micro-batch counts, so that an update is that of the whole batch (P4).
+"""Weighting of micro-batches, so that an update equals that of the whole batch (P4).
 
-The loss of a micro-batch is a mean over its items, so the whole batch's is the sum of
+The loss of a micro-batch is a mean over its items, so the whole batch's loss is the sum of
 ``loss × items`` over micro-batches and processes, divided by the sum of items. That sum is known
-only at the end of the window, hence two factors. Backward uses ``loss × items ÷ reference``, the
-reference being fixed for the run: nominal items of a window. At the end the gradients (summed over
-micro-batches and averaged over *N* processes) are multiplied by ``N × reference ÷ total``. Both
-are skipped where they are 1, which is every full window of equal micro-batches, and where a window
-is a single micro-batch, whose mean is that of the whole: an update is then a plain loop's to the
-last bit.
+only at the end of the window, hence two factors. Backward uses ``loss × items ÷ reference``, where
+the reference, the nominal items of a window, is fixed for the run. At the end the gradients (summed
+over micro-batches and averaged over *N* processes) are multiplied by ``N × reference ÷ total``.
+A factor of 1 is skipped, as in every full window of equal micro-batches, and so are both factors if
+the window is a single micro-batch, whose mean is that of the whole: an update is then bit-identical
+to a plain loop's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trainer.distributed.collectives import broadcast_object
 
 
 class LossWeighting:
-    """The two factors for one run.
+    """Applies the two factors of a run.
 
     Args:
-        micro_batches: Micro-batches of a full window, on each process; may change between windows.
-        world_size: Processes whose gradients are averaged.
-        reference: Nominal items of one micro-batch; None until the first one is seen.
+        micro_batches: Micro-batches per full window, on each process; may change between windows.
+        world_size: The number of processes whose gradients are averaged.
+        reference: Nominal items of a micro-batch; None until the first one is seen.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class LossWeighting:
         self.reference = reference
 
     def refer_to(self, items: float) -> None:
-        """Take the items of rank 0's first micro-batch for the nominal ones; collective, then.
+        """Set the reference to the items of rank 0's first micro-batch; collective the first time.
 
-        Before the forward pass, which for those who have items may be a collective by itself.
+        Call it before the forward pass, which may run collectives on the ranks that have items.
         """
         if self.reference is None:
             self.reference = broadcast_object(items) or 1.0
 
     def weigh(self, loss: Tensor, items: float) -> Tensor:
-        """``loss × items ÷ reference``, as a division that is exact for equal micro-batches.
+        """Return ``loss × items ÷ reference``, by a division that is exact for equal micro-batches.
 
         Args:
             loss: The mean over the micro-batch.
-            items: How many that was; above 0.
+            items: The number of its items; above 0.
         """
         if self.micro_batches * self.world_size == 1:  # its mean is that of the whole window
             return loss
@@ -61,9 +61,9 @@ class LossWeighting:
         """Multiply the gradients by ``N × reference ÷ total``, in place.
 
         Args:
-            gradients: Averaged over the processes; None is passed over.
-            total: The window's items over all processes; as a device tensor it is not read. A
-                window without items has gradients of zero, and keeps them.
+            gradients: The gradients, averaged over the processes; None is skipped.
+            total: The window's items over all processes; a device tensor is not read back. The
+                gradients of a window without items are zero and remain so.
         """
         if self.micro_batches * self.world_size == 1:
             return
@@ -77,6 +77,6 @@ class LossWeighting:
             factor = torch.where(total > 0, nominal / total, 1.0)
         present = [gradient for gradient in gradients if gradient is not None]
         if isinstance(factor, Tensor) and all(g.dtype == torch.float32 for g in present):
-            factor = factor.to(torch.float32)  # as it is rounded anyway: else a kernel for each
+            factor = factor.to(torch.float32)  # same rounding; float64 would launch more kernels
         if present:
             torch._foreach_mul_(present, factor)

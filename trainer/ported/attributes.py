@@ -51,7 +51,8 @@ _TRAINER_ATTRIBUTES = {
     "evaluating": _STAGE,
     "fit_loop": "for a longer run make another Trainer, whose fit goes on by ckpt_path",
     "interrupted": "a callback's on_preemption is called",
-    "is_last_batch": "trainer.epoch_complete is true after the last update of an epoch",
+    "is_last_batch": "step schedules in on_train_epoch_end; inside training_step the last batch of "
+    "an epoch is that of batch_idx + 1 == trainer.num_training_batches",
     "lightning_module": "use trainer.module",
     "log_dir": "use trainer.logs_dir",
     "logger": NO_LOGGER,

@@ -1,7 +1,7 @@
-"""What this process knows of the run: its device, its peers, its precision, its window.
+"""The state of the process: its device, its peers, its precision, its accumulation window.
 
-Three singletons. Every instance of a class shares one state, made by the first. They are for
-reading; whoever needs other values starts another process (tests call ``_reset_state``).
+These are three singletons: all instances of a class share one state, created by the first instance.
+They are read-only; for other values start another process (tests call ``_reset_state``).
 """
 
 from trainer.configuration import DistributedType
@@ -19,5 +19,5 @@ __all__ = [
 
 
 def is_initialized() -> bool:
-    """Whether there has been an `Accelerator` in this process."""
+    """Return whether an `Accelerator` has been created in this process."""
     return bool(AcceleratorState._shared_state)

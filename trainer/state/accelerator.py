@@ -1,4 +1,4 @@
-"""The process, its peers, and what the `Accelerator` was made with."""
+"""The process, its peers, and the settings of the `Accelerator`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _PLUGINS = ("dynamo_plugin", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plu
 
 
 class AcceleratorState(PartialState):
-    """The process, its peers, and what the `Accelerator` was made with.
+    """The process, its peers, and the settings of the `Accelerator`.
 
     Args:
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``; None takes
             ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
         cpu: See `PartialState`.
         dynamo_plugin: How the first `Accelerator` compiles models; each later one has its own. None
-            takes what the environment says.
-        deepspeed_plugin: The same of this engine.
-        fsdp_plugin: The same of this engine.
-        megatron_lm_plugin: The same of this engine.
-        _from_accelerator: The `Accelerator` makes it; users only read it.
+            takes the environment's settings.
+        deepspeed_plugin: The plugin of this engine.
+        fsdp_plugin: The plugin of this engine.
+        megatron_lm_plugin: The plugin of this engine.
+        _from_accelerator: The caller is the `Accelerator`; users only read the state.
         **kwargs: See `PartialState`.
 
     Raises:
-        ValueError: There is no `Accelerator` yet; the precision is unknown; or it or a plugin
-            differs from that of the first instance.
+        ValueError: There is no `Accelerator` yet; the precision is unknown; or the precision or a
+            plugin differs from that of the first instance.
         NotImplementedError: The precision is ``"fp8"``.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
@@ -39,8 +39,8 @@ class AcceleratorState(PartialState):
     _shared_state: ClassVar[dict[str, Any]] = {}
     _key: ClassVar[str] = "_mixed_precision"
     _how_to_change: ClassVar[str] = (
-        "It says how the `Accelerator` was made: restart the process and pass the arguments that "
-        "you want to the first one."
+        "It describes how the `Accelerator` was created: restart the process and pass the "
+        "arguments that you want to the first one."
     )
 
     dynamo_plugin: Any
@@ -48,8 +48,8 @@ class AcceleratorState(PartialState):
     fsdp_plugin: Any
     megatron_lm_plugin: Any
     _mixed_precision: str
-    _of_trainer: bool = False  # made by one that was given no `Accelerator`
-    _runs: bool = False  # a `Trainer` with this state
+    _of_trainer: bool = False  # created by a `Trainer` that was given no `Accelerator`
+    _runs: bool = False  # a `Trainer` with this state is running
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AcceleratorState(PartialState):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = AcceleratorState._shared_state
-        if _from_accelerator:  # its loaders get the seeds that a new process would give them
+        if _from_accelerator:  # its loaders get the same seeds as in a new process
             PartialState._shared_state.pop("_seeds_taken", None)
         given = (dynamo_plugin, deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
         plugins = dict(zip(_PLUGINS, given, strict=True))
@@ -75,18 +75,18 @@ class AcceleratorState(PartialState):
             return
         if not _from_accelerator:
             raise ValueError(
-                "AcceleratorState holds what an `Accelerator` was made with, and there is none "
-                "yet. Make one first: accelerator = Accelerator()."
+                "AcceleratorState holds the settings of an `Accelerator`, and there is none yet. "
+                "Create one first: accelerator = Accelerator()."
             )
         if mixed_precision is None:
             named = environment.read("ACCELERATE_MIXED_PRECISION") or "no"
             mixed_precision = _supported(named, "ACCELERATE_MIXED_PRECISION")
         PartialState(cpu, **kwargs)
-        plugins["dynamo_plugin"] = dynamo_plugin or TorchDynamoPlugin()  # which hears the variables
+        plugins["dynamo_plugin"] = dynamo_plugin or TorchDynamoPlugin()  # reads the environment
         self.__dict__.update(plugins, _mixed_precision=mixed_precision)
 
     def _check_same(self, mixed_precision: str | None, plugins: dict[str, Any]) -> None:
-        """A second one may repeat what the first was told, or say nothing."""
+        """Raise if a later instance asks for settings that differ from the first one's."""
         asked = {"mixed_precision": mixed_precision, **plugins}
         for name, value in asked.items():
             if value is not None and value != getattr(self, name):
@@ -97,7 +97,7 @@ class AcceleratorState(PartialState):
                 )
 
     def __getattr__(self, name: str) -> Any:
-        # What PartialState knows is asked of it, so that there is one truth.
+        # Attributes of PartialState are read from it, so that they are stored only once.
         if self._key in self.__dict__ and name in PartialState._shared_state:
             return PartialState._shared_state[name]
         return super().__getattr__(name)
@@ -109,7 +109,7 @@ class AcceleratorState(PartialState):
 
     @property
     def use_ipex(self) -> bool:
-        """Intel's extension of torch is in use: never here, torch has taken over what it did."""
+        """Whether Intel's extension of torch is used: always False, torch now includes it."""
         return False
 
     def _picklable(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class AcceleratorState(PartialState):
 
     @contextmanager
     def _in_force(self) -> Iterator[None]:
-        """Inside, this is the state of the process, which hooks ask for, or share."""
+        """Make this the process's shared state during a Trainer's run, for code in its hooks."""
         before, own = AcceleratorState._shared_state, self.__dict__
         AcceleratorState._shared_state, own["_runs"] = own, True
         try:
@@ -129,11 +129,11 @@ class AcceleratorState(PartialState):
 
     @staticmethod
     def _leave_to_trainer(asked: str | None = None, *, shares: bool = True) -> dict[str, Any]:
-        """Let the next instance begin anew, if this is the state of a `Trainer`, which keeps it.
+        """Give the next instance a new state if the shared one is a `Trainer`'s, which keeps it.
 
         Args:
-            asked: The precision that the next one is to have, if any.
-            shares: In a hook of a `Trainer` that runs it may have the same state.
+            asked: The precision requested for the next instance, if any.
+            shares: In a hook of a running `Trainer` the next instance may share its state.
 
         Returns:
             The state that was shared until now.

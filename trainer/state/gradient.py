@@ -1,4 +1,4 @@
-"""Where the run stands in its window of accumulated micro-batches."""
+"""The run's position in its window of accumulated micro-batches."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trainer.state.shared import Shared
 
 
 class GradientState(Shared):
-    """Where the run stands in its window of accumulated micro-batches.
+    """The run's position in its window of accumulated micro-batches.
 
     Args:
-        gradient_accumulation_plugin: The window; a later one replaces it.
+        gradient_accumulation_plugin: The window's configuration; a later one replaces it.
 
     Attributes:
-        sync_gradients: This micro-batch ends its window: gradients are synchronised and used. It
-            may be set.
+        sync_gradients: Whether this micro-batch ends its window: gradients are synchronised and
+            applied. It may be set.
         plugin: The window's configuration.
 
     Raises:
-        TypeError: The plugin is none.
+        TypeError: The argument is not a `GradientAccumulationPlugin`.
         AttributeError: An attribute other than `sync_gradients` is assigned to.
     """
 
@@ -30,7 +30,7 @@ class GradientState(Shared):
     _settable: ClassVar[frozenset[str]] = frozenset({"sync_gradients", "plugin"})
     _how_to_change: ClassVar[str] = (
         "Pass a GradientAccumulationPlugin to the `Accelerator`, or set its "
-        "gradient_accumulation_steps; the prepared loaders know the rest."
+        "gradient_accumulation_steps; the prepared loaders set the rest."
     )
 
     sync_gradients: bool
@@ -57,38 +57,38 @@ class GradientState(Shared):
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches for one update."""
-        assert self.plugin.num_steps is not None  # the plugin has found it
+        """Micro-batches per update."""
+        assert self.plugin.num_steps is not None  # the plugin has resolved it
         return self.plugin.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
-        """A prepared scheduler counts the calls in which it waits for the window to end."""
+        """Whether a prepared scheduler counts the calls in which it waits for the window to end."""
         return self.plugin.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """The end of a prepared loader ends the window."""
+        """Whether the end of a prepared loader ends the window."""
         return self.plugin.sync_with_dataloader
 
     @property
     def sync_each_batch(self) -> bool:
-        """Gradients are reduced over the processes for every micro-batch."""
+        """Whether gradients are reduced over the processes after every micro-batch."""
         return self.plugin.sync_each_batch
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
-        """What the plugin says other than its defaults."""
+        """The plugin's values that differ from their defaults."""
         return self.plugin.to_kwargs()
 
     @property
     def dataloader_references(self) -> list[Any | None]:
-        """None, for no loader at all, then those that are being read, the innermost last."""
+        """The prepared loaders being read, the innermost last, after a first entry of None."""
         return [None, *(loader for ref in self._loaders if (loader := ref()) is not None)]
 
     @property
     def active_dataloader(self) -> Any | None:
-        """The prepared loader that is being read; the innermost of nested ones; None outside."""
+        """The prepared loader being read, the innermost if nested; None outside a loop."""
         for reference in reversed(self._loaders):
             if (loader := reference()) is not None:
                 return loader
@@ -96,18 +96,18 @@ class GradientState(Shared):
 
     @property
     def in_dataloader(self) -> bool:
-        """A prepared loader is being read."""
+        """Whether a prepared loader is being read."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The batch at hand is the last one of its loader; False outside."""
+        """Whether the current batch is the last of its loader; False outside a loop."""
         loader = self.active_dataloader
         return bool(loader is not None and loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
-        """Samples in the last global batch that are not repeated ones; -1 where unknown."""
+        """The number of samples in the last global batch that are not repeats; -1 if unknown."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
@@ -115,22 +115,22 @@ class GradientState(Shared):
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, loader: Any) -> None:
-        # Weakly: a loader whose reading was given up without a word, and which nobody has any more,
-        # is not being read.
+        # Weak references: a loader that was abandoned mid-iteration and garbage-collected is no
+        # longer being read.
         self._loaders = [*(ref for ref in self._loaders if ref() is not None), weakref.ref(loader)]
         self._kept_end = None
 
     def _keep_end(self, loader: Any) -> None:
-        """A loop is left that may have the last batch at hand, as ``next(iter(loader))`` does."""
+        """Keep the last batch's size when a loop is left there, as by ``next(iter(loader))``."""
         innermost = self.active_dataloader is loader
         if innermost and loader.end_of_dataloader:
             self._kept_end = loader.remainder, loader.total_batch_size
 
     def _real_samples(self, samples: int) -> int | None:
-        """How many of these gathered samples are no repeated ones; None for all, -1 if unknown.
+        """Return how many of these gathered samples are not repeats; None for all, -1 if unknown.
 
-        Until another loader is read, that is known of the last batch of a loop that was left too,
-        but not of what was collected from several batches of it.
+        Until another loader is read, this is also known for the last batch of a loop that was left
+        there, but not for samples collected from several of its batches.
         """
         if self.in_dataloader:
             real = self.remainder if self.end_of_dataloader else 0
@@ -140,7 +140,7 @@ class GradientState(Shared):
         return real or None
 
     def _remove_dataloader(self, loader: Any) -> None:
-        """End the reading that began last; an earlier one of the same loader may end later."""
+        """Remove the loader's latest iteration; an earlier one of the same loader may end later."""
         alive = [ref for ref in self._loaders if ref() is not None]
         for place in reversed(range(len(alive))):
             if alive[place]() is loader:
@@ -149,7 +149,7 @@ class GradientState(Shared):
         self._loaders = alive
 
     def _picklable(self) -> dict[str, Any]:
-        # Nothing is being read where the pickle is opened.
+        # No loader is being read in the process that unpickles it.
         nothing: dict[str, Any] = {"_loaders": [], "_kept_end": None}
         return {**self.__dict__, **nothing} if self.initialized else {}
 

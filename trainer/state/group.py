@@ -1,11 +1,10 @@
-"""Which device a process uses, and how it joins its peers."""
+"""Choose the device of a process, and join the process group."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import multiprocessing
-import os
 import platform
 import re
 import time
@@ -32,24 +31,24 @@ _DISTRIBUTED = {
 
 
 def distributed_type(device: torch.device, world_size: int) -> DistributedType:
-    """The kind of processes that work together."""
+    """Return the kind of distributed run for a device type and a number of processes."""
     if world_size == 1:
         return DistributedType.NO
     return _DISTRIBUTED.get(device.type, DistributedType.MULTI_CPU)
 
 
 def default_device() -> torch.device:
-    """The kind of device that a process takes where nothing else is asked for, without an index."""
+    """Return the device type that a process uses by default, without an index."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if kind is None else torch.device(kind.type)
 
 
 def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
-    """The device of this process: the accelerator with its local rank, else the CPU.
+    """Return the device of this process: the accelerator with its local rank, else the CPU.
 
     Raises:
-        ValueError: There are more processes than devices, or the variable names no device that can
-            serve.
+        ValueError: There are more processes than devices, or ``ACCELERATE_TORCH_DEVICE`` names no
+            usable device.
     """
     named = environment.read("ACCELERATE_TORCH_DEVICE")
     if named and not cpu:
@@ -58,7 +57,7 @@ def pick_device(launch: environment.Launch, *, cpu: bool) -> torch.device:
     if kind.type == "cpu":
         return kind
     if kind.type == "mps":
-        # There is one, and it has no collectives: several processes meet on the CPU.
+        # There is only one, and it has no collectives: several processes use the CPU.
         return torch.device("mps" if launch.world_size == 1 else "cpu")
     if launch.world_size == 1:
         return torch.device(kind.type, torch.accelerator.current_device_index())
@@ -76,8 +75,8 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
         device = torch.device(named)
     except RuntimeError as error:
         raise ValueError(
-            f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which is no device; "
-            "it must be one such as cpu, cuda or cuda:0."
+            f"The environment variable ACCELERATE_TORCH_DEVICE is {named!r}, which is not a "
+            "device; it must be one such as cpu, cuda or cuda:0."
         ) from error
     if device.type == "mps" and launch.world_size > 1:
         raise ValueError(
@@ -98,7 +97,7 @@ def _named_device(named: str, launch: environment.Launch) -> torch.device:
 
 
 def adopt_group(launch: environment.Launch) -> environment.Launch:
-    """A group that somebody already started says who we are; the launcher's names may be absent."""
+    """Take the rank from an existing process group; the launcher's variables may be absent."""
     if not dist.is_initialized():
         return launch
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -117,48 +116,46 @@ def join_group(launch: environment.Launch, device: torch.device, kwargs: dict[st
     """Start the process group with the launcher's address and the device's backend.
 
     Raises:
-        ValueError: This torch lacks the backend, or nothing says where the processes meet.
-        RuntimeError: This is a process that only imports the script, in which nobody joins.
+        ValueError: This build of torch lacks the backend, or there is no rendezvous address.
+        RuntimeError: This is a spawned process that is only importing the script.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError(
-            "A new process, a worker of a loader for example, which imports the script to know its "
-            "classes, would join the process group once more. Make the Trainer or the Accelerator "
+            "A spawned process, for example a loader's worker, which imports the script for its "
+            "classes, would join the process group again. Create the Trainer or the Accelerator "
             "below `if __name__ == '__main__':`."
         )
     chosen = {name: value for name, value in kwargs.items() if value is not None}
     backend = chosen.pop("backend", None)
     if backend is None or (backend == "nccl" and device.type != "cuda"):
-        # Scripts for the documented API say "nccl", its default, wherever they run.
+        # Scripts for the documented API pass "nccl", its default, on any device.
         backend = _BACKENDS.get(device.type, "gloo")
     for part in str(backend).split(","):  # such as cpu:gloo,cuda:nccl
         _check_backend(part.rpartition(":")[2], device)
     if chosen.get("init_method") is None and chosen.get("store") is None:
         chosen |= _meeting_place(launch, chosen.get("timeout"))
-    if "gloo" in backend:
-        choose_interface(launch)
+    choose_interface(launch)  # with any backend: background saves have a gloo group of their own
     dist.init_process_group(
         backend,
         rank=launch.rank,
         world_size=launch.world_size,
         **chosen,
     )
-    if "gloo" in backend:
-        atexit.register(_let_threads_finish)
+    atexit.register(_let_threads_finish)
 
 
 def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dict[str, str | Store]:
-    """The argument of `init_process_group` that says where the processes meet.
+    """Return the rendezvous argument of `init_process_group`.
 
-    torchrun starts processes again with the store of its agent, in which the addresses of those
-    that are gone would be found: the new ones would wait for them. Each attempt has names of its
-    own, unless there are agents on several machines: they do not count their attempts alike.
+    torchrun restarts processes with the store of its agent, which still holds the addresses of the
+    previous attempt: the new processes would wait for those. So each attempt gets its own key
+    prefix, except with agents on several machines, whose counts of attempts may differ.
     """
     if launch.master_addr is None or launch.master_port is None:
         raise ValueError(
             f"{launch.launcher} started {launch.world_size} processes, but MASTER_ADDR and "
-            "MASTER_PORT do not say where they meet. Start the script with torchrun, or export "
-            "both: rank 0's host name and a free port."
+            "MASTER_PORT are not both set. Start the script with torchrun, or export both: rank "
+            "0's host name and a free port."
         )
     if launch.launcher != "torchrun":
         return {"init_method": f"tcp://{launch.master_addr}:{launch.master_port}"}
@@ -181,7 +178,7 @@ def _check_backend(backend: str, device: torch.device) -> None:
 
 
 def warn_of_old_kernel() -> None:
-    """Say so where Linux is older than 5.5, on which processes that train together may hang."""
+    """Warn of Linux kernels before 5.5, on which distributed runs may hang."""
     if platform.system() != "Linux":
         return
     found = re.match(r"(\d+)\.(\d+)", platform.release())
@@ -194,14 +191,13 @@ def warn_of_old_kernel() -> None:
 
 
 def share_out_cores(launch: environment.Launch) -> None:
-    """Let the CPU processes of one machine share its cores, where nobody has said how.
+    """Divide a machine's cores among its CPU processes, unless ``OMP_NUM_THREADS`` is set.
 
-    Each process would else start as many threads as the machine has cores.
+    Otherwise each process would start as many threads as the machine has cores.
     """
     if environment.read("OMP_NUM_THREADS") is not None:
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    share = max(1, (cores or 1) // launch.local_world_size)
+    share = environment.share_of_cores(launch.local_world_size)
     if torch.get_num_threads() > share:
         torch.set_num_threads(share)
         logger.warning(
@@ -213,10 +209,10 @@ def share_out_cores(launch: environment.Launch) -> None:
 
 
 def _let_threads_finish() -> None:
-    """Give up the interpreter's lock for a moment before the interpreter ends.
+    """Release the GIL for a moment before the interpreter exits.
 
-    A thread of gloo that has just ended a collective still has to release Python objects, for which
-    it takes that lock. One that waits for it while the interpreter ends is killed in C++ code that
-    must not be left so, and the whole process aborts: a finished run would be reported as failed.
+    A gloo thread that has just finished a collective still has to release Python objects, for which
+    it needs the GIL. If it waits for the GIL while the interpreter exits, it is terminated inside
+    C++ code that cannot unwind, and the process aborts: a finished run would be reported as failed.
     """
     time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The network by which processes on several machines reach each other on the CPU."""
+"""Choose the network interface through which CPU processes reach other machines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trainer import environment
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
-_HERE = ("localhost", "127.0.0.1", "::1")  # where only processes of this machine meet
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
+_HERE = ("localhost", "127.0.0.1", "::1")  # addresses that only this machine reaches
+_ADDRESS_OF = 0x8915  # SIOCGIFADDR on Linux
 
 
 def choose_interface(launch: environment.Launch) -> None:
-    """Have gloo use the network that leads to the other machines, where it would not.
+    """Make gloo use the interface that reaches the other machines, if its default would not.
 
-    It takes the address of the machine's own name. That is 127.0.1.1 on Debian and Ubuntu, and none
-    in many containers: the others are then waited for where they cannot come.
+    gloo binds to the address of the machine's host name. On Debian and Ubuntu this is 127.0.1.1,
+    and in many containers there is none: the other machines then cannot connect.
     """
     one_machine = launch.local_world_size == launch.world_size
     master, own = launch.master_addr, _address(socket.gethostname())
@@ -31,14 +31,14 @@ def choose_interface(launch: environment.Launch) -> None:
     there, used = _interfaces(), None if master is None else source(master)
     if used in there:
         fitting = [there[used]]
-    else:  # on the machine that is named, by its name: any network may be the one
+    else:  # this is the master, or the interface is unknown: any may be the right one
         fitting = list(there.values())
     if len(fitting) == 1:
-        os.environ[_VARIABLE] = fitting[0]  # noqa: TID251 - also for groups that are made later
+        os.environ[_VARIABLE] = fitting[0]  # noqa: TID251 - also for groups created later
         return
     logger.warning(
-        "The name of this machine, %s, means %s here, where no other machine reaches it. Export %s "
-        "as the interface that leads to the others%s.",
+        "The name of this machine, %s, resolves to %s, which other machines cannot reach. Set %s "
+        "to the interface that reaches them%s.",
         socket.gethostname(),
         own,
         _VARIABLE,
@@ -47,7 +47,7 @@ def choose_interface(launch: environment.Launch) -> None:
 
 
 def _address(name: str) -> str:
-    """What a name means; the loopback's address, as for gloo, where it means nothing."""
+    """Return the address of a host name; if it does not resolve, the loopback's, as gloo does."""
     try:
         return str(socket.getaddrinfo(name, None)[0][4][0])
     except OSError:
@@ -59,23 +59,23 @@ def _is_loopback(address: str) -> bool:
 
 
 def reachable_from(host: str) -> str | None:
-    """This machine's address for another one; None where it is not known."""
+    """Return this machine's address as another machine can reach it; None if unknown."""
     used = source(host)
     return None if used is None or _is_loopback(used) else used
 
 
 def source(host: str) -> str | None:
-    """The address from which this machine would send to another one; nothing is sent."""
+    """Return the address from which this machine would send to a host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, environment.DEFAULT_PORT))
-        except (OSError, UnicodeError):  # there is no such name, or no way to it
+        except (OSError, UnicodeError):  # no such host, or no route to it
             return None
         return str(probe.getsockname()[0])
 
 
 def _interfaces() -> dict[str, str]:
-    """The names of the interfaces by their addresses, without the loopback; Linux tells them."""
+    """Return the interfaces' names by address, without the loopback; empty except on Linux."""
     if sys.platform != "linux":
         return {}
     import fcntl

@@ -24,35 +24,36 @@ R = TypeVar("R")
 
 
 class PartialState(Shared):
-    """The process and its peers, without anything of the training.
+    """The process and its peers, without any state of the training.
 
-    The first instance finds out who started the process (see `trainer.environment`), picks its
-    device and joins the process group. One process never starts a group.
+    The first instance detects the launcher (see `trainer.environment`), picks the device and joins
+    the process group. A single process never starts a group.
 
     Args:
-        cpu: Use the CPU though an accelerator is there. ``ACCELERATE_USE_CPU=true`` says the same.
+        cpu: Use the CPU even if an accelerator is available, as ``ACCELERATE_USE_CPU=true`` does.
         **kwargs: Arguments of ``torch.distributed.init_process_group``.
 
     Attributes:
         device: The device of this process.
-        distributed_type: The kind of processes that work together.
+        distributed_type: The kind of devices that the processes run on, and whether there are
+            several.
         backend: The process group's backend; None without a group.
-        num_processes: How many processes there are.
-        process_index: The rank of this one among all.
-        local_process_index: Its rank on this machine.
-        debug: ``ACCELERATE_DEBUG_MODE`` is true: collectives compare shapes before they start.
+        num_processes: The number of processes.
+        process_index: The global rank of this process.
+        local_process_index: The rank of this process on its machine.
+        debug: Whether ``ACCELERATE_DEBUG_MODE`` is true: collectives compare shapes first.
 
     Raises:
         ValueError: The launcher's variables contradict each other; there are more processes than
-            devices on this machine; or `cpu` is asked for after an accelerator was taken.
+            devices on this machine; or `cpu` is requested after an accelerator was chosen.
         AttributeError: An attribute is assigned to, or is read after ``_reset_state``.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _key: ClassVar[str] = "device"
     _how_to_change: ClassVar[str] = (
-        "It describes the process that runs: start the process differently, or pass cpu=True or "
-        "arguments of init_process_group when the state is first made."
+        "It describes the running process: start the process differently, or pass cpu=True or "
+        "arguments of init_process_group when the state is first created."
     )
 
     device: torch.device
@@ -97,69 +98,69 @@ class PartialState(Shared):
 
     @property
     def use_distributed(self) -> bool:
-        """Several processes work together."""
+        """Whether there are several processes."""
         return self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """This is rank 0 of all."""
+        """Whether this process is global rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """This is rank 0 of its machine."""
+        """Whether this process is rank 0 of its machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """This is the highest rank of all."""
+        """Whether this process is the highest global rank."""
         return self.process_index == self.num_processes - 1
 
     @property
     def mixed_precision(self) -> str:
         """The precision of the `Accelerator`; ``"no"`` before there is one."""
-        from trainer.state.accelerator import AcceleratorState  # which builds on this class
+        from trainer.state.accelerator import AcceleratorState  # a subclass of this class
 
         return str(AcceleratorState._shared_state.get("_mixed_precision", "no"))
 
     @property
     def fork_launched(self) -> bool:
-        """A launcher of a notebook forked this process; read from ``FORK_LAUNCHED`` each time."""
+        """Whether a notebook launcher forked this process, as ``FORK_LAUNCHED`` says."""
         return environment.read_flag("FORK_LAUNCHED")
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device that a process takes here unless told otherwise, without an index."""
+        """The device type that a process uses by default, without an index."""
         return joining.default_device()
 
     def set_device(self) -> None:
-        """Make `device` the current one of this thread, as each new thread needs it."""
+        """Make `device` the current device of this thread; every new thread needs this."""
         _make_current(self.device)
 
     # -- who runs what, and when ---------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here; nothing with one process.
+        """Wait until every process has called this method; a no-op with one process.
 
         Raises:
-            DistributedOperationException: On all processes, when one is in another operation.
+            DistributedOperationException: A process is in another operation; raised on all.
         """
         if self.num_processes > 1:
             meet("wait_for_everyone")
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Inside ``with``, rank 0 runs the block, then the others do.
+        """Return a context whose block rank 0 runs first, then the other ranks.
 
         Raises:
-            RuntimeError: On the other processes, when rank 0 failed in it; they do not run it.
+            RuntimeError: On the other processes, if rank 0 failed in the block; they do not run it.
         """
         return going_first(self.is_main_process, "main_process_first")
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Inside ``with``, the first process of each machine runs the block, then the others do.
+        """Return a context whose block local rank 0 of each machine runs first, then the others.
 
         Raises:
-            RuntimeError: On all other processes, when a first one failed in it.
+            RuntimeError: On all other processes, if a local rank 0 failed in the block.
         """
         return going_first(self.is_local_main_process, "local_main_process_first")
 
@@ -195,12 +196,12 @@ class PartialState(Shared):
         """Decorator: the function runs on one rank only; with one process it always runs.
 
         Args:
-            function: Left out, a decorator is returned: ``@state.on_process(process_index=1)``.
-            process_index: The rank among all.
+            function: If omitted, a decorator is returned: ``@state.on_process(process_index=1)``.
+            process_index: The global rank.
 
         Raises:
             ValueError: There is no such rank, or the state was reset.
-            TypeError: `process_index` is no int, or `function` cannot be called.
+            TypeError: `process_index` is not an int, or `function` is not callable.
         """
         self._require("on_process")
         _check_index("process_index", process_index, self.num_processes, self.use_distributed)
@@ -215,15 +216,15 @@ class PartialState(Shared):
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorator: the function runs on one rank of each machine; alone, it always runs.
+        """Decorator: the function runs on one rank of each machine; one process always runs it.
 
         Args:
-            function: Left out, a decorator is returned.
+            function: If omitted, a decorator is returned.
             local_process_index: The rank on the machine.
 
         Raises:
             ValueError: This machine has no such rank, or the state was reset.
-            TypeError: `local_process_index` is no int, or `function` cannot be called.
+            TypeError: `local_process_index` is not an int, or `function` is not callable.
         """
         self._require("on_local_process")
         _check_index(
@@ -243,8 +244,8 @@ class PartialState(Shared):
     def _require(self, name: str) -> None:
         if not self.initialized:
             raise ValueError(
-                f"`{name}` needs to know which process this is: make an `Accelerator` or a "
-                "`PartialState` before."
+                f"`{name}` needs to know which process this is: create an `Accelerator` or a "
+                "`PartialState` first."
             )
 
     def _where(
@@ -260,15 +261,15 @@ class PartialState(Shared):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Inside ``with``, the part of `inputs` that this process takes.
+        """Return a context that yields this process's part of `inputs`.
 
-        See `trainer.distributed.split.split`, which says what can be split.
+        See `trainer.distributed.split.split`.
 
         Args:
             inputs: A list, a tuple, a tensor, a data set with ``select``, or a dictionary of those.
             apply_padding: Repeat the last item so that every process has the same number, for
-                example to gather what comes of them; drop the repeated ones afterwards. Tensors
-                come on `device` then.
+                example to gather the results; drop the repeats afterwards. Tensors are then moved
+                to `device`.
 
         Raises:
             ValueError: The values of a dictionary have different numbers of items.
@@ -282,7 +283,7 @@ class PartialState(Shared):
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, once a machine."""
+        """``print``, on the local main process of each machine only."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)  # noqa: T201 - printing is what this method is for
 
@@ -290,8 +291,8 @@ class PartialState(Shared):
         """Leave the process group, if there is one.
 
         Args:
-            group: Another group than that of all; the one of all belongs to the launcher where
-                `fork_launched` is true, and stays.
+            group: The group; None means the default group, which belongs to the launcher and is
+                kept if `fork_launched` is true.
         """
         if group is None and self.fork_launched:
             return
@@ -321,12 +322,12 @@ def _make_current(device: torch.device) -> None:
 
 
 def _check_index(name: str, index: object, count: int, distributed: bool) -> None:
-    """Refuse a rank that does not exist: the function would silently run nowhere.
+    """Refuse a rank that does not exist, on which the function would silently never run.
 
-    One process stands for all of them, so that a script can be tried without a launcher.
+    With one process any rank is accepted, so that a script can be tried without a launcher.
     """
     if index is None:
-        raise ValueError(f"{name} is missing; say on which process the function shall run.")
+        raise ValueError(f"{name} is missing; pass the rank that runs the function.")
     if isinstance(index, bool) or not isinstance(index, int):
         raise TypeError(f"{name} is {index!r}; it must be an int.")
     if index < 0 or (distributed and index >= count):

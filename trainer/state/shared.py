@@ -1,4 +1,4 @@
-"""What the state classes have in common: one state for all instances, for reading only."""
+"""The base of the state classes: one read-only state for all instances of a class."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 
 
 class Shared:
-    """An object whose attributes are those of all instances of its class.
+    """An object that shares its attributes with all instances of its class.
 
-    It cannot be changed by assignment, is copied as itself, and comes out of a pickle as the state
-    of the process that reads it. Where there is none (a worker that was spawned with a pickled
-    object), it is a description of the process that it came from: nothing is started.
+    Its attributes cannot be assigned to, a deep copy is the object itself, and unpickling returns
+    the state of the process that unpickles it. If that process has none (such as a worker spawned
+    with a pickled object), the object describes the process that pickled it, and starts nothing.
     """
 
     _shared_state: ClassVar[dict[str, Any]]
     _how_to_change: ClassVar[str]  # what a user who assigns to an attribute should do instead
-    _key: ClassVar[str]  # an attribute that is there as soon as the state has been made
+    _key: ClassVar[str]  # an attribute that exists once the state is initialised
     _settable: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def initialized(self) -> bool:
-        """The shared state has been made."""
+        """Whether the shared state has been initialised."""
         return self._key in self.__dict__
 
     @classmethod
@@ -33,13 +33,13 @@ class Shared:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._settable and not name.startswith("_") and self._documents(name):
             raise AttributeError(
-                f"`{type(self).__name__}.{name}` is for reading and cannot be set to {value!r}. "
+                f"`{type(self).__name__}.{name}` is read-only and cannot be set to {value!r}. "
                 f"{self._how_to_change}"
             )
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached for names that are not there, and for properties that could not find theirs.
+        # Called for missing names, and for properties that read one.
         owner = type(self).__name__
         if self._documents(name):
             raise AttributeError(
@@ -60,7 +60,7 @@ class Shared:
 
 
 def _revive(kind: type[Shared], values: Mapping[str, Any]) -> Shared:
-    """The live state of this process; without one, an object with these values of its own."""
+    """Return the live state of this process or, without one, an object with these values."""
     state = object.__new__(kind)
     live = kind._key in kind._shared_state
     object.__setattr__(state, "__dict__", kind._shared_state if live else dict(values))

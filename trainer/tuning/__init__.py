@@ -1,4 +1,4 @@
-"""Finding a learning rate and a batch size by short trials that leave no trace."""
+"""Find a learning rate and a batch size by short trials that leave no trace."""
 
 from trainer.tuning.batch_size import BatchSizeSearch
 from trainer.tuning.learning_rate import LearningRateTest

@@ -1,8 +1,8 @@
 """The search for the largest batch that fits into memory.
 
-Each process tries a size by itself, so that one that runs out of memory leaves nobody waiting in a
-reduction; then all agree. What the engine of several processes needs beside the gradients, a buffer
-of their size, is set aside meanwhile.
+Each process tries a size by itself, so that one that runs out of memory leaves no other waiting in
+a reduction; then all agree. A buffer of the size of the gradients, which the engine of several
+processes needs in addition to them, is set aside meanwhile.
 """
 
 # ruff: noqa: ARG001, ARG002 - a hook takes what the loop passes, used or not
@@ -10,7 +10,7 @@ of their size, is set aside meanwhile.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from callbacks import Callback
+from trainer.data.feed import Feed
 from trainer.data.rebuild import reads_as_torchs, users_kwargs
 from trainer.distributed.collectives import all_gather_object
 from trainer.distributed.control import exchange
 from trainer.errors import choose
+from trainer.loops.evaluate import TEST, VALIDATION, evaluate
+from trainer.loops.predict import predict
 from trainer.memory import free_caches, is_out_of_memory
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng
 from trainer.trainer import Trainer
 from trainer.tree import find_batch_size
 from trainer.tuning.copies import copies
-from trainer.tuning.trial import begin_trial, holders, make_trial, set_all, set_apart
+from trainer.tuning.trial import holders, make_trial, set_all, set_apart
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +42,12 @@ _MODES = ("power", "binsearch")
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizeSearch:
-    """What a search for a batch size found, alike on all processes.
+    """The result of a search for a batch size, the same on all processes.
 
     Attributes:
-        batch_size: Samples of a micro-batch of one process.
-        gradient_accumulation_steps: Micro-batches of an update: those that keep the effective batch
-            size that was asked for, else the Trainer's own.
+        batch_size: Samples in a micro-batch of one process.
+        gradient_accumulation_steps: Micro-batches of an update: as many as keep the requested
+            effective batch size, else the Trainer's own.
         trials: Each size that was tried, in this order, and whether it fits everywhere.
     """
 
@@ -59,7 +62,7 @@ class Search:
 
     Raises:
         ValueError: A value is outside its range.
-        TypeError: A number is of another type.
+        TypeError: A value has the wrong type.
     """
 
     mode: str
@@ -70,7 +73,7 @@ class Search:
     max_val: int | None
 
     def __post_init__(self) -> None:
-        """Refuse searches that cannot be."""
+        """Check every value."""
         if self.mode not in _MODES:
             raise ValueError(choose("mode", self.mode, _MODES))
         for name in ("steps_per_trial", "init_val", "max_trials", "max_val"):
@@ -85,11 +88,11 @@ class Search:
             raise ValueError(f"margin is {self.margin}; it must be 0 or more and below 1.")
 
     def largest(self, attempt: Callable[[int], tuple[bool, int | None]]) -> dict[int, bool]:
-        """Try sizes, of which the largest that fits is the answer, but for the margin.
+        """Try sizes; the largest that fits, before the margin is subtracted, is the answer.
 
         Args:
-            attempt: Takes a size; returns whether it fits and the largest size that the data have,
-                where that is known.
+            attempt: Takes a size; returns whether it fits, and the largest batch that the data can
+                fill, or None if that is unknown.
 
         Returns:
             Each size that was tried and whether it fits.
@@ -101,7 +104,7 @@ class Search:
             fits, there_are = attempt(size)
             if there_are is not None:
                 cap = there_are if cap is None else min(cap, there_are)
-                size = min(size, there_are)  # what was tried was a batch of all there is
+                size = min(size, there_are)  # the batch that was tried had all samples
             tried[size] = fits
             following = self._after(tried, cap)
             if following is None or following in tried:
@@ -110,7 +113,7 @@ class Search:
         return tried
 
     def _after(self, tried: dict[int, bool], cap: int | None) -> int | None:
-        """The size to try next; None if the answer is known."""
+        """Return the size to try next; None if the answer is known."""
         low = max((size for size, fits in tried.items() if fits), default=0)
         high = min((size for size, fits in tried.items() if not fits), default=None)
         if high is None:
@@ -124,46 +127,48 @@ class Search:
 
 
 def _noting(method: str) -> Callable[..., None]:
-    """The hook at the start of each batch of an entry point."""
+    """Return the hook for the start of each batch of an entry point."""
 
     def note(self: _Trial, trainer: Trainer, module: TrainModule, batch: Any, *which: int) -> None:
         if method == self.method:
             self.seen = max(self.seen, find_batch_size(batch) or 0)
+            self.one_batch &= which[0] == 0
 
     return note
 
 
 @dataclass
 class _Trial(Callback):
-    """Ends a trial after some updates, and notes how large its batches are.
+    """Lets a process try by itself, and records how large its batches are.
 
     Attributes:
+        method: The entry point whose batches are sized.
         steps: Updates.
         reserve: Set memory aside for the engine of several processes.
-        seen: Samples in the largest batch of what is being sized; 0 if nothing tells.
-        available: Samples in an epoch of training; None if only reading can tell.
+        seen: Samples in the largest batch of this entry point; 0 if unknown.
+        one_batch: No loader of this entry point had a second batch.
+        available: Samples in the largest of its datasets; None if only reading can tell.
     """
 
     method: str
     steps: int
     reserve: bool
     seen: int = 0
+    one_batch: bool = True
     available: int | None = None
     _buffers: list[Tensor] = field(default_factory=list)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        """What would talk to other processes by itself must not."""
+        """Keep parts of the module from starting collectives of their own."""
         for part in module.modules():
             if hasattr(part, "distributed_available_fn"):  # torchmetrics
                 vars(part)["distributed_available_fn"] = _nobody_is_there
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        begin_trial(trainer, self.steps)
         run = trainer._fit_run("on_fit_start")
-        run.told = lambda: None  # a signal does what it does once the trial is over
+        run.told = lambda: None  # a signal takes effect once the trial is over
         run.weighting.reference = run.weighting.reference or 1.0  # no process waits for rank 0's
-        if not isinstance(run.feed.dataset, IterableDataset):  # whose length may be any number
-            self.available = run.feed.num_samples
+        self.available = _samples_of([run.feed])
         if self.reserve:
             self._buffers = [torch.empty_like(p) for p in run.parameters if p.requires_grad]
 
@@ -172,6 +177,25 @@ class _Trial(Callback):
     on_test_batch_start = _noting("test")
     on_predict_batch_start = _noting("predict")
 
+    def largest(self, size: int) -> int | None:
+        """Return the largest batch that the data can fill, after trying a size; None if unknown.
+
+        If only the batches tell, data that end with their first batch cannot fill a larger one.
+        """
+        if 0 < self.seen < size:
+            return self.seen
+        if self.available is None and self.one_batch and self.steps > 1:
+            return size
+        return self.available
+
+
+def _samples_of(feeds: Sequence[Feed]) -> int | None:
+    """Return the number of samples in the largest of these; None if only reading can tell."""
+    # A stream's length may be any number.
+    sized = [feed.num_samples for feed in feeds if not isinstance(feed.dataset, IterableDataset)]
+    known = [number for number in sized if number is not None]
+    return max(known) if len(known) == len(feeds) else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -179,13 +203,13 @@ class Subject:
 
     Attributes:
         trainer: The user's.
-        module: Likewise.
-        loaders: To be made with other batch sizes; None if the module or the datamodule make them.
-        val_loaders: Of a fit, as they are.
-        datamodule: Or None.
+        module: The user's.
+        loaders: To be recreated with other batch sizes; None if the module or datamodule has them.
+        val_loaders: The validation loaders of a fit, unchanged.
+        datamodule: The user's, or None.
         method: The entry point.
-        attribute: What says the batch size where no loaders are given.
-        accumulates: Updates have several micro-batches: gradients are there in a forward pass.
+        attribute: The attribute with the batch size, if no loaders are given.
+        accumulates: Updates have several micro-batches: gradients exist during a forward pass.
     """
 
     trainer: Trainer
@@ -198,7 +222,7 @@ class Subject:
     accumulates: bool
 
     def __post_init__(self) -> None:
-        """Refuse what has no batch size that could be changed."""
+        """Check that there is a batch size that can be changed."""
         if self.loaders is not None:
             with_batch_size(self.loaders, 1)
         elif not holders(self.attribute, self.module, self.datamodule):
@@ -209,10 +233,10 @@ class Subject:
             )
 
     def attempt(self, size: int, steps: int) -> tuple[bool, int | None]:
-        """Try a size on this process, with the others doing the same; collective.
+        """Try a size on this process, as do the others; collective.
 
         Returns:
-            Whether it fits on all, and the largest batch that the data have where that is known.
+            Whether it fits on all, and the largest batch that the data can fill, if known.
         """
         error: Exception | None = None
         fits, there_are = True, None
@@ -223,7 +247,7 @@ class Subject:
                 fits = False
             else:
                 error = raised
-        # An error of too little memory is gone by now, and with it the frames that hold tensors.
+        # An out-of-memory error is gone by now, and with it the frames that hold tensors.
         exchange(error, "Tuner.scale_batch_size")
         free_caches()
         outcomes = all_gather_object((fits, there_are))
@@ -258,11 +282,15 @@ class Subject:
         with isolated_rng():
             if self.method == "fit":
                 trial.fit(module, loaders, val_loaders, datamodule=datamodule)
-            elif self.method == "predict":
-                trial.predict(module, loaders, datamodule=datamodule, return_predictions=False)
             else:
-                getattr(trial, self.method)(module, loaders, datamodule=datamodule)
-        return watch.seen if 0 < watch.seen < size else watch.available
+                with trial._evaluation(self.method, module, loaders, datamodule, None) as at_hand:
+                    run, feeds = at_hand
+                    watch.available = _samples_of(feeds)
+                    if self.method == "predict":
+                        predict(run, feeds, keep=False)
+                    else:
+                        evaluate(run, VALIDATION if self.method == "validate" else TEST, feeds)
+        return watch.largest(size)
 
 
 def _nobody_is_there() -> bool:
@@ -270,18 +298,18 @@ def _nobody_is_there() -> bool:
 
 
 def with_batch_size(loaders: Any, size: int) -> Any:
-    """A loader, or each of several, with another batch size.
+    """Return a loader, or each of several, with another batch size.
 
     Raises:
-        ValueError: One of them does not make batches of one size.
+        ValueError: One of them does not have a fixed batch size.
     """
     if isinstance(loaders, (list, tuple)):
         return [with_batch_size(loader, size) for loader in loaders]
     own = isinstance(loaders, DataLoader) and not reads_as_torchs(type(loaders))
     if not isinstance(loaders, DataLoader) or loaders.batch_size is None or own:
         raise ValueError(
-            f"A {type(loaders).__name__} cannot be given another batch size: it is no plain "
-            "DataLoader with a batch_size. Make the loader in train_dataloader() from an "
+            f"A {type(loaders).__name__} cannot be given another batch size: it is not a plain "
+            "DataLoader with a batch_size. Create the loader in train_dataloader() from an "
             "attribute, and name that with batch_arg_name."
         )
     kwargs = users_kwargs(loaders) | {"batch_size": size, "drop_last": loaders.drop_last}
@@ -298,10 +326,9 @@ def search_batch_size(
     Args:
         subject: What is tried out.
         search: The sizes to try.
-        effective: Samples of an update, over all processes, that are to be kept.
+        effective: Samples of an update over all processes, to be kept by accumulation.
 
     Raises:
-        ValueError: No accumulation could keep `effective`.
         RuntimeError: No size fits.
     """
     trainer = subject.trainer
@@ -328,11 +355,11 @@ def search_batch_size(
 def check_effective(
     effective: int | None, method: str, module: TrainModule, world_size: int
 ) -> None:
-    """Refuse an effective batch size that no accumulation could keep.
+    """Check that accumulation can keep an effective batch size.
 
     Raises:
-        ValueError: It is that.
-        TypeError: It is no int.
+        ValueError: It cannot.
+        TypeError: It is not an int.
     """
     if effective is None:
         return
@@ -344,7 +371,7 @@ def check_effective(
             f"processes, {world_size}."
         )
     if method != "fit":
-        raise ValueError(f"effective_batch_size concerns updates, of which {method} makes none.")
+        raise ValueError(f"effective_batch_size is about updates, of which {method} makes none.")
     if not module.automatic_optimization:
         raise ValueError(
             "effective_batch_size is kept by accumulation, which in manual optimisation is up to "

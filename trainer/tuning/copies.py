@@ -1,4 +1,4 @@
-"""Copies of a module and its data: what a trial does to them, the originals never see."""
+"""Copy a module and its data, so that a trial never changes the originals."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType, Tensor, numpy.nd
 
 
 def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModule, Any]:
-    """A copy of a module, and one of the data that it is to be trained on.
+    """Return copies of a module and of the data that it is to be trained on.
 
-    The module is copied whole. Of the data the memory is shared: tensors, arrays and what cannot be
-    copied (open databases, locks); positions, generators and counters are the copy's own.
+    The module is copied completely. The data's memory is shared: tensors, arrays and what cannot be
+    copied (open databases, locks). Positions, generators and counters are copied.
 
     Args:
         module: The user's.
-        data: Loaders and datamodules, in any container. What they share with each other or with the
-            module, their copies share too.
-        known: What is left as it is wherever it is met.
+        data: Loaders and datamodules, in any container. Objects that they share with each other or
+            with the module are shared by the copies too.
+        known: Objects that the copies share with the originals.
 
     Raises:
         TypeError: The module cannot be copied.
@@ -42,7 +42,7 @@ def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModul
     except Exception as error:
         raise TypeError(
             f"A {type(module).__name__} cannot be copied, and trials run on a copy so that they "
-            f"leave no trace: {type(error).__name__}: {error}. Make what cannot be copied in "
+            f"leave no trace: {type(error).__name__}: {error}. Create what cannot be copied in "
             "setup() or configure_model()."
         ) from error
     buffer = io.BytesIO()
@@ -53,10 +53,10 @@ def copies(module: TrainModule, data: Any, known: list[Any]) -> tuple[TrainModul
 
 
 class _Pickler(pickle.Pickler):
-    """Writes an object down, but for what its copy shares with it.
+    """Pickles an object, except for the objects that its copy shares with it.
 
     Attributes:
-        kept: That, in the order of the references to it.
+        kept: The shared objects, in the order of the references to them.
     """
 
     def __init__(self, file: io.BytesIO, memo: dict[int, Any]) -> None:
@@ -83,7 +83,7 @@ class _Pickler(pickle.Pickler):
             if isinstance(obj, Iterator):
                 raise ValueError(
                     f"The data hold a {type(obj).__name__}, which can be read only once: a trial "
-                    "would take its first batches from the training. Pass a loader or another "
+                    "would use up the first batches of the training. Pass a loader or another "
                     "object that can be iterated again."
                 ) from error
             return True

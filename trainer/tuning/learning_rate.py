@@ -21,12 +21,12 @@ from trainer.errors import choose
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.copies import copies
-from trainer.tuning.trial import begin_trial, make_trial, set_apart
+from trainer.tuning.trial import make_trial, set_apart
 
 logger = logging.getLogger(__name__)
 
 _LOSS = "_range_test_loss"
-_SETTLED = 10  # losses before which their average is no more than they are: a batch's luck
+_SETTLED = 10  # losses after which their average no longer depends on the luck of a batch
 _MODES = ("exponential", "linear")
 _GROUPS = ("scaled", "same")
 Groups = Literal["scaled", "same"] | int
@@ -34,16 +34,16 @@ Groups = Literal["scaled", "same"] | int
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateTest:
-    """What a learning-rate range test saw, alike on all processes.
+    """The result of a learning-rate range test, the same on all processes.
 
     Attributes:
         mode: ``"exponential"`` or ``"linear"``.
-        lrs: The rate of each update, as many as there were.
-        losses: The loss before each of these updates, over all processes, smoothed.
+        lrs: The rate of each update that was made.
+        losses: The smoothed loss before each of these updates, over all processes.
         raw_losses: The same, not smoothed.
-        scales: Of each parameter group, over all optimizers, what its rate was as a multiple of
-            the tested one; None for a group whose rate was left alone.
-        diverged: It ended before the largest rate.
+        scales: The rate of each parameter group, over all optimizers, as a multiple of the tested
+            one; None for a group whose rate was not changed.
+        diverged: The test ended before the largest rate.
     """
 
     mode: str
@@ -54,14 +54,15 @@ class LearningRateTest:
     diverged: bool
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """The rate at which the smoothed loss falls most steeply from one update to the next.
+        """Return the rate at which the smoothed loss falls most steeply between updates.
 
         Args:
             skip_begin: Updates at the beginning that are left out: few values are smoothed there.
             skip_end: Updates at the end that are left out: the loss explodes there.
 
         Returns:
-            None if fewer than two updates are left, or the loss falls nowhere; the log says which.
+            The rate; None if fewer than two updates are left, or the loss never falls; the log says
+            which.
         """
         for name, value in (("skip_begin", skip_begin), ("skip_end", skip_end)):
             if value < 0:
@@ -85,7 +86,7 @@ class LearningRateTest:
         index = int(slopes.argmin())
         if slopes[index] >= 0:
             logger.warning(
-                "No learning rate can be suggested: between %g and %g the loss falls nowhere.",
+                "No learning rate can be suggested: between %g and %g the loss never falls.",
                 self.lrs[0],
                 self.lrs[-1],
             )
@@ -98,7 +99,7 @@ class LearningRateTest:
         Args:
             suggest: Mark the suggestion.
             show: Open a window or show it in the notebook.
-            ax: matplotlib axes to draw on; new ones unless given.
+            ax: matplotlib axes to draw on; by default new ones.
 
         Returns:
             The figure.
@@ -138,7 +139,7 @@ class Sweep:
 
     Raises:
         ValueError: A value is outside its range.
-        TypeError: A number is of another type.
+        TypeError: A value has the wrong type.
     """
 
     min_lr: float
@@ -150,7 +151,7 @@ class Sweep:
     groups: Groups
 
     def __post_init__(self) -> None:
-        """Refuse sweeps that cannot be."""
+        """Check every value."""
         if self.mode not in _MODES:
             raise ValueError(choose("mode", self.mode, _MODES))
         if not 0 < self.min_lr < self.max_lr < math.inf:
@@ -172,22 +173,22 @@ class Sweep:
         if isinstance(self.groups, bool) or not isinstance(self.groups, (str, int)):
             raise TypeError(f"groups is {self.groups!r}; it must be 'scaled', 'same' or an int.")
         if isinstance(self.groups, str) and self.groups not in _GROUPS:
-            raise ValueError(f"{choose('groups', self.groups, _GROUPS)} Or the number of one.")
+            raise ValueError(f"{choose('groups', self.groups, _GROUPS)} Or pass a group's number.")
         if isinstance(self.groups, int) and self.groups < 0:
             raise ValueError(f"groups is {self.groups}; groups are counted from 0.")
 
     def rate(self, step: int) -> float:
-        """The rate of an update, counted from 0."""
+        """Return the rate of an update, counted from 0."""
         part = step / (self.num_training - 1)
         if self.mode == "exponential":
             return float(self.min_lr * (self.max_lr / self.min_lr) ** part)
         return self.min_lr + (self.max_lr - self.min_lr) * part
 
     def scales(self, groups: list[dict[str, Any]]) -> list[float | None]:
-        """What multiple of the tested rate each group gets; None leaves it alone.
+        """Return the multiple of the tested rate that each group gets; None leaves it unchanged.
 
         Raises:
-            ValueError: There is no group of the number that was given.
+            ValueError: There is no group with the given number.
         """
         if isinstance(self.groups, int):
             if self.groups >= len(groups):
@@ -198,27 +199,27 @@ class Sweep:
             return [1.0 if number == self.groups else None for number in range(len(groups))]
         if self.groups == "same":
             return [1.0] * len(groups)
-        # A schedule may have set the rate to 0 already, for a warm-up say, and kept the user's.
+        # A schedule, such as a warm-up, may have set the rate to 0 and kept the user's.
         rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
         largest = max(rates)
         return [rate / largest if largest > 0 else 1.0 for rate in rates]
 
     def is_too_high(self, loss: float, lowest: float) -> bool:
-        """The smoothed loss says that the rate is too large for training."""
+        """Return whether the smoothed loss shows that the rate is too large for training."""
         threshold = self.early_stop_threshold
         return threshold is not None and loss > lowest + (threshold - 1) * abs(lowest)
 
 
 @dataclass
 class RangeTest(Callback):
-    """Sets the rate before each update and notes the loss.
+    """Sets the rate before each update and records the loss.
 
     Attributes:
-        sweep: What is tested.
-        raw: The losses seen.
-        smoothed: And their moving averages.
-        scales: Of the groups.
-        diverged: The test is over before its end.
+        sweep: The rates to test.
+        raw: The losses.
+        smoothed: Their moving averages.
+        scales: The multiples of the rate that the groups get.
+        diverged: The test ended before the largest rate.
     """
 
     sweep: Sweep
@@ -231,15 +232,14 @@ class RangeTest(Callback):
     _backward: list[Tensor] = field(default_factory=list)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Take the schedules' place."""
-        begin_trial(trainer, self.sweep.num_training)
+        """Pause the schedulers and find the parameter groups."""
         if module.automatic_optimization:
             trainer.pause_schedulers()
         self._groups = [group for each in trainer.optimizers for group in each.param_groups]
         self.scales = self.sweep.scales(self._groups)
 
     def on_train_step_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Set the rate of the update that begins."""
+        """Set the rate of the next update."""
         rate = self.sweep.rate(trainer.global_step)
         for group, scale in zip(self._groups, self.scales, strict=True):
             if scale is None:
@@ -252,18 +252,18 @@ class RangeTest(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int
     ) -> None:
-        """A micro-batch begins."""
+        """Forget the losses of the previous micro-batch."""
         self._backward.clear()
 
     def on_before_backward(self, trainer: Trainer, module: TrainModule, loss: Tensor) -> None:
-        """In manual optimisation the step may not return what it goes back from."""
+        """Record the loss: in manual optimisation the step may not return it."""
         if not module.automatic_optimization:
             self._backward.append(loss.detach())
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note the loss; the mean over micro-batches and processes is made with the metrics'."""
+        """Log the loss, which is averaged over micro-batches and processes like other metrics."""
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is None and self._backward:
             loss = torch.stack([each.reshape(()).double() for each in self._backward]).sum()
@@ -275,8 +275,8 @@ class RangeTest(Callback):
         trainer.metrics.log(_LOSS, loss.detach(), on_step=True, on_epoch=False)
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Read the loss, and stop where the test is over."""
-        trainer._fit_run("on_boundary").recorder.flush()  # a range test may wait for its device
+        """Read the loss, and stop if the rate has become too large."""
+        trainer._fit_run("on_boundary").recorder.flush()  # a range test may wait for the device
         if trainer.global_step == len(self.raw):
             return  # in manual optimisation: a boundary without an update
         loss = trainer.callback_metrics[_LOSS]
@@ -293,7 +293,7 @@ class RangeTest(Callback):
             self.diverged = trainer.should_stop = True
 
     def result(self) -> LearningRateTest:
-        """What was seen."""
+        """Return the result of the test."""
         return LearningRateTest(
             mode=self.sweep.mode,
             lrs=[self.sweep.rate(step) for step in range(len(self.raw))],

@@ -1,4 +1,4 @@
-"""What the trials have in common: a Trainer that writes nothing, on copies."""
+"""Parts shared by all trials, which run a Trainer that writes nothing on copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.hparams import kept_by
-from trainer.loops.lengths import Length
 from trainer.module import TrainModule
 from trainer.precision import Precision
 from trainer.rng import isolated_rng
@@ -22,11 +21,11 @@ from trainer.trainer import Trainer
 
 
 class TrialAccelerator:
-    """An accelerator whose scaler is the trial's own, and which may seem to have no peers.
+    """An accelerator with a gradient scaler of its own, which can hide the other processes.
 
     Args:
-        accelerator: The user's, which has everything else.
-        alone: This process works by itself: what fails here leaves nobody waiting.
+        accelerator: The user's, which provides everything else.
+        alone: Work without the other processes, so that a failure leaves none of them waiting.
     """
 
     def __init__(self, accelerator: Accelerator, *, alone: bool) -> None:
@@ -37,13 +36,13 @@ class TrialAccelerator:
         self.use_distributed = accelerator.use_distributed and not alone
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_accelerator":  # asked for while it is copied, before there is one
+        if name == "_accelerator":  # looked up while copying, before it is set
             raise AttributeError(name)
         return getattr(self._accelerator, name)
 
 
 def _separate(precision: Precision) -> Precision:
-    """The same precision with a scaler that begins where this one stands."""
+    """Return a copy of the precision, whose scaler starts with the state of this one."""
     scaler = precision.scaler
     if scaler is None:
         return copy.deepcopy(precision)
@@ -58,43 +57,33 @@ def _separate(precision: Precision) -> Precision:
 def make_trial(
     trainer: Trainer, callback: Callback, steps: int, *, alone: bool, **settings: Any
 ) -> Trainer:
-    """A Trainer with the user's settings and none of the user's callbacks, which writes nothing.
+    """Return a Trainer that has the user's settings but not the callbacks, and writes nothing.
 
     Args:
         trainer: The user's.
-        callback: The only one; `begin_trial` in its ``on_fit_start`` ends the fit after `steps`.
+        callback: Its only callback.
         steps: Updates of a fit.
         alone: See `TrialAccelerator`.
-        **settings: In place of the user's.
+        **settings: Settings that replace the user's.
     """
     changes: dict[str, Any] = {
         "num_sanity_val_steps": 0,
-        "non_finite": "ignore",  # that a loss diverges is what a trial is to find out
+        "non_finite": "ignore",  # a trial is to find out whether the loss diverges
         **dict.fromkeys(("min_epochs", "min_steps", "max_time")),
         **settings,
     }
     if trainer.max_epochs is None and trainer.max_steps is None:
         changes["max_steps"] = steps
     accelerator = TrialAccelerator(trainer.accelerator, alone=alone)
-    return trainer._trial(accelerator, [callback], **changes)
-
-
-def begin_trial(trial: Trainer, steps: int) -> None:
-    """Let the fit at hand end after so many updates, whatever length the user's would have.
-
-    The settings keep the user's length, since schedules are made from it.
-    """
-    run = trial._fit_run("begin_trial")
-    run.length = Length(max_steps=steps)
-    run.validates = False  # nobody misses a validation in so few
+    return trainer._trial(accelerator, [callback], steps, **changes)
 
 
 @contextmanager
 def set_apart(module: TrainModule) -> Iterator[None]:
-    """Inside, a copy of the module is tried out; generators and the process's state are put back.
+    """Isolate the trial of a copy of the module: on exit, restore RNG and process state.
 
-    A module that is on an accelerator waits on the host meanwhile, so that the copy has the room
-    that the module itself would have.
+    A module on an accelerator is moved to the CPU meanwhile, so that the copy has the memory that
+    the module itself would have.
     """
     shared, gradients = PartialState._shared_state, GradientState()
     taken, sync = copy.deepcopy(shared.get("_seeds_taken")), gradients.sync_gradients
@@ -123,7 +112,7 @@ def _on_host(module: TrainModule) -> Iterator[None]:
 
 
 def holders(name: str, *owners: Any) -> list[Any]:
-    """The objects that have an attribute of this name: of the owners, and of their ``hparams``."""
+    """Return the objects with an attribute of this name, among owners and their ``hparams``."""
     found: list[Any] = []
     for owner in owners:
         if owner is None:
@@ -139,7 +128,7 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def set_all(found: list[Any], name: str, value: Any) -> None:
-    """Give the attribute this value, wherever `holders` found it."""
+    """Set the attribute to this value, wherever `holders` found it."""
     for owner in found:
         if isinstance(owner, dict):
             owner[name] = value

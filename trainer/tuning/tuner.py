@@ -1,4 +1,4 @@
-"""The `Tuner`: a Trainer's learning rate and batch size, found by trying."""
+"""The `Tuner`: find a Trainer's learning rate and batch size by short trials."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class Tuner:
 
     Trials run on copies of the module, its loaders and its datamodule, without the Trainer's
     callbacks and trackers, and write nothing: weights, generators, the position in the data, the
-    Trainer's counters and its files stay as they are to the last bit, and a following `fit` is the
-    one that it would have been. Tensors and arrays of datasets are shared with the copies, not
+    Trainer's counters and its files stay the same to the last bit, and a later `fit` runs as if
+    there had been no trial. Tensors and arrays of datasets are shared with the copies, not
     copied; ``prepare_data`` and ``setup`` are called again for each trial.
 
-    Every process calls the methods alike and gets the same answers.
+    All processes call the methods with the same arguments and get the same results.
 
     Args:
-        trainer: Whose settings and devices the trials have.
+        trainer: The Trainer whose settings and devices the trials use.
 
     Raises:
-        TypeError: It is no Trainer.
+        TypeError: It is not a Trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -62,33 +62,35 @@ class Tuner:
         update_attr: bool = False,
         attr_name: str = "",
     ) -> LearningRateTest:
-        """Train while the learning rate rises from update to update, and watch the loss.
+        """Train while the learning rate rises from update to update, and record the loss.
 
         This is the range test of L. N. Smith, "Cyclical Learning Rates for Training Neural
-        Networks", WACV 2017. Schedules are left out, or overruled in manual optimisation, where the
-        loss is what `training_step` returns or, without that, the sum of what it goes back from.
-        The losses are means over the items of each update, of all its micro-batches and processes.
+        Networks", WACV 2017. Schedulers are paused; in manual optimisation the rates that they set
+        are overwritten, and the loss is what `training_step` returns or, without that, the sum of
+        the losses passed to `manual_backward`. Losses are means over the items of each update, in
+        all its micro-batches and processes.
 
         Args:
             module: The module; a copy is trained.
-            train_dataloaders: As for `Trainer.fit`. Epochs follow each other until `num_training`
+            train_dataloaders: As for `Trainer.fit`. Epochs are repeated until `num_training`
                 updates are made.
-            datamodule: Likewise.
+            datamodule: As for `Trainer.fit`.
             min_lr: The first rate.
             max_lr: The last rate.
-            num_training: How many rates, one for each update.
+            num_training: The number of rates, one for each update.
             mode: ``"exponential"`` or ``"linear"``: how the rates rise.
-            early_stop_threshold: Stop when the smoothed loss is so many times its lowest value
-                before, the first ten updates apart, or when the loss is not finite; None stops at
-                the latter alone. Losses below zero are compared by their distance.
-            smoothing: The weight of the past in the moving average of the losses, whose bias
-                towards zero is corrected.
+            early_stop_threshold: Stop when the smoothed loss exceeds this multiple of its lowest
+                value so far, not counting the first ten updates, or when the loss is not finite;
+                None stops only at the latter. If the lowest value is below zero, the allowed rise
+                is a multiple of its absolute value.
+            smoothing: The weight of the past in the moving average of the losses, which is
+                bias-corrected.
             groups: ``"scaled"`` keeps the ratios of the parameter groups' rates and gives the
-                largest the tested one, ``"same"`` gives it to all, a number to that group alone,
-                counted from 0 over all optimizers.
+                largest the tested one; ``"same"`` gives it to all; a number gives it only to that
+                group, counted from 0 over all optimizers.
             update_attr: Set the module's attribute to the suggestion, if there is one.
-            attr_name: That attribute, of the module or its ``hparams``; ``lr`` or
-                ``learning_rate`` unless given.
+            attr_name: That attribute, of the module or its ``hparams``; by default ``lr`` or
+                ``learning_rate``.
 
         Returns:
             The rates and losses, with a `suggestion` and a `plot`.
@@ -96,8 +98,8 @@ class Tuner:
         Raises:
             ValueError: An argument is outside its range, the data can be read only once, or there
                 is no such attribute.
-            TypeError: The module cannot be copied, or an argument is of another type.
-            Preempted: A signal came; nothing had to be saved.
+            TypeError: The module cannot be copied, or an argument has the wrong type.
+            Preempted: A signal arrived; nothing had to be saved.
         """
         check_module(module, "fit")
         sweep = Sweep(
@@ -120,7 +122,7 @@ class Tuner:
         if update_attr and name is not None:
             suggestion = result.suggestion()
             if suggestion is None:
-                logger.warning("%s stays as it is.", name)
+                logger.warning("%s is left unchanged.", name)
             else:
                 set_all(holders(name, module), name, suggestion)
         return result
@@ -144,34 +146,34 @@ class Tuner:
         effective_batch_size: int | None = None,
         update_attr: bool = False,
     ) -> BatchSizeSearch:
-        """Find the largest batch with which a few updates, or batches, do not run out of memory.
+        """Find the largest batch size with which a few updates, or batches, fit into memory.
 
-        Loaders that are passed are made anew with other batch sizes. Where the module or the
-        datamodule makes them, it must do so from an attribute. A fit that has validation data
-        validates too, its loaders being as they are. Each process tries by itself, with what the
-        reduction of gradients needs set aside; the smallest size of all processes counts. A step
-        that talks to the others by itself, as ``SyncBatchNorm`` does, may wait in vain for one that
-        ran out of memory.
+        Loaders that are passed are recreated with other batch sizes. If the module or the
+        datamodule creates them, it must read the size from an attribute. A fit that has validation
+        data also validates, with unchanged validation loaders. Each process tries by itself, with
+        the memory for the reduction of gradients set aside; the smallest size of all processes
+        counts. A step that has collectives of its own, as with ``SyncBatchNorm``, may hang if
+        another process ran out of memory.
 
         Args:
             module: The module; copies are tried out.
             train_dataloaders: As for `Trainer.fit`.
-            val_dataloaders: Likewise.
+            val_dataloaders: As for `Trainer.fit`.
             dataloaders: For the other methods, as for `Trainer.validate`.
-            datamodule: In place of loaders.
+            datamodule: Instead of loaders.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` goes on
+            mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then searches
                 between the last two sizes.
-            steps_per_trial: Updates of each trial, or batches of each loader. The second has the
-                optimizer's state in memory, so 2 is the least for a fit.
+            steps_per_trial: Updates of each trial, or batches of each loader. Only the second
+                update has the optimizer's state in memory, so use at least 2 for a fit.
             init_val: The first size; halved if it does not fit.
-            max_trials: Sizes to try at most.
+            max_trials: The maximum number of sizes to try.
             batch_arg_name: The attribute of the module, its ``hparams`` or the datamodule.
-            margin: Of the size that ``"binsearch"`` found at the edge of the memory, the part that
-                is given back, since memory is fragmented in a long run.
+            margin: The fraction by which a size found by ``"binsearch"`` at the limit of the memory
+                is reduced, since memory is fragmented in a long run.
             max_val: Try no larger size. The number of samples in the data limits it too.
             effective_batch_size: Samples of an update over all processes. The size is then one of
-                which a whole number of micro-batches makes such an update; give the Trainer both.
+                which a whole number of micro-batches makes such an update; use both in the run.
             update_attr: Set the attribute to the size that was found.
 
         Returns:
@@ -180,8 +182,8 @@ class Tuner:
         Raises:
             ValueError: An argument is outside its range, the loaders have no batch size to change,
                 there is no such attribute, or the data can be read only once.
-            TypeError: The module cannot be copied, or an argument is of another type.
-            RuntimeError: Not even one sample fits. On all processes alike, as is every error.
+            TypeError: The module cannot be copied, or an argument has the wrong type.
+            RuntimeError: Not even one sample fits. Like every error, on all processes.
         """
         search = Search(
             mode=mode,

@@ -1,7 +1,7 @@
-"""The helpers of the documented API under the name that scripts import them by.
+"""The helpers of the documented API, under the names by which scripts import them.
 
-Most are at home in other modules: `probes` (what there is) and `trees` (over nested containers) are
-here for scripts alone. Nothing of Cadence imports this package.
+Most are defined in other modules; only `probes` (availability of packages and devices) and `trees`
+(nested containers) are here, for scripts. No other module of Cadence imports this package.
 """
 
 from typing import Any
@@ -185,23 +185,23 @@ def extract_model_from_parallel(
     """As `Accelerator.unwrap_model`.
 
     Raises:
-        NotImplementedError: `recursive`, for submodules that are wrapped by themselves.
+        NotImplementedError: `recursive` is True, to unwrap submodules too.
     """
     if recursive:
         raise NotImplementedError(
-            "extract_model_from_parallel unwraps the model and not its submodules; call it for "
+            "extract_model_from_parallel unwraps the model but not its submodules; call it for "
             "each of those, without recursive=True."
         )
     return unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """``tqdm.auto.tqdm``, which shows itself on the main process of each machine alone.
+    """Return a ``tqdm.auto.tqdm`` that is shown on the local main process of each machine only.
 
     Args:
-        *args: What ``tqdm`` takes.
-        main_process_only: False shows one on every process.
-        **kwargs: What ``tqdm`` takes.
+        *args: Arguments of ``tqdm``.
+        main_process_only: False shows a bar on every process.
+        **kwargs: Arguments of ``tqdm``.
     """
     from tqdm.auto import tqdm as bar
 

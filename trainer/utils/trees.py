@@ -1,4 +1,4 @@
-"""Work on nested containers, by the names that scripts have for it; see :mod:`trainer.tree`."""
+"""Helpers for nested containers, under the names that scripts use; see :mod:`trainer.tree`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainer.tree import convert_to_fp32, leaves, map_tree, rebuild
 
 @dataclass
 class TensorInformation:
-    """What a tensor can be made again from, without its values."""
+    """The shape and dtype of a tensor, without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor."""
+    """Return whether a value is a tensor."""
     return isinstance(value, Tensor)
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """What a generator yields, in a container of the type of `obj`: list, tuple or named tuple."""
+    """Return a generator's items in a container of the type of `obj`: list, tuple, named tuple."""
     if isinstance(obj, tuple) and hasattr(obj, "_make"):
         return obj._make(generator)
     return type(obj)(generator)
@@ -41,18 +41,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to what passes a test in nested lists, tuples and mappings.
+    """Apply a function to the objects that pass a test in nested lists, tuples and mappings.
 
     Args:
-        func: Is called with each such object, and `args` and `kwargs`.
-        data: The containers; they are not changed. What passes the test is not looked into.
-        *args: For `func`.
-        test_type: By default whether it is a tensor.
-        error_on_other_type: Refuse other objects; else they stay as they are.
-        **kwargs: For `func`.
+        func: Called with each such object, `args` and `kwargs`.
+        data: The containers; they are not changed. Containers that pass the test are not entered.
+        *args: Further arguments of `func`.
+        test_type: The test; by default whether the object is a tensor.
+        error_on_other_type: Raise for other objects; by default they are returned unchanged.
+        **kwargs: Further arguments of `func`.
 
     Raises:
-        TypeError: There is another object, and that is an error.
+        TypeError: There is another object and `error_on_other_type` is True.
     """
     if isinstance(data, (list, tuple, Mapping)) and not test_type(data):
 
@@ -73,31 +73,31 @@ def recursively_apply(
         return func(data, *args, **kwargs)
     if error_on_other_type:
         raise TypeError(
-            f"{getattr(func, '__name__', func)} met a {type(data).__name__}, which "
-            f"{getattr(test_type, '__name__', test_type)} does not take."
+            f"{getattr(func, '__name__', func)} found a {type(data).__name__}, which "
+            f"{getattr(test_type, '__name__', test_type)} does not accept."
         )
     return data
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in nested containers; None without one."""
+    """Return the device of the first tensor in nested containers; None without a tensor."""
     return next((leaf.device for leaf in leaves(data) if isinstance(leaf, Tensor)), None)
 
 
 def listify(data: Any) -> Any:
-    """Every tensor as a number or as nested lists of numbers."""
+    """Return the containers with each tensor as a number or nested lists of numbers."""
     return map_tree(lambda leaf: leaf.detach().tolist() if is_tensor(leaf) else leaf, data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """Every tensor's shape and type in its place."""
+    """Return the containers with each tensor replaced by its `TensorInformation`."""
     return map_tree(
         lambda leaf: TensorInformation(leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf, data
     )
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Tensors of any values where `get_data_structure` has left their shapes and types."""
+    """Return uninitialised tensors for a result of `get_data_structure`."""
     return recursively_apply(
         lambda each: torch.empty(each.shape, dtype=each.dtype),
         data_structure,
@@ -106,16 +106,16 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Every tensor padded with zeros so that the processes can share it out evenly.
+    """Pad every tensor with zeros so that it can be divided evenly among the processes.
 
     Args:
         tensor: Tensors in nested containers.
         batch_size: Their size along `dim`.
-        num_processes: What the size is to be a multiple of.
+        num_processes: The padded size is a multiple of this number.
         dim: The dimension to pad.
 
     Raises:
-        TypeError: There is something else than tensors.
+        TypeError: A leaf is not a tensor.
     """
 
     def pad(leaf: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with every float16 and bfloat16 tensor that it returns as float32."""
+    """Wrap a function to convert float16 and bfloat16 tensors in its result to float32."""
 
     @functools.wraps(model_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Put what one dict holds into another, dict by dict; the second is changed and returned."""
+    """Merge `source` recursively into `destination`, which is changed and returned."""
     for key, value in source.items():
         if isinstance(value, dict):
             merge_dicts(value, destination.setdefault(key, {}))

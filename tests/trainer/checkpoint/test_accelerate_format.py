@@ -106,7 +106,7 @@ def test_everything_comes_back(folder, rank, step):
 
 def test_a_third_process_begins_with_derived_random_states(caplog):
     load_state(TWO, make(), processes(2, 3))
-    assert "rank 2 begins with random states derived" in caplog.text
+    assert "rank 2 starts with random states derived" in caplog.text
 
 
 def test_weights_alone_are_read_too():
@@ -190,7 +190,7 @@ def test_no_random_states_at_all(copy):
 def test_what_cannot_be_taken_over_is_told(copy, name, caplog):
     torch.save({"x": 1}, copy / name)
     load_state(copy, make(), processes(0, 1))
-    assert f"{name} holds the state of a sampler or loader, which cannot be taken" in caplog.text
+    assert f"{name} holds the state of a sampler or loader, which cannot be loaded" in caplog.text
     assert "skip_first_batches" in caplog.text
 
 

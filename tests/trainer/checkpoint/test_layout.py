@@ -216,7 +216,7 @@ def strip_the_manifest(path: Path) -> None:
 
 
 DAMAGE = {
-    "truncated": (truncate, r"model\.bin is damaged: it has 4 bytes, the manifest says 7"),
+    "truncated": (truncate, r"model\.bin is damaged: it has 4 bytes, but the manifest says 7"),
     "flipped bit": (flip_a_bit, r"0\.bin is damaged: its SHA-256"),
     "missing file": (lambda path: (path / "model.bin").unlink(), r"model\.bin is missing"),
     "missing manifest": (lambda p: (p / layout.MANIFEST).unlink(), r"manifest\.json is missing"),
@@ -299,7 +299,7 @@ def test_files_that_cannot_be_deleted_are_named_and_swept_later(tmp_path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", refuse)
-        with pytest.raises(CheckpointError, match=r"Deleting .* stale handle .* lies in .*trash"):
+        with pytest.raises(CheckpointError, match=r"Deleting .* stale handle .* are in .*trash"):
             layout.remove(path)
         assert layout.committed(tmp_path) == []
         leftovers = layout.sweep(tmp_path)

@@ -204,7 +204,7 @@ def test_a_weight_without_a_device_is_an_error():
 @pytest.mark.parametrize("place", ["nowhere", "cuda:99", 99, None, 1.5])
 def test_a_place_that_is_not_here_is_an_error(place):
     saved()
-    with pytest.raises(ValueError, match=r"device_map puts 'embed' on .* not here"):
+    with pytest.raises(ValueError, match=r"device_map puts 'embed' on .* does not exist"):
         load_checkpoint_in_model(Net(), FOLDER, {"embed": place, "": "cpu"})
 
 
@@ -233,10 +233,10 @@ def test_errors_of_the_path():
         load_checkpoint_in_model(Net(), FOLDER)
     (FOLDER / "b.index.json").unlink()
     next(FOLDER.glob("model-00002*")).unlink()
-    with pytest.raises(CheckpointError, match=r"names files that are missing: model-00002-of"):
+    with pytest.raises(CheckpointError, match=r"lists files that are missing: model-00002-of"):
         load_checkpoint_in_model(Net(), FOLDER)
     (FOLDER / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="is no index of weights"):
+    with pytest.raises(CheckpointError, match="is not an index of weights"):
         load_checkpoint_in_model(Net(), FOLDER)
 
 
@@ -267,7 +267,7 @@ def test_other_names_are_told_or_refused(caplog):
     load_checkpoint_in_model(model, FOLDER)
     assert torch.equal(model.embed.weight, expected["embed.weight"])
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
-    assert "weights that the model has not: more" in caplog.text
+    assert "weights that the model does not have: more" in caplog.text
     assert "lacks weights of the model, which keep their values: norm.bias" in caplog.text
 
 
@@ -302,7 +302,7 @@ def test_damaged_and_foreign_files_are_named():
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
         load_checkpoint_in_model(Net(), FOLDER)
     torch.save([1], FOLDER / "a.bin")
-    with pytest.raises(CheckpointError, match=r"a\.bin is no file of weights"):
+    with pytest.raises(CheckpointError, match=r"a\.bin is not a file of weights"):
         load_checkpoint_in_model(Net(), FOLDER / "a.bin")
     torch.save({"a": Path("x")}, FOLDER / "a.bin")
     with pytest.raises(CheckpointError, match=r"a\.bin is not read: .*run whatever code"):

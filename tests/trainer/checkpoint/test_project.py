@@ -142,12 +142,12 @@ def test_a_damaged_one_is_not_chosen(caplog):
     assert "checkpoint_2 is not used" in caplog.text
     for number in (0, 1):
         (ROOT / f"checkpoint_{number}" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="holds no sound checkpoint among 3"):
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint among 3"):
         load(project)
 
 
 def test_nothing_to_load():
-    with pytest.raises(CheckpointError, match="holds no sound checkpoint among 0"):
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint among 0"):
         load(automatic())
 
 

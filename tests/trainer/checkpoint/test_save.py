@@ -248,7 +248,7 @@ def test_machines_that_share_no_disk_are_told_how_to_save(ranks2):
     assert seen[0][1] == []
     where = Path("disk-1/checkpoints").absolute()
     assert f"failed on rank 1: {where}" in seen[0][0]
-    assert f"which rank 0 has made, is not there on {socket.gethostname()}. " in seen[0][0]
+    assert f"which rank 0 has created, does not exist on {socket.gethostname()}. " in seen[0][0]
     assert "ProjectConfiguration(save_on_each_node=True)" in seen[0][0]
 
 
@@ -306,7 +306,7 @@ def test_where_machines_have_nothing_in_common_each_step_is_told(ranks2):
         "the machine of rank 1 does not have it.",
         "the machine of rank 0 does not have it.",
     ]
-    assert "none of the 2 checkpoints there is sound on every machine" in first
+    assert "none of the 2 checkpoints there is intact on every machine" in first
     assert "Copy one to the machines that lack it, or move them away" in first
     assert other == (first, [])
 

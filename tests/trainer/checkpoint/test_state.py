@@ -444,7 +444,7 @@ def test_an_object_that_refuses_its_state_is_told_as_a_partial_load():
     save_state(OUT, make(1), ALONE)
     prepared = make(2)
     prepared.custom_objects[1].load_state_dict = lambda state: 1 / 0
-    with pytest.raises(CheckpointError, match="of which a part is loaded, failed on rank 0: Zero"):
+    with pytest.raises(CheckpointError, match="which is partly done, failed on rank 0: Zero"):
         load_state(OUT, prepared, ALONE)
 
 
@@ -460,5 +460,5 @@ def test_more_processes_than_saved_begin_with_derived_random_states(caplog):
         )
     assert draws[1][0] == draws[1][1]
     assert len({values[0] for rank in draws for values in draws[rank]}) == 3
-    assert "rank 2 begins with random states derived from rank 0's" in caplog.text
+    assert "rank 2 starts with random states derived from rank 0's" in caplog.text
     assert "rank 0 begins" not in caplog.text

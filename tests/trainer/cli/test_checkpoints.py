@@ -262,7 +262,7 @@ def edit_manifest(path: Path) -> None:
 
 
 DAMAGES = {
-    truncate: "model.safetensors is damaged: it has 3 bytes, the manifest says 7.",
+    truncate: "model.safetensors is damaged: it has 3 bytes, but the manifest says 7.",
     lambda path: (path / "shards/0.bin").unlink(): "0.bin is missing from the checkpoint.",
     lambda path: shutil.rmtree(path / "shards"): "0.bin is missing from the checkpoint.",
     lambda path: (path / "manifest.json").unlink(): "manifest.json is missing",
@@ -326,16 +326,16 @@ def test_leftovers_are_listed_as_what_they_are(report, table):
     assert [each["name"] for each in found["checkpoints"]] == ["step-00000001"]
     meanings = {Path(each["path"]).name: each["meaning"] for each in found["leftovers"]}
     assert meanings == {
-        ".cadence-replaced-step-00000001": "what a later save has replaced",
-        ".cadence-staging-step-00000002": "a save that runs, or was killed",
-        ".cadence-staging-step-00000003": "a save that runs, or was killed",
-        ".cadence-trash-step-00000000": "a removal that runs, or was killed",
+        ".cadence-replaced-step-00000001": "replaced by a later save",
+        ".cadence-staging-step-00000002": "a running or killed save",
+        ".cadence-staging-step-00000003": "a running or killed save",
+        ".cadence-trash-step-00000000": "a running or killed removal",
     }
     lines = table("run")
     assert lines[-5] == "Leftovers:"
     name, size, unit, *_, meaning = lines[-3].split(maxsplit=5)
     assert (name, size, unit) == (".cadence-staging-step-00000002", "4", "B")
-    assert meaning == "a save that runs, or was killed"
+    assert meaning == "a running or killed save"
 
 
 def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, table, caplog):
@@ -349,11 +349,12 @@ def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, ta
         layout.set_aside(ROOT / "step-00000004", "abandoned")
         make(4)
     layout.remove(ROOT / "step-00000004")
+    kept = "never removed automatically"
     aside = {
-        "abandoned-step-00000004": "the run went on from an earlier one; nobody removes it",
-        "abandoned-step-00000004-2": "the run went on from an earlier one; nobody removes it",
-        "damaged-step-00000002": "damaged: a save of that step set it aside; nobody removes it",
-        "replaced-step-00000001": "replaced, but with other files in it; nobody removes it",
+        "abandoned-step-00000004": f"the run resumed from an earlier one; {kept}",
+        "abandoned-step-00000004-2": f"the run resumed from an earlier one; {kept}",
+        "damaged-step-00000002": f"damaged, set aside by a save of that step; {kept}",
+        "replaced-step-00000001": f"replaced, but contains other files; {kept}",
     }
     age(ROOT)
     found = report("run")
@@ -380,7 +381,7 @@ def test_one_that_a_killed_save_had_set_aside_is_a_checkpoint(report, table):
         assert (found["name"], found["state"]) == ("step-00000001", "sound")
         assert Path(found["path"]).is_dir()
     assert report("run")["leftovers"] == []
-    assert "the next start puts it back" in table("run")[-1]
+    assert "the next start restores it" in table("run")[-1]
 
 
 def test_a_save_that_has_only_to_be_moved_is_unfinished_and_no_leftover(states, report):
@@ -502,16 +503,16 @@ def test_what_is_not_ours_to_remove_stays_with_the_reason(report, monkeypatch):
     gone = {path for path in before if not os.path.lexists(path)}
     assert gone == {path for path in before if ROOT / "step-00000008" in (path, *path.parents)}
     assert done["removed"] == ["step-00000008"]
-    unclear = "what in it is ours cannot be told"
-    linked = "a link leads to it, or it is one"
+    unclear = "it is unknown which of its files are ours"
+    linked = "it is a link or the target of one"
     assert done["untouched"] == {
-        "step-00000001": "it holds notes.txt, which is not the checkpoint's",
+        "step-00000001": "it contains notes.txt, which is not part of the checkpoint",
         "step-00000002": unclear,
         "step-00000003": unclear,
         "step-00000004": unclear,
         "step-00000005": linked,
         "step-00000006": linked,
-        "step-00000007": "set aside by a killed save; the next start puts it back",
+        "step-00000007": "set aside by a killed save; the next start restores it",
         "checkpoint_0": unclear,
         "checkpoint_1": unclear,
         "best": "you named it",
@@ -568,7 +569,7 @@ def test_a_dry_run_shows_and_changes_nothing(table):
     assert names() == before
     plan = [line.split(maxsplit=2) for line in lines[-5:-2]]
     assert plan == [
-        ["sweep", ".cadence-staging-step-00000003", "a save that runs, or was killed"],
+        ["sweep", ".cadence-staging-step-00000003", "a running or killed save"],
         ["remove", "step-00000001", "sound"],
         ["keep", "step-00000002", "among the last"],
     ]
@@ -629,7 +630,7 @@ def test_a_kept_one_that_is_rotated_away_meanwhile_stops_it(monkeypatch, capsys)
     monkeypatch.setattr(sys, "stdin", Answers(lambda: layout.remove(ROOT / "step-00000002")))
     assert call("run", "--prune", "--keep-last", 1) == 1
     assert steps() == [1]
-    assert "step-00000002: was removed by somebody else" in capsys.readouterr().err
+    assert "step-00000002: was removed by another process" in capsys.readouterr().err
 
 
 def test_a_save_that_begins_meanwhile_is_left_alone(monkeypatch):
@@ -670,8 +671,8 @@ def test_what_cannot_be_removed_is_told_and_the_rest_goes(report, capsys, monkey
         (["run", "--prune", "--keep-last", "0", "--yes"], "'0' must be a number of 1 or more"),
         (["run", "--prune", "--keep-last", "-1", "--yes"], "argument --keep-last"),
         (["run", "--prune", "--keep-last", "x", "--yes"], "'x' must be a number of 1 or more"),
-        (["run", "--prune", "--keep-last", "1", "--keep-best", "x"], "need each other"),
-        (["run", "--prune", "--keep-last", "1", "--mode", "min"], "need each other"),
+        (["run", "--prune", "--keep-last", "1", "--keep-best", "x"], "go together"),
+        (["run", "--prune", "--keep-last", "1", "--mode", "min"], "go together"),
         (["run", "--prune", "--keep-last", "1", "--json"], "--json cannot ask"),
         (["run/checkpoints/step-00000001", "--prune", "--keep-last", "1"], "is one checkpoint"),
     ],

@@ -101,7 +101,7 @@ def test_a_folder_that_is_gone_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["env"]) == 1
-    assert "trainer env: the current folder is not there any more" in capsys.readouterr().err
+    assert "trainer env: the current folder no longer exists" in capsys.readouterr().err
 
 
 # Ctrl-C comes while torch is loaded, by code that catches what it raises and goes on.
@@ -205,7 +205,7 @@ def test_env_shows_the_configuration_and_where_it_was_read(capsys, tmp_path, mon
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     place = tmp_path / "accelerate" / "default_config.yaml"
     main(["env"])
-    assert rows(capsys.readouterr().out)["configuration"] == f"{place} (not there)"
+    assert rows(capsys.readouterr().out)["configuration"] == f"{place} (does not exist)"
     place.parent.mkdir()
     place.write_text("num_processes: 3\nmixed_precision: bf16\n")
     main(["env"])

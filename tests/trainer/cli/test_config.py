@@ -186,7 +186,7 @@ def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
         ({"num_processes": 3, "num_machines": 2}, ValueError, "multiple of num_machines"),
         ({"machine_rank": 1}, ValueError, "from 0 to 0"),
         ({"main_process_port": 65536}, ValueError, "at most 65535"),
-        ({"main_process_port": 0, "num_machines": 2}, ValueError, "must be told the same"),
+        ({"main_process_port": 0, "num_machines": 2}, ValueError, "need the same port"),
         ({"mixed_precision": "bf1"}, ValueError, "Did you mean 'bf16'"),
         ({"mixed_precision": "fp8"}, NotImplementedError, "8-bit"),
         ({"dynamo_backend": "indctor"}, ValueError, "Did you mean 'INDUCTOR'"),
@@ -197,9 +197,9 @@ def test_what_cannot_be_meant_is_refused_with_the_file(text, said):
         ({"monitor_interval": "1"}, TypeError, "number of seconds"),
         ({"monitor_interval": float("nan")}, ValueError, "above 0"),
         ({"monitor_interval": float("inf")}, ValueError, "above 0"),
-        ({"rdzv_conf": {"timeout": 600}}, TypeError, "rdzv_conf is {.*it must be text"),
-        ({"main_process_ip": 10}, TypeError, "main_process_ip is 10; it must be text"),
-        ({"dynamo_backend": 4}, TypeError, "it must be text"),
+        ({"rdzv_conf": {"timeout": 600}}, TypeError, "rdzv_conf is {.*it must be a string"),
+        ({"main_process_ip": 10}, TypeError, "main_process_ip is 10; it must be a string"),
+        ({"dynamo_backend": 4}, TypeError, "it must be a string"),
     ],
 )
 def test_a_configuration_checks_itself(wrong, kind, said):
@@ -235,7 +235,7 @@ def test_the_default_is_written_with_keys_that_the_documented_api_knows(monkeypa
     assert main(["config", "--default"]) == 0
     assert capsys.readouterr().out == f"Saved to {home}.\n"
     assert main(["config", "--default"]) == 0
-    assert capsys.readouterr().out == f"Saved to {home}, in place of the earlier answers.\n"
+    assert capsys.readouterr().out == f"Saved to {home}, replacing the earlier answers.\n"
     found = yaml.safe_load(home.read_text())
     assert {key: DEFAULT[key] for key in found} == found
     monkeypatch.setattr("trainer.cli.config.device_count", lambda: 4)
@@ -331,6 +331,6 @@ def test_a_bare_no_compiles_nothing(key):
 def test_the_end_of_the_answers_writes_nothing(home, answer, capsys):
     assert answer(b"1\n\x04") == 1
     assert capsys.readouterr().err.endswith(
-        "the answers ended before the questions; none is kept.\n"
+        "the answers ended before the questions; none is saved.\n"
     )
     assert not home.exists()

@@ -248,7 +248,7 @@ def test_the_output_names_the_optimizer_that_was_counted(capsys, words, name):
 
 def test_the_help_says_what_an_optimizer_may_be():
     shown = " ".join(parser("trainer estimate-memory").format_help().split())
-    assert "MODULE:NAME, a class or a function that makes an optimizer of a list" in shown
+    assert "MODULE:NAME, a class or function that creates an optimizer from a list" in shown
 
 
 OF_TORCH = [
@@ -357,14 +357,14 @@ def test_configure_model_is_called(capsys):
         ),
         (["weighed.py:Tied"], 1, "Did you mean 'weighed:Tied'?"),
         (["./weighed.py:Tied"], 1, "Did you mean 'weighed:Tied'?"),
-        (["../net.py:Net"], 1, "There is no module '../net.py'."),
-        ([":Net"], 1, "There is no module ''."),
+        (["../net.py:Net"], 1, "There is no module '../net.py',"),
+        ([":Net"], 1, "There is no module '',"),
         (["weighed:Image", "--optimizer", "muon"], 1, "optimizer cannot be measured: ValueError"),
         (["weighed:Image", "--optimizer-init", "rl=1"], 1, "unexpected keyword argument 'rl'\nIt"),
         (["weighed:Image", "--optimizer", "torch.optim:LBFGS"], 1, "or MODULE:NAME, a class or"),
-        (["weighed:Image", "--optimizer", "adanw"], 2, "of your own is MODULE:NAME, a class or"),
-        (["weighed:Image", "--optimizer", "lbfgs"], 2, "sgd; or MODULE:NAME, a class or a func"),
-        (["weighed:Image", "--optimizer", "weighed:F"], 2, "takes MODULE:NAME, a class or a func"),
+        (["weighed:Image", "--optimizer", "adanw"], 2, "of your own as MODULE:NAME, a class or"),
+        (["weighed:Image", "--optimizer", "lbfgs"], 2, "sgd; or MODULE:NAME, a class or func"),
+        (["weighed:Image", "--optimizer", "weighed:F"], 2, "takes MODULE:NAME, a class or func"),
         (["weighed:Image", "--optimizer", "weighed:no_optimizer"], 1, "is a list, not a torch.opt"),
         (["weighed:Tied", "--input", "7:int46"], 2, "'int64'"),
         (["weighed:Reads", "--input", "3"], 1, "must not read values"),
@@ -387,15 +387,15 @@ def test_a_wrong_word_is_an_error_of_usage(capsys, words):
 @pytest.mark.parametrize(
     ("option", "first", "second", "how"),
     [
-        ("--optimizer", "adamw", "SGD", "run the command for each"),
-        ("--batch", "1", "2", "its values stand behind one"),
-        ("--shards", "1", "8", "its values stand behind one"),
-        ("--precision", "no", "bf16", "its values stand behind one"),
+        ("--optimizer", "adamw", "SGD", "run the command once for each"),
+        ("--batch", "1", "2", "put all values after one"),
+        ("--shards", "1", "8", "put all values after one"),
+        ("--precision", "no", "bf16", "put all values after one"),
     ],
 )
 def test_an_option_that_would_replace_an_earlier_one_is_refused(capsys, option, first, second, how):
     told = refused(capsys, "weighed:make", option, first, option, second, code=2)
-    assert f"argument {option}: it stands here twice; {how}" in told
+    assert f"argument {option}: it is given twice; {how}" in told
 
 
 def test_arguments_and_inputs_add_up(capsys):

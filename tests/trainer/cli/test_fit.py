@@ -348,7 +348,7 @@ def test_the_help_teaches(capsys):
     shown = capsys.readouterr().out
     assert "usage: trainer fit [CONFIG.yaml ...] [--KEY VALUE ...]" in shown
     assert "class_path: digits.Digits" in shown
-    assert "Stop after so many updates." in shown
+    assert "Stop after this many updates." in shown
     assert "exit codes:" in shown
     with pytest.raises(SystemExit):
         main(["fit", "--model.help", "fitted.Line"])
@@ -360,8 +360,8 @@ def test_the_help_teaches(capsys):
     [
         (["--trainer.max_epoch=3"], ["no argument 'max_epoch'. Did you mean 'max_epochs'?"]),
         (["--trainer.default_root_dir=x"], ["'default_root_dir'; use project_dir"]),
-        (["--trainer.accelerator=gpu"], ["The device is found by itself"]),
-        (["--trainer.seed=3"], ["stands at the top"]),
+        (["--trainer.accelerator=gpu"], ["The device is selected automatically"]),
+        (["--trainer.seed=3"], ["a key at the top level"]),
         (["--config=off.yaml"], ["trainer.mixed_precision", "in quotes, 'no'"]),
         (
             ["--seeds=3"],
@@ -381,10 +381,10 @@ def test_the_help_teaches(capsys):
         (["--trainer.log_with=tensorbord"], ["log_with='tensorbord' is not a known tracker"]),
         (["--trainer.callbacks+=EarlyStop"], ["Did you mean 'callbacks.EarlyStopping'?"]),
         (["nowhere.yaml"], ["File does not exist"]),
-        (["--seed", "1", "torn.yaml"], ["stand before all options, or each behind --config"]),
+        (["--seed", "1", "torn.yaml"], ["come before all options, or each after --config"]),
         (["torn.yaml"], ["torn.yaml"]),
         (["modle.yaml"], ["'modle.class_path' is not accepted", "Did you mean 'model'?"]),
-        (["dataset.yaml"], ["write class_path: Loader in its place"]),
+        (["dataset.yaml"], ["write class_path: Loader instead"]),
         (
             ["init.yaml"],
             ["'init_arg.width' is not", "class_path and init_args. Did you mean 'init"],
@@ -420,7 +420,7 @@ data:
         ("logevery: 3", "Did you mean 'log_every'?"),
         ("val_evry: {a: 1}", "no argument 'val_evry'. Did you mean 'val_every'?"),
         ("default_root_dir: x", "'default_root_dir'; use project_dir"),
-        ("seed: 3", "The seed stands at the top"),
+        ("seed: 3", "The seed is a key at the top level"),
     ],
 )
 def test_a_wrong_argument_in_a_file_is_told_as_one_of_the_command_line(capsys, argument, hint):
@@ -433,11 +433,11 @@ def test_a_wrong_argument_in_a_file_is_told_as_one_of_the_command_line(capsys, a
 
 def test_a_script_is_no_configuration(capsys):
     shown = error_of(capsys, "fit", "fitted.py")
-    assert shown.startswith("trainer fit: fitted.py is no configuration, which is a YAML file of")
-    assert shown.endswith("A script is started by `trainer launch fitted.py`.\n")
+    assert shown.startswith("trainer fit: fitted.py is not a configuration: that is a YAML file ")
+    assert shown.endswith("To run a script, use `trainer launch fitted.py`.\n")
     Path("words.yaml").write_text("only words, and many of them")
     shown = error_of(capsys, "fit", "base.yaml", "words.yaml")
-    assert "A file must hold the sections seed, ckpt_path, trainer, model, data." in shown
+    assert "A file must have the sections seed, ckpt_path, trainer, model, data." in shown
     assert "many of them" not in shown
     Path("words.yaml").write_text("a: [")
     assert "The files are: base.yaml, words.yaml." in error_of(

@@ -198,7 +198,8 @@ def test_a_machine_that_fails_ends_those_that_wait_for_it(monkeypatch, capfd, po
     host = socket.gethostname()
     assert (
         f"trainer launch: rank {failing} of 2 on {host} failed first: ValueError: no data here. "
-        "The processes of this machine had not ended 0 seconds after that, and were ended." in said
+        "The processes of this machine were still running 0 seconds later and were terminated."
+        in said
     )
 
 
@@ -222,8 +223,8 @@ def test_who_waits_for_other_machines_says_so_and_how_they_meet(monkeypatch, cap
     words += ["--main_process_port", port, "--rdzv_conf", "timeout=1", write("train.py", "")]
     assert launch(*words) == 1
     said = capfd.readouterr().err
-    how = f"machine 0 of which is 127.0.0.1, and all must reach port {port} there."
-    assert f"still waiting for 2 machines. The same command must run on all machines, {how}" in said
+    how = f"machine 0 must be 127.0.0.1, and all must reach its port {port}."
+    assert f"still waiting for 2 machines. The same command must run on all machines; {how}" in said
     assert f"the launchers did not meet at 127.0.0.1:{port}: " in said
     assert said.rstrip().endswith(how)
 
@@ -283,7 +284,7 @@ def test_the_exception_that_came_first_is_last_and_once(capfd, tmp_path):
             "os.kill(os.getpid(), 9)",
             137,
             "rank 1 on {host} failed first:\n"
-            "it was ended by SIGKILL, as where the machine has no memory left.\n",
+            "it was ended by SIGKILL, as when the machine runs out of memory.\n",
         ),
         ("exec('def')", 1, "SyntaxError: invalid syntax\n"),
         (
@@ -328,7 +329,7 @@ def test_a_failure_before_the_last_attempt_is_shown_when_it_happens(capfd):
     told = [line for line in text.splitlines() if "failed first" in line]
     assert [line.partition(" on ")[0] for line in told] == ["rank 0 of 1"] * 2
     for number, line in enumerate(told, 1):
-        end = f"failed first, with AssertionError. All processes are started again ({number} of 2)."
+        end = f"failed first, with AssertionError. All processes are restarted ({number} of 2)."
         assert line.endswith(end)
     assert "launch/entry.py" not in text
 
@@ -343,7 +344,7 @@ def test_a_killed_process_is_told_before_all_are_started_again(capfd):
     assert launch("--max_restarts", "1", "train.py") == 0
     (line,) = capfd.readouterr().err.splitlines()
     assert "it was ended by SIGKILL" in line
-    assert line.endswith("All processes are started again (1 of 1).")
+    assert line.endswith("All processes are restarted (1 of 1).")
 
 
 def test_the_text_of_an_exit_before_the_last_attempt_is_shown_too(capfd):
@@ -381,6 +382,17 @@ def test_a_note_is_whole_or_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)  # as --log_dir /dev/null has it
     monkeypatch.setattr("os.replace", pytest.fail)
     assert not entry.note("ValueError", "ValueError: none")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
+def test_the_message_of_an_exception_is_noted_apart_from_its_traceback():
+    write("train.py", "raise ValueError('two\\nlines')")
+    assert launch("--num_processes", "2", "--log_dir", "logs", "train.py") == 1
+    notes = [json.loads(file.read_text()) for file in Path("logs").rglob("error.json")]
+    assert notes
+    for note in notes:  # as torch writes it
+        assert note["message"]["message"] == "ValueError: two\nlines"
+        assert note["message"]["extraInfo"]["py_callstack"].startswith("Traceback")
 
 
 def test_safe_paths_stay(monkeypatch, tmp_path):
@@ -453,12 +465,12 @@ def test_what_several_say_is_said_once():
     two = [said(0, "no data\nat all"), said(1, "no data\nat all")]
     other = said(2, "it is\nanother")
     first = "rank 0 of 4 on a failed first:\nno data\nat all"
-    assert report(two, 0.1) == (f"rank 1 failed likewise.\n{first}", 1)
+    assert report(two, 0.1) == (f"rank 1 failed the same way.\n{first}", 1)
     text, _ = report([*two, other, said(3, "no data\nat all")], 0.1)
-    told = "rank 2 of 4 on a failed after that: another\nranks 1, 3 failed likewise.\n"
+    told = "rank 2 of 4 on a failed after that: another\nranks 1, 3 failed the same way.\n"
     assert text == told + first
     dead = [failure(0, -9), failure(1, -9)]  # of which neither could say why
-    assert "likewise" not in report(dead, 0.1)[0]
+    assert "same way" not in report(dead, 0.1)[0]
 
 
 def test_a_process_that_the_launcher_had_to_kill_is_no_sign_of_full_memory():
@@ -480,7 +492,7 @@ def test_a_wrong_configuration_is_said_once_and_not_tried_again(capfd):
     assert text.count("max_epochs is -3") == 1
     last = text.partition(f" of 2 on {socket.gethostname()} failed first:\n")[2]
     assert last.startswith("trainer fit: max_epochs is -3; it must be 0 or more")
-    assert "started again" not in text
+    assert "restarted" not in text
     assert "exited with code" not in text
 
 
@@ -568,6 +580,31 @@ def test_processes_end_when_the_launcher_is_killed(monkeypatch, tmp_path):
     while not (Path("told-0").exists() and Path("told-1").exists()):
         assert time.monotonic() < end, "they go on, with nobody who watches them"
         time.sleep(0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell nobody of it")
+def test_processes_that_start_when_the_launcher_is_gone_end_at_once(tmp_path):
+    write(
+        "train.py",
+        "import os\n"
+        "told = open('/proc/self/environ').read().split('\\0')\n"
+        "assert f'CADENCE_LAUNCHER={os.getppid()}' in told\n"  # as this process began
+        "assert 'CADENCE_LAUNCHER' not in os.environ\n"  # and processes of its own begin without
+        "open('ran-' + os.environ['RANK'], 'w').close()\n",
+    )
+    assert launch("--num_processes", "2", "train.py") == 0
+    assert sorted(tmp_path.glob("ran-*")) == [tmp_path / "ran-0", tmp_path / "ran-1"]
+    launcher = subprocess.Popen(["true"])
+    launcher.wait()
+    done = subprocess.run(
+        [sys.executable, entry.__file__, "train.py"],
+        env=os.environ | {"RANK": "2", "CADENCE_LAUNCHER": str(launcher.pid)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "The process that started this one has gone.\n")
+    assert not Path("ran-2").exists()
 
 
 @pytest.mark.parametrize("patience", ["300", "10"])  # the second is that after the second signal
@@ -681,7 +718,7 @@ def test_processes_are_counted_as_the_machine_or_the_user_says(machine):
         (2, "--gpu_ids 7", "gpu_ids is '7', but this machine has accelerators 0, 1. Name"),
         (2, "--gpu_ids 2,0", "gpu_ids is '2,0', but this machine has accelerators 0, 1."),
         (2, "--gpu_ids 0,-1", "gpu_ids is '0,-1', but this machine has accelerators 0, 1."),
-        (2, "--gpu_ids 1,1", "Name devices that are there, each once, or leave it out"),
+        (2, "--gpu_ids 1,1", "Name existing devices, each once, or leave it out"),
         (2, "--gpu_ids 0,1", None),
         (2, "--gpu_ids 1,0", None),
         (2, "--gpu_ids 1", None),
@@ -795,7 +832,7 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--cpu", 2, "error: the following arguments are required: script.py\n"),
         ("", 2, "usage: trainer launch [OPTION ...] script.py [ARGUMENT ...]\n"),
         ("--num_processes 3 --num_machines 2 train.py", 2, "must be a multiple of num_machines"),
-        ("--num_machines 2 --num_processes 2 train.py", 2, "give --main_process_ip HOST"),
+        ("--num_machines 2 --num_processes 2 train.py", 2, "pass --main_process_ip HOST"),
         ("--num_machines 2 --machine_rank 2 train.py", 2, "from 0 to 1"),
         ("--mixed_precision fp8 train.py", 2, "8-bit training"),
         ("--use_deepspeed train.py", 2, "DeepSpeed, which is not supported yet"),
@@ -808,8 +845,8 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--tee 3 train.py", 2, "belongs to --log_dir"),
         ("--machine_rank 1 train.py", 2, "from 0 to 0"),
         ("--num_processes 2 --rdzv_conf join_timeout=soon train.py", 1, "did not meet at"),
-        ("--num_processes 2 --no_python ./nothing", 2, "there is no program './nothing'"),
-        ("--cpu --no_python nothing", 2, "there is no program 'nothing'"),
+        ("--num_processes 2 --no_python ./nothing", 2, "no executable program './nothing'"),
+        ("--cpu --no_python nothing", 2, "no executable program 'nothing'"),
     ],
 )
 def test_what_makes_no_sense_is_told(capsys, words, code, said):

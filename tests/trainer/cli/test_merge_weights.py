@@ -156,7 +156,7 @@ def _resident(which: str) -> int:
 def test_a_file_is_replaced_only_by_force_and_only_by_a_whole_one(shards, capsys):
     Path("merged.safetensors").write_text("precious")
     assert merge(shards, "merged.safetensors") == 1
-    assert "--force replaces it" in capsys.readouterr().err
+    assert "pass --force to replace it" in capsys.readouterr().err
     assert Path("merged.safetensors").read_text() == "precious"
     victim = sorted(shards.glob("*.safetensors"))[-1]
     whole = victim.read_bytes()
@@ -198,14 +198,14 @@ def test_shards_that_contradict_each_other_are_refused(shards, capsys):
     other = {**document["weight_map"], "scalar": files[0], "absent": files[1]}
     index.write_text(json.dumps({"weight_map": other}))
     assert merge(shards, "merged.safetensors") == 1
-    assert "which does not hold it" in capsys.readouterr().err
+    assert "which does not contain it" in capsys.readouterr().err
     index.write_text(json.dumps(document))
     save_file(load_file(shards / files[0]), shards / files[1])
     assert merge(shards, "merged.safetensors") == 1
     assert f"{files[0]} and in" in capsys.readouterr().err
     (shards / files[2]).unlink()
     assert merge(shards, "merged.safetensors") == 1
-    assert f"names files that are missing: {files[2]}" in capsys.readouterr().err
+    assert f"lists files that are missing: {files[2]}" in capsys.readouterr().err
 
 
 def test_an_index_of_one_file_is_compared_with_it(capsys):
@@ -215,8 +215,8 @@ def test_an_index_of_one_file_is_compared_with_it(capsys):
     save_file({"a": torch.ones(2)}, "other.safetensors")
     index = folder / "all.safetensors.index.json"
     for places, text in (
-        ({"a": "all.safetensors", "gone": "all.safetensors"}, "has 'gone' in all.safetensors"),
-        ({}, "names no file"),
+        ({"a": "all.safetensors", "gone": "all.safetensors"}, "lists 'gone' in all.safetensors"),
+        ({}, "lists no file"),
         ({"a": "../other.safetensors"}, "files outside its folder: ../other.safetensors"),
         ({"a": str(Path("other.safetensors").absolute())}, "files outside its folder"),
     ):
@@ -226,7 +226,7 @@ def test_an_index_of_one_file_is_compared_with_it(capsys):
         assert not Path("merged.safetensors").exists()
     index.write_text(json.dumps({"weight_map": {"a": "all.safetensors"}}))
     assert merge(index, "merged.safetensors") == 0
-    assert "1 tensors (and 1 more names for them) of 1 file" in capsys.readouterr().out
+    assert "1 tensors (and 1 more names for them) from 1 file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

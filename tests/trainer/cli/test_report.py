@@ -612,14 +612,14 @@ def test_events_are_listed():
     lines = section(report("run"), "Warnings and events").all("li")
     shown = [(each.all("b")[0].text, each.all("span")[0].text) for each in lines]
     assert shown == [
-        ("killed", "ended without a word: killed, or the machine failed"),
-        ("start", "start 2, behind update 20"),
+        ("killed", "ended without a message: killed, or the machine failed"),
+        ("start", "start 2, after update 20"),
         ("preempted", "ended by a signal"),
-        ("start", "start 3, behind update 30"),
+        ("start", "start 3, after update 30"),
         ("failed", "FloatingPointError: NaN at 41"),
         ("warning", "no validation (trainer.due)"),
         ("warning", "3 more warnings, which were not kept"),
-        ("skipped", "3 updates left out, noticed at update 20, 40"),
+        ("skipped", "3 updates skipped, noticed at update 20, 40"),
     ]
 
 
@@ -645,7 +645,7 @@ def test_without_anything_to_tell_there_is_no_such_part():
 def test_a_torn_last_line_is_left_out_and_told():
     write_run("run", noisy(3), torn='{"step": 4, "epo')
     html = report("run")
-    assert "The last line of metrics.jsonl is torn" in section(html, "Warnings and events").text
+    assert "line of metrics.jsonl is incomplete" in section(html, "Warnings and events").text
     assert data_of(section(html, "Values").rows()[0][2]) == "3"
 
 
@@ -655,8 +655,8 @@ def test_lines_that_are_no_records_are_told_and_the_others_shown():
         file.write('garbage\n[1]\n{"step": 9, "train/loss": 7.5, "text": "hello"}\n')
     html = report("run")
     events = section(html, "Warnings and events").text
-    assert "2 lines of metrics.jsonl are no records: 4, 5." in events
-    assert "no numbers, which are left out: text" in events
+    assert "2 lines of metrics.jsonl are not records: 4, 5." in events
+    assert "not numbers, left out here: text" in events
     assert data_of(section(html, "Values").rows()[0][1]) == "7.5"
 
 
@@ -673,8 +673,8 @@ def test_numbers_beyond_floats_and_nests_without_end_are_left_out():
         file.write("[" * 100_000 + "\n")
     html = report("run")
     events = section(html, "Warnings and events").text
-    assert "no numbers, which are left out: huge" in events
-    assert "1 lines of metrics.jsonl are no records: 7." in events
+    assert "not numbers, left out here: huge" in events
+    assert "1 lines of metrics.jsonl are not records: 7." in events
     assert len(section(html, "Values").rows()) == 2
 
 
@@ -704,7 +704,7 @@ def test_a_count_of_skipped_updates_that_is_not_finite():
     write_run("run", [(i, 0, i, {"skipped_updates": v}) for i, v in enumerate(["NaN", 2, "NaN"])])
     write_run("none", [(1, 0, 1, {"skipped_updates": "Infinity"})])
     assert (
-        "2 updates left out, noticed at update 1"
+        "2 updates skipped, noticed at update 1"
         in section(report("run"), "Warnings and events").text
     )
     assert "left out" not in section(report("none"), "Warnings and events").text

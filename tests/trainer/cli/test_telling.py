@@ -61,7 +61,7 @@ def test_each_text_is_said_by_the_first_that_comes_with_it(launcher, monkeypatch
     for text in ("one", "one", "two", "one"):
         telling.tell(text, 2)
     assert capsys.readouterr().err == "one\ntwo\n"
-    assert noted()["py_callstack"] == "exit code 2, see what it has said above."
+    assert noted()["py_callstack"] == "exit code 2, see its message above."
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     telling.tell("one", 2)  # another attempt, after other lines
     assert capsys.readouterr().err == "one\n"
@@ -206,7 +206,7 @@ def test_a_wrong_usage_is_said_once_and_not_tried_again(capfd):
     text = capfd.readouterr().err
     assert text.count("COMMAND is 'fitt'") == 1
     assert "failed first:\nusage: trainer [-h]" in text
-    assert "started again" not in text
+    assert "restarted" not in text
     assert "exited with code" not in text
 
 
@@ -220,10 +220,10 @@ def test_a_script_that_calls_a_command_fails_for_its_own_reason(capfd):
     assert launch("--max_restarts", "2") == 0  # it is tried again
     text = capfd.readouterr().err
     assert text.count("COMMAND is 'fitt'") == 3
-    told = [line.partition("failed first, ")[2] for line in text.splitlines() if "again" in line]
+    told = [line.partition("first, ")[2] for line in text.splitlines() if "restarted" in line]
     assert told == [
-        "with SystemExit. All processes are started again (1 of 2).",
-        "with SystemExit. All processes are started again (2 of 2).",
+        "with SystemExit. All processes are restarted (1 of 2).",
+        "with SystemExit. All processes are restarted (2 of 2).",
     ]
     assert text.count("no data\n") == 1
     assert launch("--num_processes", "2") == 3
@@ -249,4 +249,4 @@ def test_torchruns_processes_refuse_once():
     assert ended.stderr.count("trainer fit: ") == 1
     assert ended.stderr.count("Did you mean 'max_epochs'?") == 1
     assert ended.stderr.count("exitcode  : 2 ") >= 1
-    assert ended.stderr.count("traceback : exit code 2, see what it has said above.") >= 1
+    assert ended.stderr.count("traceback : exit code 2, see its message above.") >= 1

@@ -145,7 +145,7 @@ def test_values_that_are_no_finite_numbers_are_counted_and_lines_that_are_no_rec
     assert len(run.damaged) == 2
     text = " ".join(shown("run"))
     assert "2 not finite" in text
-    assert "2 lines are no record and left out. " in text
+    assert "2 lines were skipped as damaged. " in text
     assert "metrics.jsonl, line 2 is not JSON" in text
 
 

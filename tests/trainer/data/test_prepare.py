@@ -623,7 +623,7 @@ def test_workers_that_stay_serve_every_pass():
             DataLoader(Numbers(4), sampler=DistributedSampler(Numbers(4), num_replicas=2, rank=0)),
             {},
             ValueError,
-            r"DistributedSampler, which would share the data out a second time",
+            r"DistributedSampler, which would shard the data a second time",
         ),
     ],
 )

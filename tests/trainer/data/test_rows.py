@@ -202,7 +202,7 @@ def test_a_dataset_that_stops_ends_the_epoch(size, caplog):
     assert len(batches(loader)) == len(list(loader)) == read
     (told,) = caplog.messages
     assert told.startswith(
-        f"The dataset (Ending) has ended epoch 1 by StopIteration after {read} of {total} batches"
+        f"The dataset (Ending) ended epoch 1 by StopIteration after {read} of {total} batches"
     )
 
 

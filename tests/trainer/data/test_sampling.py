@@ -223,7 +223,7 @@ def test_a_sampler_of_the_users_own_hears_of_the_epoch():
 
 def test_a_sampler_that_shares_out_already_is_refused():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    with pytest.raises(ValueError, match="share the data out a second time"):
+    with pytest.raises(ValueError, match="shard the data a second time"):
         deal(BatchSampler(sampler, 2, drop_last=False), world_size=2)
     alone = DistributedSampler(range(4), num_replicas=1, rank=0, shuffle=False)
     assert deal(BatchSampler(alone, 2, drop_last=False)) == [[[0, 1], [2, 3]]]
@@ -485,8 +485,7 @@ def test_indices_keep_their_seed_on_the_way_to_a_worker():
 @pytest.mark.parametrize(("start_round", "start_batch"), [(0, 0), (1, 0), (0, 1)])
 def test_one_process_gets_what_it_would_among_several(batches, counts, start_round, start_batch):
     """Alone it takes a shorter way."""
-    sampler = ShardedSampler(batches, rank=0, world_size=1, seed=0)
-    sampler.counts = counts
+    sampler = ShardedSampler(batches, rank=0, world_size=1, seed=0, counts=counts)
     sampler.start_round, sampler.start_batch = start_round, start_batch
     alone = list(sampler._alone())
     assert alone == list(sampler._together())

@@ -170,7 +170,7 @@ def test_options_that_could_never_tick_are_refused(steps, options, error, messag
 
 
 def test_a_plateau_without_a_metric_is_refused(sgd):
-    with pytest.raises(ValueError, match="ReduceLROnPlateau needs the metric to look at"):
+    with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric to monitor"):
         read_optimizers((sgd, ReduceLROnPlateau(sgd)))
 
 
@@ -228,5 +228,5 @@ def test_names_are_those_given_or_the_classes_numbered(sgd, other):
     assert names(None, None, None, None) == ["SGD", "Adam", "SGD-1", "SGD-2"]
     assert names("a", None, "b", None) == ["a", "Adam", "b", "SGD"]
     assert names(None, "SGD", None, "SGD-2") == ["SGD-1", "SGD", "SGD-3", "SGD-2"]
-    with pytest.raises(ValueError, match="two optimizers of the name 'a'"):
+    with pytest.raises(ValueError, match="two optimizers with the name 'a'"):
         names("a", None, "a", None)

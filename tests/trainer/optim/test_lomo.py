@@ -73,7 +73,7 @@ def train(model: nn.Module, optimizer: AcceleratedOptimizer, rank: int = 0) -> N
 
 
 def test_a_learning_rate_is_asked_for_first():
-    with pytest.raises(ValueError, match=r"learning rate must be passed .*learning_rate=1e-3"):
+    with pytest.raises(ValueError, match=r"Pass a learning rate .*learning_rate=1e-3"):
         lomo_backward(torch.ones(()), None, [])
 
 

@@ -42,7 +42,7 @@ def test_what_the_function_is_applied_to_can_be_chosen():
         return isinstance(value, str)
 
     assert recursively_apply(str.upper, ["a", 1], test_type=is_text) == ["A", 1]
-    with pytest.raises(TypeError, match="upper met a int, which is_text does not take"):
+    with pytest.raises(TypeError, match="upper found a int, which is_text does not accept"):
         recursively_apply(str.upper, [["a", 1]], test_type=is_text, error_on_other_type=True)
 
 
@@ -77,7 +77,7 @@ def test_padding_for_an_even_share(size, processes, padded):
     (result,) = pad_input_tensors([tensor], size, processes)
     assert result.tolist() == [[1, 1]] * size + [[0, 0]] * (padded - size)
     assert pad_input_tensors(tensor.t(), size, processes, dim=1).tolist() == result.t().tolist()
-    with pytest.raises(TypeError, match="met a str"):
+    with pytest.raises(TypeError, match="found a str"):
         pad_input_tensors(["x"], size, processes)
 
 

@@ -1,4 +1,4 @@
-"""The command `trainer config`: questions about the machine, kept for `trainer launch`."""
+"""The command `trainer config`: ask about the machine, and save the answers for `launch`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _PRECISIONS = [name for name in PrecisionType.list() if name != PrecisionType.FP
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer config`."""
+    """Return the parser of `trainer config`."""
     made = command_parser(
         prog,
-        "Answer questions about how scripts are started, once, for `trainer launch`. "
-        f"The answers are kept in {default_place()}.",
+        "Ask once how `trainer launch` should start scripts. "
+        f"The answers are saved in {default_place()}.",
         examples=[
             ("ask", ""),
-            ("take what the machine has, without a question", "--default"),
-            ("the same with half the memory for numbers", "--default --mixed_precision bf16"),
+            ("use what the machine has, without questions", "--default"),
+            ("the same, in bf16", "--default --mixed_precision bf16"),
             (
                 "another file, for `trainer launch --config_file four.yaml`",
                 "--config_file four.yaml",
             ),
-            ("write a file anew with the keys of today", "update --config_file four.yaml"),
+            ("rewrite an older file with the current keys", "update --config_file four.yaml"),
         ],
         codes={0: "written", 1: "a file cannot be read or written"},
     )
@@ -40,36 +40,36 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "action",
         nargs="?",
         choices=("default", "update"),
-        help="'default' is --default; 'update' reads the file and writes it anew, asking nothing",
+        help="'default' is --default; 'update' rewrites the file without questions",
     )
     made.add_argument(
-        "--default", action="store_true", help="ask nothing: take what the machine has"
+        "--default", action="store_true", help="use what the machine has, without questions"
     )
     made.add_argument(
         "--config_file",
         "--config-file",
         type=Path,
         metavar="FILE",
-        help="where the answers are kept: .yaml or .json",
+        help="where the answers are saved: .yaml or .json",
     )
     made.add_argument(
         "--mixed_precision",
         "--mixed-precision",
         choices=_PRECISIONS,
-        help="with --default: what the forward pass computes in",
+        help="with --default: the precision of the forward pass",
     )
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask and write.
+    """Ask the questions and write the file.
 
     Returns:
         0.
 
     Raises:
-        argparse.ArgumentTypeError: The arguments make no sense, or there is nobody to ask.
-        CommandError: The file that is to be updated is wrong, or the disk refuses.
+        argparse.ArgumentTypeError: The arguments are invalid, or there is no terminal to ask on.
+        CommandError: The file to update is invalid, or the file cannot be written.
     """
     place = (arguments.config_file or default_place()).expanduser()
     if place.suffix not in _SUFFIXES:
@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentTypeError("--mixed_precision belongs to --default.")
     elif not sys.stdin.isatty():
         raise argparse.ArgumentTypeError(
-            "there is no terminal to ask on. Give --default for what the machine has."
+            "there is no terminal to ask on. Pass --default to use what the machine has."
         )
     else:
         chosen = _ask(LaunchConfiguration(**known_of(place)) if place.exists() else of_machine())
-    replaced = ", in place of the earlier answers" if place.exists() else ""
+    replaced = ", replacing the earlier answers" if place.exists() else ""
     try:
         write_file(place, chosen)
     except OSError as error:
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def of_machine() -> LaunchConfiguration:
-    """One process for each accelerator of this machine, or one on the CPU."""
+    """Return a configuration with one process per accelerator, or one on the CPU."""
     devices = device_count()
     return LaunchConfiguration(
         num_processes=max(1, devices), use_cpu=devices == 0, mixed_precision="no"
@@ -109,16 +109,16 @@ def of_machine() -> LaunchConfiguration:
 
 
 def device_count() -> int:
-    """How many accelerators that processes can share out this machine has."""
+    """Return how many accelerators this machine has of which each process can have its own."""
     with ended_at_once():
-        import torch  # the one question that needs it
+        import torch
 
-    # Those of Apple have no collectives: there is one, for one process.
+    # MPS has no collectives: its one device is for one process.
     return 0 if torch.backends.mps.is_available() else accelerators()
 
 
 def accelerators() -> int:
-    """How many accelerators this machine has, of those that ``CUDA_VISIBLE_DEVICES`` leaves."""
+    """Return how many accelerators of this machine ``CUDA_VISIBLE_DEVICES`` leaves visible."""
     with ended_at_once():
         import torch
 
@@ -126,10 +126,10 @@ def accelerators() -> int:
 
 
 def known_of(place: Path, *, quiet: bool = False) -> dict[str, Any]:
-    """What a file says, as arguments of `LaunchConfiguration`; notes about it go to stderr.
+    """Return a file's settings as arguments of `LaunchConfiguration`; print notes to stderr.
 
     Raises:
-        CommandError: There is no such file, or it is wrong.
+        CommandError: The file does not exist or is invalid.
     """
     try:
         known, notes = read_file(place.expanduser())
@@ -149,17 +149,17 @@ def known_of(place: Path, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
-    """Ask, each answer by default what is known; an empty line takes that.
+    """Ask all questions; an empty line accepts the known value.
 
-    What only some machines are asked is forgotten on others; what none is asked stays.
+    Settings whose question is skipped here are reset; settings without a question are kept.
     """
-    machines = _question("machines", known.num_machines, count)
+    machines = _question("number of machines", known.num_machines, count)
     answers: dict[str, Any] = {"num_machines": machines, **_ask_meeting(known, machines)}
     answers["use_cpu"] = device_count() == 0 or _question(
-        "use the CPU alone (yes, no)", bool(known.use_cpu), _yes
+        "use only the CPU (yes, no)", bool(known.use_cpu), _yes
     )
     answers["num_processes"] = _question(
-        "processes, of all machines together", max(known.num_processes or 1, machines), count
+        "number of processes on all machines", max(known.num_processes or 1, machines), count
     )
     answers["gpu_ids"] = None
     if not answers["use_cpu"]:
@@ -170,30 +170,28 @@ def _ask(known: LaunchConfiguration) -> LaunchConfiguration:
         _one_of(*_PRECISIONS),
     )
     answers["dynamo_backend"] = _question(
-        "compile with (no, inductor, …)", known.dynamo_backend or "no", _backend
+        "backend of torch.compile (no, inductor, …)", known.dynamo_backend or "no", _backend
     )
     answers["debug"] = _question(
-        "compare shapes before collectives, for looking for errors (yes, no)",
+        "compare shapes before collectives, for debugging (yes, no)",
         bool(known.debug),
         _yes,
     )
     try:
         return replace(known, **answers)
-    except ValueError as error:  # of answers that do not belong together
+    except ValueError as error:  # of answers that contradict each other
         raise CommandError(str(error)) from error
 
 
 def _ask_meeting(known: LaunchConfiguration, machines: int) -> dict[str, Any]:
-    """How several machines meet; of one the settings that say so are as if they were never set."""
+    """Ask how several machines meet; for a single one, reset these settings."""
     if machines == 1:
         names = ("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend")
         return {name: getattr(LaunchConfiguration(), name) for name in names}
     port, backend = known.main_process_port or DEFAULT_PORT, known.rdzv_backend or "static"
     last = machines - 1
     return {
-        "machine_rank": _question(
-            f"which of them is this one (0 to {last})", known.machine_rank, int
-        ),
+        "machine_rank": _question(f"rank of this machine (0 to {last})", known.machine_rank, int),
         "main_process_ip": _question("name or address of machine 0", known.main_process_ip, str),
         "main_process_port": _question("a free port of machine 0", port, count),
         "rdzv_backend": _question(
@@ -212,7 +210,7 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
             text = input(f"{what} [{shown}]: ").strip()
         except EOFError:
             print()  # ends the line of the question
-            raise CommandError("the answers ended before the questions; none is kept.") from None
+            raise CommandError("the answers ended before the questions; none is saved.") from None
         if not text and default is not None:
             return default
         try:
@@ -237,4 +235,4 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 
 def _backend(text: str) -> str:
-    return DynamoBackend.parse(text.upper(), "what is compiled with").lower()
+    return DynamoBackend.parse(text.upper(), "the backend").lower()

@@ -1,7 +1,7 @@
-"""What `trainer launch` starts with: a configuration, and the file that keeps it.
+"""The configuration of `trainer launch`, and the file that stores it.
 
-The file is that of the documented API, at its place and with its keys, so that one written by
-``accelerate config`` is understood and one of ours is understood there.
+The file has the path and the keys of the documented API: a file written by ``accelerate config`` is
+understood here, and ours is understood there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SUPPORTED = (
     "devices"
 )
 _TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU")
-# What it asks for, by the value of `distributed_type`.
+# `distributed_type` -> what it asks for.
 _REFUSED_TYPES = {
     "DEEPSPEED": "DeepSpeed",
     "FSDP": "FSDP",
@@ -40,7 +40,7 @@ _REFUSED_CONFIGS = {
     "parallelism_config": "model parallelism",
     "fp8_config": "8-bit training",
 }
-# Keys that change nothing here, and why.
+# Keys that have no effect here, and why.
 _UNUSED = {
     "downcast_bf16": "it is about TPUs",
     "tpu_name": "it is about TPUs",
@@ -52,10 +52,10 @@ _UNUSED = {
     "commands": "it is about TPUs",
     "command_file": "it is about TPUs",
     "enable_cpu_affinity": "torch binds processes to NUMA nodes by itself",
-    "mpirun_config": "start `mpirun -np 4 trainer launch script.py` for processes of an MPI",
-    "ipex_config": "torch has taken over what it did",
+    "mpirun_config": "to start processes with MPI, run `mpirun -np 4 trainer launch script.py`",
+    "ipex_config": "its functions are part of torch now",
 }
-_UNTOLD = ("main_training_function", "same_network")  # likewise, but in every file
+_UNTOLD = ("main_training_function", "same_network")  # no effect either, but in every file
 _OFF: tuple[Any, ...] = (None, False, "no", "NO", "", [], {})
 _DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic")
 _TEXTS = (
@@ -71,34 +71,34 @@ _TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchConfiguration:
-    """How a script is started; None leaves a matter to the machine, the environment or the script.
+    """How a script is started; None leaves a setting to the machine, environment or script.
 
     Attributes:
-        num_processes: How many processes there are on all machines together.
-        num_machines: How many machines take part.
-        machine_rank: Which of them this one is, from 0.
+        num_processes: The number of processes on all machines together.
+        num_machines: The number of machines.
+        machine_rank: The rank of this machine, from 0.
         main_process_ip: The name or address of machine 0.
-        main_process_port: A free port of machine 0; 0 finds one where there is one machine.
-        use_cpu: Use the CPU though an accelerator is there.
+        main_process_port: A free port of machine 0; 0 finds one if there is a single machine.
+        use_cpu: Use the CPU even if there is an accelerator.
         gpu_ids: The devices of this machine to use, ``"0,1"``, or ``"all"``.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        gradient_accumulation_steps: Micro-batches for one update.
-        dynamo_backend: What ``torch.compile`` compiles with; ``"no"`` compiles nothing.
-        dynamo_mode: What it optimises for.
+        gradient_accumulation_steps: Micro-batches per update.
+        dynamo_backend: The backend of ``torch.compile``; ``"no"`` compiles nothing.
+        dynamo_mode: The mode of ``torch.compile``.
         dynamo_use_fullgraph: A part that cannot be compiled is an error.
-        dynamo_use_dynamic: Compile for changing shapes from the start.
-        num_cpu_threads_per_process: Threads of each process for the CPU's work.
+        dynamo_use_dynamic: Compile for dynamic shapes from the start.
+        num_cpu_threads_per_process: CPU threads of each process.
         debug: Compare shapes before collectives start.
-        rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None takes ``"static"``, or
-            ``"c10d"`` where processes may be started again.
-        rdzv_conf: More for it, as ``"timeout=600,keep_alive_interval=5"``.
-        max_restarts: How often all processes are started again after one has failed.
-        monitor_interval: Seconds between two looks at the processes.
+        rdzv_backend: How machines meet, ``"static"`` or ``"c10d"``; None means ``"static"``, or
+            ``"c10d"`` if processes may be restarted.
+        rdzv_conf: Its options, such as ``"timeout=600,keep_alive_interval=5"``.
+        max_restarts: How often all processes are restarted after one has failed.
+        monitor_interval: Seconds between two checks of the processes.
 
     Raises:
         ValueError: A value is outside its choices, or values contradict each other.
-        TypeError: A value is of another type.
-        NotImplementedError: 8-bit training is asked for.
+        TypeError: A value has the wrong type.
+        NotImplementedError: 8-bit training is requested.
     """
 
     num_processes: int | None = None
@@ -122,13 +122,13 @@ class LaunchConfiguration:
     monitor_interval: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check every value, and those that belong together."""
+        """Check every value, and that they fit together."""
         for name in ("use_cpu", "debug", "dynamo_use_fullgraph", "dynamo_use_dynamic"):
             if not isinstance(getattr(self, name), (bool, type(None))):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; it must be true or false.")
         for name in _TEXTS:
             if not isinstance(getattr(self, name), (str, type(None))):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be text.")
+                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be a string.")
         for name, minimum in (
             ("num_processes", 1),
             ("num_machines", 1),
@@ -176,13 +176,13 @@ class LaunchConfiguration:
             )
         if self.num_machines > 1 and self.main_process_port == 0:
             raise ValueError(
-                "main_process_port is 0, which finds a free port where there is one machine; "
-                "several must be told the same one."
+                "main_process_port is 0, which finds a free port on a single machine; several "
+                "machines need the same port."
             )
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables by which a process hears of its part of this."""
+        """The environment variables that pass these settings to a process."""
         named = {
             "ACCELERATE_USE_CPU": self.use_cpu,
             "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
@@ -212,9 +212,9 @@ def _check_number(name: str, value: object, minimum: int) -> None:
 
 
 def default_place() -> Path:
-    """Where the file is unless told otherwise.
+    """Return the default path of the file.
 
-    That is ``accelerate/default_config.yaml`` in ``HF_HOME``, else in ``huggingface`` below
+    It is ``accelerate/default_config.yaml`` in ``HF_HOME``, else in ``huggingface`` below
     ``XDG_CACHE_HOME``, else in ``~/.cache/huggingface``.
     """
     home = environment.read("HF_HOME")
@@ -224,12 +224,12 @@ def default_place() -> Path:
 
 
 def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of `LaunchConfiguration` that a file gives, and notes about what is unused.
+    """Return the arguments of `LaunchConfiguration` in a file, and notes about unused keys.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no YAML or JSON mapping, has an unknown key, or asks for what is not
-            supported.
+        ValueError: It is not a YAML or JSON mapping, has an unknown key, or asks for something that
+            is not supported.
     """
     try:
         # JSON is YAML too, unless there are tabs in it.
@@ -241,7 +241,7 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     if loaded is None:
         return {}, []
     if not isinstance(loaded, Mapping):
-        raise ValueError(f"{path} holds {type(loaded).__name__}; it must be a mapping of settings.")
+        raise ValueError(f"{path} is a {type(loaded).__name__}; it must be a mapping of settings.")
     try:
         return _understand({str(key): value for key, value in loaded.items()})
     except ValueError as error:
@@ -261,7 +261,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     ]
     given = {key: value for key, value in found.items() if key in own and value is not None}
     given |= _dynamo(found.get("dynamo_config") or {})
-    if found.get("fp16") and "mixed_precision" not in given:  # its name of long ago
+    if found.get("fp16") and "mixed_precision" not in given:  # its former name
         given["mixed_precision"] = "fp16"
     for name in {"mixed_precision", "dynamo_backend"} & given.keys():
         given[name] = str(given[name] or "no")  # YAML reads a bare `no` as False
@@ -269,7 +269,7 @@ def _understand(found: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         given["gpu_ids"] = str(given["gpu_ids"])
     if found.get("distributed_type") == "MULTI_CPU":
         given["use_cpu"] = True
-    if given.get("num_processes") == -1:  # "to be given with each command"
+    if given.get("num_processes") == -1:  # stands for "given on each command line"
         del given["num_processes"]
     return given, notes
 
@@ -312,10 +312,10 @@ def _dynamo(found: Any) -> dict[str, Any]:
 
 
 def write_file(path: Path, configuration: LaunchConfiguration) -> None:
-    """Write a configuration: the keys that the documented API knows, and ours where they are set.
+    """Write a configuration: the keys of the documented API, and our own if they are set.
 
     Raises:
-        OSError: The disk refuses.
+        OSError: The file cannot be written.
     """
     own = configuration
     several = (own.num_processes or 1) > 1 or own.num_machines > 1
@@ -336,7 +336,7 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
     dynamo = {name: value for name in _DYNAMO if (value := getattr(own, name)) is not None}
     values["dynamo_config"] = dynamo or None
     kept = {key: value for key, value in values.items() if value is not None}
-    for field in fields(own):  # those that are only ours: readers there refuse a file with them
+    for field in fields(own):  # our own, only if needed: accelerate refuses such files
         value = getattr(own, field.name)
         if field.name not in (*values, *_DYNAMO) and value != field.default:
             kept[field.name] = value

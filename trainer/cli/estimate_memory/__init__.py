@@ -1,4 +1,4 @@
-"""The command `trainer estimate-memory`: what the training of a model takes, without having it."""
+"""The command `trainer estimate-memory`: the memory that training takes, without using it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 _PRECISIONS = ("no", "fp16", "bf16", "pure-bf16")
 _INPUT = re.compile(r"(?:([A-Za-z_]\w*)=)?(\d+(?:x\d+)*)?(?::(\w+))?")
-_UNMEASURED = {  # optimizers of torch, and why one step on made-up gradients does not tell of them
+_UNMEASURED = {  # torch's optimizers of which one step on dummy gradients says nothing, and why
     "lbfgs": "it keeps as many earlier steps as its history is long, and evaluates the loss itself",
-    "sparseadam": "it takes sparse gradients alone, whose size depends on the data",
+    "sparseadam": "it takes only sparse gradients, whose size depends on the data",
 }
-_OWN = "MODULE:NAME, a class or a function that makes an optimizer of a list of parameters"
+_OWN = "MODULE:NAME, a class or function that creates an optimizer from a list of parameters"
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
 class _Once(argparse.Action):
-    """Stores what is given, and refuses a second one, which would silently take its place."""
+    """Stores an option's values, and refuses a second use, which would silently replace them."""
 
     def __call__(
         self,
@@ -54,37 +54,37 @@ class _Once(argparse.Action):
         """Store the values of the option.
 
         Raises:
-            argparse.ArgumentError: They are not the first.
+            argparse.ArgumentError: The option was used before.
         """
         given = vars(namespace).setdefault("given", set())
         if self.dest in given:
-            how = "its values stand behind one" if self.nargs else "run the command for each"
-            raise argparse.ArgumentError(self, f"it stands here twice; {how}")
+            how = "put all values after one" if self.nargs else "run the command once for each"
+            raise argparse.ArgumentError(self, f"it is given twice; {how}")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer estimate-memory`."""
+    """Return the parser of `trainer estimate-memory`."""
     made = command_parser(
         prog,
-        "Say how much memory the training of a model takes on each process. The model is made\n"
-        "without data, so that any size fits here.\n\n"
+        "Estimate how much memory training a model takes on each process. The model is created\n"
+        "without data, so any size fits.\n\n"
         "fp16 and bf16 are those of Trainer(mixed_precision=...): weights, gradients and the\n"
-        "optimizer's state stay as they are; the activations shrink, but copies of the weights\n"
-        "come among them. pure-bf16 converts the model itself. Activations are what one forward\n"
-        "pass keeps for its backward pass, with the kernels of the CPU. Not counted: memory that\n"
-        "operations take for a moment, buckets of communication, what the allocator wastes, and\n"
-        "the driver's own.",
+        "optimizer's state stay as they are; the activations shrink, but include copies of the\n"
+        "weights. pure-bf16 converts the model itself. Activations are what one forward pass\n"
+        "keeps for its backward pass, with the kernels of the CPU. Not counted: temporary memory\n"
+        "of operations, buckets of communication, what the allocator wastes, and the driver's\n"
+        "own memory.",
         examples=[
             ("a class in net.py, in the current folder", "net:Net --init width=512"),
             ("with activations, for batches of 32", "net:Net --input 3x224x224 --batch 32"),
             ("token ids, by the name of the argument", "net:Net --input input_ids=1024:int64"),
             ("another optimizer", "net:Net --optimizer sgd --optimizer-init momentum=0.9"),
-            ("over processes, by the stages of ZeRO", "net:Net --shards 1 8 64"),
-            ("a configuration that transformers reads", "some/model-name --precision pure-bf16"),
+            ("sharded over processes, by the stages of ZeRO", "net:Net --shards 1 8 64"),
+            ("a model of transformers", "some/model-name --precision pure-bf16"),
         ],
-        codes={0: "done", 1: "the model cannot be made or measured without data"},
+        codes={0: "done", 1: "the model cannot be created or measured without data"},
     )
     several = partial(made.add_argument, nargs="+", action="extend", default=[])
     made.add_argument(
@@ -114,7 +114,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"of torch.optim, or {_OWN}; default: adamw",
     )
-    several("--optimizer-init", type=_pair, metavar="NAME=VALUE", help="its arguments, likewise")
+    several("--optimizer-init", type=_pair, metavar="NAME=VALUE", help="its arguments")
     several(
         "--input",
         type=_input,
@@ -122,7 +122,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="what forward takes, the shape of one sample: 3x224x224 or input_ids=1024:int64",
     )
     made.add_argument(
-        "--batch", nargs="+", action=_Once, type=count, default=[1], help="samples; default: 1"
+        "--batch", nargs="+", action=_Once, type=count, default=[1], help="batch sizes; default: 1"
     )
     made.add_argument(
         "--shards",
@@ -131,7 +131,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         type=count,
         default=[1],
         metavar="N",
-        help="processes; default: 1",
+        help="numbers of processes; default: 1",
     )
     made.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return made
@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         0.
 
     Raises:
-        CommandError: The model or the optimizer cannot be found, made or measured.
+        CommandError: The model or the optimizer cannot be found, created or measured.
     """
     with ended_at_once():
         from trainer.cli.estimate_memory import footprint
@@ -186,7 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _over(whole: Footprint, processes: int) -> list[dict[str, Any]]:
-    """The rows of a number of processes: alone, or by the three stages of ZeRO."""
+    """Return the rows for a number of processes: one for a single one, else one per ZeRO stage."""
     if processes == 1:
         return [_row(whole, 0, 1)]
     return [_row(whole.sharded(stage, processes), stage, processes) for stage in (1, 2, 3)]
@@ -216,7 +216,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _size(count: float) -> str:
-    """Bytes in units of 1024, which is how the memory of devices is counted."""
+    """Return bytes in units of 1024, as device memory is counted."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -262,7 +262,7 @@ def _typed(name: str | None, shape: tuple[int, ...], dtype: str) -> Input:
 
 
 def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
-    """A function that makes the module."""
+    """Return a function that creates the module."""
     if ":" not in model:
         _refuse_dotted(model)
         return partial(_of_library, model, init)
@@ -281,7 +281,7 @@ def _maker(model: str, init: dict[str, Any]) -> Callable[[], nn.Module]:
 
 
 def _refuse_dotted(model: str) -> None:
-    """Notice a class or a file of the user's, before its name is asked of a server."""
+    """Raise if the name is a class or file of the user's, before a server is asked for it."""
     if model.isidentifier() and Path(f"{model}.py").exists():
         raise CommandError(
             f"{model!r} is a module of this folder; name a class in it, {f'{model}:CLASS'!r}.",
@@ -303,14 +303,14 @@ def _complete(made: Callable[..., Any], init: dict[str, Any]) -> nn.Module:
 
     module = made(**init)
     if not isinstance(module, nn.Module):
-        raise CommandError(f"{made!r} makes a {type(module).__name__}, which is no torch.nn.Module")
+        raise CommandError(f"{made!r} makes a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(module, TrainModule):
         module.configure_model()
     return module
 
 
 def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
-    """A model of transformers or timm by its name, without its weights."""
+    """Return a model of transformers or timm by its name, without its weights."""
     library = "timm" if name.startswith("timm/") else "transformers"
     try:
         if library == "timm":
@@ -325,7 +325,7 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
             f"installed: pip install {library}."
         ) from None
     try:
-        config = AutoConfig.from_pretrained(name, **init)  # config.json alone
+        config = AutoConfig.from_pretrained(name, **init)  # only config.json
     except OSError as error:
         raise CommandError(f"transformers finds no model {name!r}: {error}") from None
     model: nn.Module = AutoModel.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
@@ -333,7 +333,7 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
 
 
 def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], Any]]:
-    """What an optimizer is called with its arguments, and a function that makes it."""
+    """Return the name of an optimizer with its arguments, and a function that creates it."""
     import torch
 
     if ":" in name:
@@ -354,7 +354,7 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
                 code=2,
             )
         if name.lower() not in choices:
-            hint = f"One of your own is {_OWN}."
+            hint = f"Pass one of your own as {_OWN}."
             raise CommandError(f"{choose('The optimizer', name, choices)} {hint}", code=2)
         found = known[name.lower()]
         name = f"torch.optim.{found.__name__}"
@@ -365,16 +365,16 @@ def _optimizer(name: str, init: dict[str, Any]) -> tuple[str, Callable[[Any], An
 def _attempt(model: str, work: Callable[[], Any]) -> Any:
     fakes = logging.getLogger("torch._subclasses.fake_tensor")
     level = fakes.level
-    fakes.setLevel(logging.CRITICAL)  # it would print the traceback of what is told here
+    fakes.setLevel(logging.CRITICAL)  # it would print the traceback of the error below
     try:
         return work()
     except CommandError:
         raise
     except Exception as error:
         raise CommandError(
-            f"{model} cannot be made or run without data: {type(error).__name__}: {error}\n"
-            "It is made of tensors that have shapes and no values. --input must be what forward "
-            "takes, and its code must not read values (item, tolist, numpy)."
+            f"{model} cannot be created or run without data: {type(error).__name__}: {error}\n"
+            "Its tensors have shapes but no values. --input must be what forward takes, and its "
+            "code must not read values (item, tolist, numpy)."
         ) from error
     finally:
         fakes.setLevel(level)

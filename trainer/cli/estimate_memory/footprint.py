@@ -1,10 +1,10 @@
-"""The memory that the training of a module takes, found without having it.
+"""The memory that training a module takes, found without using it.
 
-The module is made on the meta device, where tensors have shapes and types, but no data. The parts
-over several processes follow ZeRO (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory
-Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5): of N processes each
-keeps an N-th of the optimizer's state (stage 1), of the gradients too (stage 2), of the parameters
-too (stage 3); the first of these is what a process would keep alone.
+The module is created on the meta device, where tensors have shapes and dtypes, but no data. The
+parts of several processes follow ZeRO (Rajbhandari, Rasley, Ruwase, He: "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", SC 2020, section 5): each of N processes keeps an N-th
+of the optimizer's state (stage 1), also of the gradients (stage 2), also of the parameters
+(stage 3), and all of the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.cli.parsing import CommandError
 
-# name: (what the weights are converted to, what autocast computes in), None for as they are
+# name: (dtype of the weights, dtype of autocast); None for no conversion, no autocast
 PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
     "no": (None, None),
     "fp16": (None, torch.float16),
@@ -35,9 +35,9 @@ class Input:
     """One argument of a module's ``forward``.
 
     Attributes:
-        shape: Of one sample.
-        dtype: Its type.
-        name: For an argument by name; None for one by position.
+        shape: The shape of one sample.
+        dtype: Its dtype.
+        name: The name of a keyword argument; None for a positional one.
     """
 
     shape: tuple[int, ...]
@@ -50,12 +50,11 @@ class Footprint:
     """Bytes on one process.
 
     Attributes:
-        parameters: Each once, whatever number of names it has.
-        gradients: Of the parameters that are trained.
+        parameters: Each counted once, however many names it has.
+        gradients: Of the trained parameters.
         optimizer: Its state after a step.
-        buffers: Like the parameters; every process keeps them whole.
-        activations: What the forward pass keeps for the backward pass; None where no input is
-            known.
+        buffers: Each counted once; every process keeps all of them.
+        activations: What the forward pass keeps for the backward pass; None without an input.
     """
 
     parameters: int
@@ -66,7 +65,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Of all that is known."""
+        """The sum of all that is known."""
         return (
             self.parameters
             + self.gradients
@@ -76,7 +75,7 @@ class Footprint:
         )
 
     def sharded(self, stage: int, processes: int) -> Footprint:
-        """The part of one of several processes, by a stage of ZeRO from 1 to 3."""
+        """Return the part of one of several processes, by a stage of ZeRO from 1 to 3."""
         return replace(
             self,
             optimizer=-(-self.optimizer // processes),
@@ -93,18 +92,18 @@ def measure(
     inputs: Sequence[Input] = (),
     batch: int = 1,
 ) -> Footprint:
-    """What the training of a module takes on one process.
+    """Return the memory that training a module takes on one process.
 
     Args:
-        make: Makes the module; called where new tensors have no data.
+        make: Creates the module; called with the meta device as the default.
         precision: A key of `PRECISIONS`.
-        make_optimizer: Makes the optimizer of some parameters.
-        inputs: Of ``forward``; without any the activations stay unknown.
+        make_optimizer: Creates an optimizer of a list of parameters.
+        inputs: The arguments of ``forward``; without any, activations are unknown.
         batch: Samples in each input.
 
     Raises:
-        CommandError: The optimizer does not take the parameters, or cannot make a step on them.
-        Exception: What the module raises, such as where it reads a tensor's value.
+        CommandError: The optimizer rejects the parameters, or cannot step on them.
+        Exception: Whatever the module raises, for example if it reads a tensor's value.
     """
     weights, computed = PRECISIONS[precision]
     with torch.device("meta"):
@@ -123,7 +122,7 @@ def measure(
 
 
 def count(make: Callable[[], nn.Module]) -> tuple[int, int, int]:
-    """The numbers of parameters, of those that are trained, and of elements of buffers."""
+    """Return the numbers of elements in parameters, in trained parameters and in buffers."""
     with torch.device("meta"):
         module = make()
     parameters = list(module.parameters())
@@ -141,15 +140,15 @@ def _kept_for_backward(
     weights: torch.dtype | None,
     computed: torch.dtype | None,
 ) -> int:
-    """The bytes that a forward pass keeps and that are no parameter's or buffer's.
+    """Return the bytes that a forward pass keeps, apart from parameters and buffers.
 
-    It runs on fake tensors of the CPU, since those of the meta device take other kernels: there
-    attention would keep its whole matrix. oneDNN's stay out of it: what its LSTM keeps is not known
-    to fake tensors, and they would count nothing.
+    It runs on fake CPU tensors, since meta tensors take other kernels, with which attention would
+    keep its whole matrix. oneDNN is disabled: fake tensors do not know what its LSTM keeps, and
+    would count nothing.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no two have the same address
+    kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no two share an address
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -180,7 +179,7 @@ def _kept_for_backward(
 
 @contextmanager
 def _without_onednn() -> Iterator[None]:
-    # Not `flags`: that sets all of them, and warns of one.
+    # Not `flags`, which sets all of them and warns about one.
     before, *_ = torch.backends.mkldnn.set_flags(False)
     try:
         yield
@@ -206,7 +205,7 @@ def _optimizer_state(
     parameters: list[nn.Parameter],
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
 ) -> int:
-    """The bytes of an optimizer's state after a step, which costs nothing on the meta device."""
+    """Return the bytes of an optimizer's state after a step, which is free on the meta device."""
     if not parameters:
         return 0
     for each in parameters:
@@ -220,20 +219,20 @@ def _optimizer_state(
     except Exception as error:
         raise CommandError(
             f"The optimizer cannot be measured: {type(error).__name__}: {error}\n"
-            "It makes one step, on dense gradients of all parameters that are trained. Pass what "
-            "it needs as --optimizer-init NAME=VALUE, or name another by --optimizer: one of "
-            "torch.optim, or MODULE:NAME, a class or a function that makes an optimizer of a list "
-            "of parameters."
+            "It takes one step, on dense gradients of all trained parameters. Pass its arguments "
+            "as --optimizer-init NAME=VALUE, or choose another with --optimizer: one of "
+            "torch.optim, or MODULE:NAME, a class or function that creates an optimizer from a "
+            "list of parameters."
         ) from error
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     return _bytes(value for value in tensors if isinstance(value, torch.Tensor))
 
 
 class _AnyValue(TorchDispatchMode):
-    """Inside, a value that is read of a tensor without data is 1.
+    """Inside, reading the value of a tensor without data returns 1.
 
-    Some optimizers read the norm of a parameter, or their own count of steps; that says how far a
-    step goes, not how large their state is.
+    Some optimizers read the norm of a parameter, or their own count of steps: these affect how far
+    a step goes, not how large the state is.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

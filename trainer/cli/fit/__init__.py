@@ -1,7 +1,7 @@
 """The commands `trainer fit`, `validate`, `test-model` and `predict`.
 
-Configuration files and options say which `Trainer`, which module and which data; the command makes
-them, in this order, and calls the method of the Trainer that it is named after.
+Configuration files and options describe the `Trainer`, the module and the data; the command creates
+them in this order, and calls the corresponding method of the Trainer.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _TOLD = (ArithmeticError, ImportError, OSError, RuntimeError, TypeError, ValueEr
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of one of the commands.
+    """Return the parser of one of the commands.
 
-    They are only collected here: which options there are depends on the classes in them.
+    It only collects the words: which options exist depends on the classes that they name.
     """
-    # No word can begin with this character, so that options are collected too, and --help.
+    # No word can begin with this character, so options and --help are collected too.
     made = Parser(prog=prog, prefix_chars="\0", add_help=False)
     made.add_argument("words", nargs="*", metavar="CONFIG.yaml | --KEY=VALUE")
     made.set_defaults(stage=prog.split()[-1], prog=prog)
@@ -46,9 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
         0.
 
     Raises:
-        CommandError: The configuration cannot be meant, or a run cannot be made of it.
+        CommandError: The configuration is invalid, or no run can be created from it.
         SystemExit: Help or the configuration was printed; the run was saved and ended
-            (`Preempted`); or the user's code failed, whose traceback is the message.
+            (`Preempted`); or the user's code failed, with the traceback as the message.
     """
     import_from_here()
     try:
@@ -68,19 +68,19 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         made = line.make(config)
         _work(arguments.stage, made)
-    except Exception as error:  # noqa: BLE001 - it is told, whichever it is
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
         if _is_ours(error):
             code = 2 if made is None else 1
             raise CommandError(_on_the_command_line(str(error)), code) from None
-        # Here, since what the command line makes of an OSError is an error of usage. As the text
-        # of an exit Python prints it, but `trainer launch` once for all processes.
+        # Not raised as it is, since the caller takes a missing file for wrong usage. Python prints
+        # the message of an exit; `trainer launch` prints it once for all processes.
         own = _without_our_way(error.__traceback__)
         raise SystemExit("".join(traceback.format_exception(type(error), error, own))) from None
     return 0
 
 
 def _work(stage: str, made: Made) -> None:
-    from callbacks import PredictionWriter  # torch, which a wrong usage needs not
+    from callbacks import PredictionWriter  # imports torch, which wrong usage does not need
 
     method = getattr(made.trainer, _METHODS[stage])
     result = method(made.module, datamodule=made.data, ckpt_path=made.ckpt_path)
@@ -104,7 +104,7 @@ def _print_metrics(loaders: list[dict[str, float]]) -> None:
 
 
 def _on_the_command_line(text: str) -> str:
-    """What an error tells users of Python, and where it is on the command line."""
+    """Return the text of an error with the command-line form of the arguments that it names."""
     if "ckpt_path" in text or "Trainer(" in text:
         text += "\n(On the command line: --ckpt_path auto, --trainer.project_dir runs/other, ...)"
     if "overwrite=True" in text:
@@ -116,19 +116,19 @@ def _on_the_command_line(text: str) -> str:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether our own code has found a mistake, with none of the user's code on the way to it.
+    """Return whether our own code raised the error, with no user code in its traceback.
 
-    Its text then says everything; where code of the user's was running, its traceback does.
+    Its message is then enough; an error inside the user's code needs the traceback.
     """
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     libraries = (str(sys.modules[name].__file__).removesuffix("__init__.py") for name in _LIBRARIES)
-    known = (*_OURS, *libraries, "<string>")  # the last is of methods that were generated
+    known = (*_OURS, *libraries, "<string>")  # the last: of generated methods
     others = [file for file in files if not file.startswith(known)]
     return isinstance(error, _TOLD) and not others and files[-1].startswith(_OURS)
 
 
 def _without_our_way(found: TracebackType | None) -> TracebackType | None:
-    """A traceback from where the command line has called the Trainer or the user's class."""
+    """Return the traceback from where the command line called the Trainer or the user's class."""
     at: Any = found
     skipped = (str(Path(__file__).parents[1]), "jsonargparse")
     while at is not None and any(part in at.tb_frame.f_code.co_filename for part in skipped):

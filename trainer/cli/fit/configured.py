@@ -1,7 +1,7 @@
-"""A Trainer, a module and its data as configuration files and options describe them.
+"""Create a Trainer, a module and its data from configuration files and options.
 
-The options are the arguments of the classes, read from their signatures and docstrings. What each
-section may hold is checked against the annotations before anything is made.
+The options are the arguments of the classes, read from their signatures and docstrings. All values
+are checked against the annotations before anything is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jsonargparse import (
 
 from callbacks import Callback, PredictionWriter
 from trainer.cli.fit import readable
-from trainer.cli.fit.loaders import Loaders  # noqa: F401 - a class path may be short if it is loaded
+from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
 from trainer.cli.fit.saved import SavedConfiguration
 from trainer.configuration import KwargsHandler
 from trainer.datamodule import DataModule
@@ -31,13 +31,13 @@ _PURPOSES = {
     "fit": "Train the module of a configuration.",
     "validate": "Validate the module of a configuration, and print its metrics.",
     "test-model": "Test the module of a configuration, and print its metrics.",
-    "predict": "Predict with the module of a configuration, into files.",
+    "predict": "Write the predictions of the module of a configuration to files.",
 }
 _EXPLANATION = """\
 {purpose}
 
-A configuration is a YAML file whose sections are the arguments of the Trainer, a class path for the
-module and its arguments, and likewise for the data:
+A configuration is a YAML file. Its sections are the arguments of the Trainer, and the class path
+and arguments of the module and of the data:
 
   seed: 0
   trainer:
@@ -52,21 +52,21 @@ module and its arguments, and likewise for the data:
   data:
     class_path: digits.DigitsData # a DataModule; or Loaders, with a DataLoader for each stage
 
-Files stand first, or each behind --config. Later files go over earlier ones, and options over all
-files."""
+Files come first, or each after --config. Later files override earlier ones, and options override
+all files."""
 _EXAMPLES = """\
 examples:
-  # what a file says, with another width and no checkpoints
+  # a file, but with another width and no checkpoints
   {prog} digits.yaml --model.width 128 --trainer.checkpointing false
-  # one file over another
+  # one file overriding another
   {prog} digits.yaml quick.yaml
   # without any file
   {prog} --model digits.Digits --data digits.DigitsData --trainer.max_epochs 3
   # one more callback
   {prog} digits.yaml --trainer.callbacks+=Timer
-  # what a class takes
+  # the arguments of a class
   {prog} --model.help digits.Digits
-  # all that is in force, as a file to begin with
+  # all settings, as a file to start from
   {prog} --model digits.Digits --print_config > digits.yaml
   # on four processes
   trainer launch --num_processes 4 -m {module} digits.yaml
@@ -74,22 +74,22 @@ examples:
 exit codes:
   0    done
   1    an error in the run; 2 in the configuration
-  124  the end of max_time, 130 of Ctrl-C, 143 of SIGTERM: the run is saved, and goes on with
-       --ckpt_path auto"""
+  124  max_time is over; 130 Ctrl-C; 143 SIGTERM: the run is saved, and --ckpt_path auto
+       resumes it"""
 
 
 class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Types and defaults beside the options, and the explanation as it is written."""
+    """Shows types and defaults of the options, and leaves the description as it is written."""
 
 
 @dataclass(kw_only=True)
 class Made:
-    """What a configuration describes.
+    """The objects that a configuration describes.
 
     Attributes:
-        trainer: Made first, so that `seed` is set when the others are made.
-        module: Made next.
-        data: Made last; None where the module has its own loaders.
+        trainer: Created first, so that `seed` is set when the others are created.
+        module: Created next.
+        data: Created last; None if the module has its own loaders.
         ckpt_path: See `Trainer.fit`.
     """
 
@@ -109,7 +109,7 @@ class ConfiguredLine:
 
     def __init__(self, prog: str, stage: str) -> None:
         self._stage = stage
-        set_parsing_settings(subclasses_enabled=[KwargsHandler])  # else no dataclass may have any
+        set_parsing_settings(subclasses_enabled=[KwargsHandler])  # else for no dataclass
         self._parser = ArgumentParser(
             prog=prog,
             usage=f"{prog} [CONFIG.yaml ...] [--KEY VALUE ...]",
@@ -123,19 +123,19 @@ class ConfiguredLine:
 
     def _add_arguments(self) -> None:
         add = self._parser.add_argument
-        add("--config", action="config", help="a configuration file; several are fine")
-        add("--seed", type=int | None, help="seeds everything; the Trainer's own argument")
-        add("--ckpt_path", type=str | None, help="a checkpoint's folder, last, best or auto")
+        add("--config", action="config", help="a configuration file; may be repeated")
+        add("--seed", type=int | None, help="the Trainer's argument; seeds all generators")
+        add("--ckpt_path", type=str | None, help="a checkpoint's folder; or last, best or auto")
         self._parser.add_class_arguments(Trainer, "trainer", skip={"accelerator", "seed"})
         self._parser.add_subclass_arguments(TrainModule, "model", required=True)
         self._parser.add_subclass_arguments(DataModule, "data", required=False)
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """The configuration that the words of a command line stand for.
+        """Return the configuration given by the words of a command line.
 
         Raises:
-            CommandError: They do not fit the classes that they name.
-            SystemExit: ``--help`` or ``--print_config`` was asked for.
+            CommandError: The words do not match the classes that they name.
+            SystemExit: ``--help`` or ``--print_config`` was given.
         """
         words = _files_first(words)
         try:
@@ -148,10 +148,10 @@ class ConfiguredLine:
             ) from None
 
     def make(self, config: Namespace) -> Made:
-        """The objects of a configuration.
+        """Create the objects of a configuration.
 
         Raises:
-            Exception: What their classes raise.
+            Exception: Whatever their classes raise.
         """
         part = self._parser.instantiate(Namespace(trainer=config.trainer), instantiate_groups=False)
         settings = dict(vars(part.trainer))
@@ -164,7 +164,7 @@ class ConfiguredLine:
     def _callbacks(self, settings: dict[str, Any], config: Namespace) -> list[Callback]:
         given = settings["callbacks"] or []
         given = [given] if isinstance(given, Callback) else list(given)
-        if settings["fast_dev_run"] or settings["barebones"]:  # they leave nothing behind
+        if settings["fast_dev_run"] or settings["barebones"]:  # which write no files
             return given
         if self._stage == "fit":
             given.append(SavedConfiguration(self._parser.dump(config).rstrip() + "\n"))
@@ -174,7 +174,7 @@ class ConfiguredLine:
 
 
 def _files_first(words: Sequence[str]) -> list[str]:
-    """The same words, the files before the options, which else they would overrule."""
+    """Return the words with files before options, since a later word overrides an earlier one."""
     files: list[str] = []
     options: list[str] = []
     left = list(words)

@@ -1,7 +1,7 @@
-"""Loaders of a configuration file, for data that has no `DataModule`.
+"""Loaders described by a configuration file, for data without a `DataModule`.
 
-The annotations are bare classes: where one is ``Dataset[Any]``, jsonargparse takes the arguments of
-``Dataset`` itself and no other's.
+The annotations are bare classes: for ``Dataset[Any]``, jsonargparse accepts the arguments of
+``Dataset`` itself only, not those of its subclasses.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def _itself(loaders: Any) -> Any:
 
 
 class Loader(DataLoader[Any]):
-    """A ``DataLoader`` whose dataset may be described too, by a class path and its arguments.
+    """A ``DataLoader`` whose dataset can be given by a class path and its arguments.
 
     Args:
-        dataset: What it reads.
-        **options: Of ``torch.utils.data.DataLoader``.
+        dataset: The dataset to read.
+        **options: Arguments of ``torch.utils.data.DataLoader``.
     """
 
     def __init__(self, dataset: Dataset, **options: Any) -> None:  # type: ignore[type-arg]
@@ -32,13 +32,13 @@ class Loader(DataLoader[Any]):
 
 
 class Loaders(DataModule):
-    """Ready loaders, one for each stage: a `Loader`, or a function annotated ``-> DataLoader``.
+    """One loader for each stage: a `Loader`, or a function annotated ``-> DataLoader``.
 
     Args:
         train: Read by `fit`.
-        val: Read by `fit` and `validate`; a list of them is fine.
-        test: Likewise by `test-model`.
-        predict: Likewise by `predict`.
+        val: Read by `fit` and `validate`; may be a list.
+        test: Read by `test-model`; may be a list.
+        predict: Read by `predict`; may be a list.
     """
 
     def __init__(
@@ -50,5 +50,5 @@ class Loaders(DataModule):
     ) -> None:
         given = {"train": train, "val": val, "test": test, "predict": predict}
         for stage, loaders in given.items():
-            if loaders is not None:  # a method of the class would promise loaders of this stage too
+            if loaders is not None:  # a method of the class would promise loaders for all stages
                 setattr(self, f"{stage}_dataloader", partial(_itself, loaders))

@@ -1,4 +1,4 @@
-"""What jsonargparse says about a wrong configuration, shorter and with the nearest right name."""
+"""Shorten the errors of jsonargparse about a configuration, and add the nearest valid name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOISE = re.compile(
     r"- Expected a path but .*|- Not a valid subclass of .*|Subclass types expect one of:|"
     r"- a (class path|dict) .*|)"
 )
-_WORDS = [  # what it says, and how it is said here
+_WORDS = [  # jsonargparse's words, and ours
     (re.compile(r'Parser key "([^"]+)":'), r"\1:"),
     (re.compile(r"Expected an? <class '([\w.]+)'>"), r"must be of type \1"),
     (re.compile(r"Expected a typing\.Literal\[(.*)\]\. Got value:"), r"must be one of \1, not"),
@@ -37,28 +37,28 @@ _BARE_WORD = re.compile(r"<class 'str'>(?s:.*)Given value: (True|False)$")
 _MODULE = re.compile(r"No module named '([\w.]+)'")
 _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
 _FILE = re.compile(r"unrecognized arguments: (?:[^-]\S*\.ya?ml)\b")
-_NO_MAPPING = re.compile(r"Unexpected config: (?s:.*)")  # with all that is in the file
+_NO_MAPPING = re.compile(r"Unexpected config: (?s:.*)")  # followed by the whole file
 _REQUIRED = re.compile(r"required: (.*)")
 _SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data")
 
 
 def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> CommandError:
-    """The error for the user, of exit code 2.
+    """Return the error to show to the user, with exit code 2.
 
     Args:
-        message: jsonargparse's.
-        parser: The one that raised it.
-        words: What it was given.
+        message: The message of jsonargparse.
+        parser: The parser that raised it.
+        words: The command line.
     """
     if "Problems parsing config" in message:
         message += f"\nThe files are: {', '.join(_files(words))}."
     for script in (each for each in _files(words) if each.endswith(".py")):
         return CommandError(
-            f"{script} is no configuration, which is a YAML file of the sections "
-            f"{', '.join(_SECTIONS)}. A script is started by `trainer launch {script}`.",
+            f"{script} is not a configuration: that is a YAML file with the sections "
+            f"{', '.join(_SECTIONS)}. To run a script, use `trainer launch {script}`.",
             code=2,
         )
-    message = _NO_MAPPING.sub(f"A file must hold the sections {', '.join(_SECTIONS)}.", message)
+    message = _NO_MAPPING.sub(f"A file must have the sections {', '.join(_SECTIONS)}.", message)
     lines = [line for line in message.splitlines() if not _NOISE.fullmatch(line)]
     for pattern, replacement in _WORDS:
         lines = [pattern.sub(replacement, line) for line in lines]
@@ -68,7 +68,7 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
 
 
 def _files(words: Sequence[str]) -> list[str]:
-    """The configuration files among the words, each behind its ``--config``."""
+    """Return the configuration files among the words, each given by ``--config``."""
     apart = [file for option, file in pairwise(words) if option == "--config"]
     return apart + [word[len("--config=") :] for word in words if word.startswith("--config=")]
 
@@ -80,7 +80,7 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
     for key in _UNKNOWN.findall(message):
         yield _of_parser(key, parser)
     if _FILE.search(message):
-        yield "Configuration files stand before all options, or each behind --config."
+        yield "Configuration files come before all options, or each after --config."
     for module, name in _ATTRIBUTE.findall(message):
         there = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
         yield _nearest(name, there) or f"{module} has: {', '.join(there)}."
@@ -92,16 +92,13 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
     if _BARE_WORD.search(message):
         yield "YAML reads a bare no, off, yes or on as false or true: write it in quotes, 'no'."
     if _MODULE.search(message):
-        yield (
-            "Modules are looked for among the installed ones and in the current folder, "
-            f"{os.getcwd()}."
-        )
+        yield f"Modules must be installed or in the current folder, {os.getcwd()}."
     for names in _REQUIRED.findall(message):
         yield f"Write {names} into a configuration file, or pass --{names.split(',')[0]} ..."
 
 
 def _of_options(message: str, parser: ArgumentParser) -> Iterator[str]:
-    """The first option that is not accepted: of the class named last before it, or of nobody's."""
+    """Yield a hint at the first unaccepted option, of the class named before it if there is one."""
     path = ""
     for problem in _PROBLEM.finditer(message):
         if problem[1]:
@@ -112,14 +109,14 @@ def _of_options(message: str, parser: ArgumentParser) -> Iterator[str]:
 
 
 def _of_class(path: str, name: str) -> str:
-    """What the class of a class path takes in place of an argument."""
+    """Return a hint at what the class of a class path accepts instead of an argument."""
     module, _, attribute = path.rpartition(".")
     made = getattr(sys.modules.get(module), attribute, None)
     if made is None:
         return ""
     takes = [each for each in inspect.signature(made).parameters if each not in ("args", "kwargs")]
-    if name in takes:  # what jsonargparse makes of the type Dataset[T]
-        return "To describe the dataset of a DataLoader, write class_path: Loader in its place."
+    if name in takes:  # how jsonargparse handles the type Dataset[T]
+        return "To describe the dataset of a DataLoader, write class_path: Loader instead."
     near = _nearest(name, takes)
     beside = get_close_matches(name, ("class_path", "init_args"), n=1, cutoff=0.85)
     if beside and not near:
@@ -128,7 +125,7 @@ def _of_class(path: str, name: str) -> str:
 
 
 def _of_parser(key: str, parser: ArgumentParser) -> str:
-    """What the command takes in place of a key."""
+    """Return a hint at what the command accepts instead of a key."""
     section, _, name = key.partition(".")
     if section == "trainer" and name:
         return _of_trainer(name.partition(".")[0])
@@ -140,9 +137,9 @@ def _of_parser(key: str, parser: ArgumentParser) -> str:
 
 def _of_trainer(name: str) -> str:
     if name == "seed":
-        return "The seed stands at the top: seed, not trainer.seed."
+        return "The seed is a key at the top level: seed, not trainer.seed."
     if name == "accelerator":
-        return "The device is found by itself; trainer.cpu: true keeps away from accelerators."
+        return "The device is selected automatically; set trainer.cpu: true to use the CPU."
     known = inspect.signature(Trainer).parameters
     try:
         refuse_trainer_arguments([name], known)

@@ -1,4 +1,4 @@
-"""The configuration of a run, in the run's folder."""
+"""Save the configuration of a run in the run's folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NAME = "config.yaml"
 
 
 class SavedConfiguration(Callback):
-    """Writes what a fit was started with to ``config.yaml`` in `project_dir`.
+    """Writes the configuration of a fit to ``config.yaml`` in `project_dir`.
 
-    The file is that of the latest start. One of an earlier start that says something else stays, as
-    ``config.1.yaml`` and so on: a run may be gone on with under another configuration.
+    The file is that of the latest start. A different one of an earlier start is kept as
+    ``config.1.yaml`` and so on: a run may resume with another configuration.
 
     Args:
         text: The configuration, as YAML.
@@ -33,7 +33,7 @@ class SavedConfiguration(Callback):
         self._text = text
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - a hook
-        """Nothing refuses the run any more, and nothing is trained yet."""
+        """Write the file: the run has passed all checks, and nothing is trained yet."""
         on_main(lambda: self._write(trainer.project_dir / NAME))
 
     def _write(self, file: Path) -> None:
@@ -41,18 +41,18 @@ class SavedConfiguration(Callback):
         if file.exists() and _content(_text_of(file)) != _content(self._text):
             aside = unused_name(file)
             os.replace(file, aside)
-            logger.info("%s differs from that of the start before, now %s.", file, aside.name)
+            logger.info("%s differs from the previous start's, which is now %s.", file, aside.name)
         write_whole(file, lambda path: path.write_text(self._text, encoding="utf-8"))
 
 
 def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")  # somebody may have written in it
+    return file.read_text(encoding="utf-8", errors="replace")  # it may have been edited
 
 
 def _content(text: str) -> Any:
-    """What a configuration says, but for where a start begins."""
+    """Return the settings of a configuration, except ``ckpt_path``."""
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError:  # it is another one
+    except yaml.YAMLError:  # it was edited: compare the text
         return text
     return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else text

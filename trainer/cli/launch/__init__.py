@@ -1,8 +1,8 @@
-"""The command `trainer launch`: a script on one or more processes, on one or more machines.
+"""The command `trainer launch`: run a script in one or more processes, on one or more machines.
 
-A single process that nobody watches becomes the script itself, and so does each that `srun` or
-`mpirun` has started: their variables say what `trainer` needs to know. Everything else is started
-by torch's elastic agent, see `trainer.cli.launch.group`.
+A single process that needs no watching is replaced by the script, and so is each that `srun` or
+`mpirun` has started: the variables that these set say what `trainer` needs to know. Other processes
+are started by torch's elastic agent, see `trainer.cli.launch.group`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Plan:
     """What is about to be started.
 
     Attributes:
-        here: This process becomes the script; nobody watches it.
-        processes: How many there are on this machine.
-        machines: How many machines take part, at least and at most.
-        variables: Environment variables that are set.
-        command: What each process runs.
+        here: This process is replaced by the script and not watched.
+        processes: The number of processes on this machine.
+        machines: The minimum and maximum number of machines.
+        variables: Environment variables to set.
+        command: The command of each process.
     """
 
     here: bool
@@ -45,14 +45,14 @@ class Plan:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start what the arguments, the file and the environment say, and wait for its end.
+    """Start what the arguments, the file and the environment describe, and wait until it ends.
 
     Returns:
-        0, or the code of what was started.
+        0, or the exit code of what was started.
 
     Raises:
-        argparse.ArgumentTypeError: The arguments make no sense; nothing was started.
-        CommandError: The configuration file is wrong, or the script or the program is not there.
+        argparse.ArgumentTypeError: The arguments are invalid; nothing was started.
+        CommandError: The configuration file is invalid, or the script or program does not exist.
         OSError: A program cannot be started.
     """
     _check(arguments)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show(plan)
         return 0
     if arguments.no_python and shutil.which(arguments.script) is None:
-        raise CommandError(f"there is no program {arguments.script!r} that could be run.", 2)
+        raise CommandError(f"there is no executable program {arguments.script!r}.", 2)
     with environment.patch_environment(**plan.variables):
         if plan.here:
             sys.stdout.flush()
@@ -77,11 +77,11 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.module and arguments.no_python:
         raise argparse.ArgumentTypeError("--module and --no_python exclude each other.")
     if arguments.cpu and (arguments.multi_gpu or arguments.gpu_ids):
-        raise argparse.ArgumentTypeError("--cpu uses no device: leave out --multi_gpu, --gpu_ids.")
+        raise argparse.ArgumentTypeError("--cpu uses no device: omit --multi_gpu and --gpu_ids.")
     if arguments.num_processes and arguments.nproc_per_node:
         raise argparse.ArgumentTypeError(
-            "--num_processes counts those of all machines, --nproc_per_node those of this one: "
-            "give one of them."
+            "--num_processes counts the processes of all machines, --nproc_per_node those of this "
+            "one: pass one of them."
         )
     if arguments.tee not in (None, "0") and not arguments.log_dir:
         raise argparse.ArgumentTypeError("--tee belongs to --log_dir, which is not given.")
@@ -94,19 +94,19 @@ def _check(arguments: argparse.Namespace) -> None:
             )
         if arguments.num_processes or arguments.num_machines:
             raise argparse.ArgumentTypeError(
-                "--nnodes is in place of --num_machines, and takes --nproc_per_node: how many "
-                "processes all machines have together is not known before."
+                "--nnodes replaces --num_machines, and needs --nproc_per_node: the number of "
+                "processes on all machines is not known in advance."
             )
     if not (arguments.module or arguments.no_python) and not Path(arguments.script).exists():
         raise CommandError(f"there is no script {arguments.script!r} in {Path.cwd()}.", 2)
 
 
 def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
-    """What the command line and the file say together; the first one wins.
+    """Return the configuration of the command line and the file; the command line wins.
 
     Raises:
-        argparse.ArgumentTypeError: An argument is wrong.
-        CommandError: The file is wrong.
+        argparse.ArgumentTypeError: An argument is invalid.
+        CommandError: The file is invalid.
     """
     place = arguments.config_file or default_place()
     known: dict[str, Any] = {}
@@ -116,7 +116,7 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
     given = {
         name: value
         for name, value in vars(arguments).items()
-        if name in own and value is not None and value is not False  # 0 is given
+        if name in own and value is not None and value is not False  # 0 counts as given
     }
     if arguments.nnodes and arguments.nnodes.isdecimal():  # torchrun's --nnodes 2 --node_rank 1
         given["num_machines"] = int(arguments.nnodes)
@@ -130,7 +130,7 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
     elif "num_processes" not in given and (
         arguments.multi_gpu or "num_machines" in given or "gpu_ids" in given
     ):
-        known.pop("num_processes", None)  # it was for something else
+        known.pop("num_processes", None)  # it was meant for other machines or devices
     if given.get("num_machines") == 1:
         known.pop("machine_rank", None)
     try:
@@ -140,11 +140,11 @@ def configure(arguments: argparse.Namespace) -> LaunchConfiguration:
 
 
 def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> Plan:
-    """Decide what is started on this machine.
+    """Return the plan for this machine.
 
     Raises:
-        argparse.ArgumentTypeError: The machine lacks devices that were asked for, or nothing says
-            where machines meet.
+        argparse.ArgumentTypeError: The machine lacks requested devices, or nothing says where
+            machines meet.
     """
     machines = _machines(arguments, configuration)
     _check_devices(arguments, configuration)
@@ -161,8 +161,8 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         and not (configuration.main_process_ip or arguments.rdzv_endpoint)
     ):
         raise argparse.ArgumentTypeError(
-            f"{machines[1]} machines must be told where they meet: give --main_process_ip HOST, "
-            "the name or address of machine 0."
+            f"{machines[1]} machines must know where to meet: pass --main_process_ip HOST, the "
+            "name or address of machine 0."
         )
     variables = configuration.variables
     if (
@@ -171,8 +171,8 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         and "OMP_NUM_THREADS" not in variables
         and environment.read("OMP_NUM_THREADS") is None
     ):
-        # Each would else start as many threads as there are cores.
-        variables["OMP_NUM_THREADS"] = str(share_of_cores(processes))
+        # Otherwise each would start as many threads as there are cores.
+        variables["OMP_NUM_THREADS"] = str(environment.share_of_cores(processes))
     return Plan(
         here=here,
         processes=processes,
@@ -180,12 +180,6 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         variables=variables,
         command=_command(arguments, noted=not here),
     )
-
-
-def share_of_cores(processes: int) -> int:
-    """The cores for each of the processes of this machine, of those that it may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // processes)
 
 
 def _machines(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> tuple[int, int]:
@@ -201,10 +195,10 @@ def _machines(arguments: argparse.Namespace, configuration: LaunchConfiguration)
 
 
 def _is_started(arguments: argparse.Namespace) -> bool:
-    """Another launcher has started this process as one of several, which are those to be used."""
+    """Return whether another launcher has started this process as one of those to be used."""
     try:
         launch = environment.detect_launch()
-    except ValueError as error:  # what somebody has set contradicts itself
+    except ValueError as error:  # the variables contradict each other
         raise CommandError(str(error)) from error
     if launch.world_size == 1 or arguments.num_machines or arguments.nnodes:
         return False
@@ -212,7 +206,7 @@ def _is_started(arguments: argparse.Namespace) -> bool:
 
 
 def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> int:
-    """How many processes this machine runs: as said, else one for each device."""
+    """Return the number of processes on this machine: as requested, else one per device."""
     if arguments.nproc_per_node:
         return int(arguments.nproc_per_node)
     if configuration.num_processes is not None:
@@ -223,7 +217,7 @@ def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration
         wanted = 1 if _on_cpu(configuration) else max(1, device_count())
     if arguments.multi_gpu and wanted < 2:
         raise argparse.ArgumentTypeError(
-            f"--multi_gpu needs two devices, and {wanted} would be used. Leave it out."
+            f"--multi_gpu needs at least two devices, but {wanted} would be used. Leave it out."
         )
     return wanted
 
@@ -234,9 +228,9 @@ def _on_cpu(configuration: LaunchConfiguration) -> bool:
 
 
 def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfiguration) -> None:
-    """Refuse devices that were asked for and are not there: the CPU would silently do their work.
+    """Raise if requested devices do not exist: the CPU would silently do their work.
 
-    ``gpu_ids: all`` of a file asks for none: it is what such files hold on any machine.
+    ``gpu_ids: all`` in a file requests none, since files contain it on any machine.
     """
     ids = configuration.gpu_ids
     named = ids not in (None, "all")
@@ -248,7 +242,7 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
         found_all = there > 0
     else:
         wanted = len(str(ids).split(","))
-        with environment.without("CUDA_VISIBLE_DEVICES"):  # of this shell, which ids take over
+        with environment.without("CUDA_VISIBLE_DEVICES"):  # the shell's, which ids replace
             there = accelerators()
         found_all = _are_there(str(ids), there)
     if found_all:
@@ -257,16 +251,16 @@ def _check_devices(arguments: argparse.Namespace, configuration: LaunchConfigura
     found = f"accelerators {', '.join(map(str, range(there)))}" if there else "no accelerator"
     more = f" --num_processes {wanted}" if wanted > 1 and not configuration.num_processes else ""
     raise argparse.ArgumentTypeError(
-        f"{option}, but this machine has {found}. Name devices that are there, each once, or leave "
-        f"it out and pass --cpu{more} to use the CPU."
+        f"{option}, but this machine has {found}. Name existing devices, each once, or leave it "
+        f"out and pass --cpu{more} to use the CPU."
     )
 
 
 def _are_there(ids: str, count: int) -> bool:
-    """Whether a machine with so many accelerators has these, each named once.
+    """Return whether a machine with `count` accelerators has these, each named once.
 
-    Numbers are compared with the count; CUDA, asked again, may keep to what it has found before.
-    Other names, such as ``GPU-8932f937``, it alone knows, and may then find too many.
+    Numbers are compared with the count, since CUDA may repeat what it has found before. Other
+    names, such as ``GPU-8932f937``, are known only to CUDA, which may then find too many.
     """
     names = ids.split(",")
     if all(re.fullmatch(r"[+-]?\d+", each) for each in names):
@@ -277,7 +271,7 @@ def _are_there(ids: str, count: int) -> bool:
 
 
 def _command(arguments: argparse.Namespace, *, noted: bool) -> list[str]:
-    """What a process runs; by way of `entry.py` where the launcher waits for a note of it."""
+    """Return the command of a process, through `entry.py` if the launcher reads its note."""
     own = [arguments.script, *arguments.script_arguments]
     if arguments.no_python:
         return own
@@ -289,7 +283,7 @@ def _start_group(
     arguments: argparse.Namespace, configuration: LaunchConfiguration, plan: Plan
 ) -> int:
     with ended_at_once():
-        from trainer.cli.launch.group import Group, run_group  # torch, which a dry run needs not
+        from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
 
     several = plan.machines[1] > 1
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
@@ -299,7 +293,7 @@ def _start_group(
     more = _pairs(configuration.rdzv_conf)
     meeting: dict[str, Any] = {"local_address": "localhost"}
     if several:
-        # Machine 0 is the place where they meet, whatever it is called there.
+        # Machine 0 hosts the rendezvous, under whatever name the others know it.
         if arguments.nnodes is None and backend == "c10d":
             more.setdefault("is_host", str(configuration.machine_rank == 0))
         if backend == "static":
@@ -331,7 +325,7 @@ def _start_group(
 
 
 def _pairs(text: str) -> dict[str, Any]:
-    """``"a=1,b=2"`` as a mapping."""
+    """Return ``"a=1,b=2"`` as a mapping."""
     pairs = [each.partition("=") for each in text.split(",") if each]
     for _, equals, _ in pairs:
         if not equals:
@@ -346,13 +340,13 @@ def _slurm(arguments: argparse.Namespace, configuration: LaunchConfiguration) ->
         raise argparse.ArgumentTypeError("--slurm takes --num_machines, not --nnodes.")
     if configuration.max_restarts:
         raise argparse.ArgumentTypeError(
-            "--slurm takes no --max_restarts: SLURM itself puts a job back into its queue."
+            "--slurm takes no --max_restarts: SLURM itself requeues a job."
         )
     variables = configuration.variables
-    variables.pop("CUDA_VISIBLE_DEVICES", None)  # SLURM says which it has given
+    variables.pop("CUDA_VISIBLE_DEVICES", None)  # SLURM sets it
     command = _command(arguments, noted=False)
     if not arguments.no_python:
-        command[0] = "python"  # that of the environment on the nodes
+        command[0] = "python"  # the one in the environment of the nodes
     return batch_script(
         command,
         machines=configuration.num_machines,
@@ -367,7 +361,7 @@ def _slurm(arguments: argparse.Namespace, configuration: LaunchConfiguration) ->
 def _show(plan: Plan) -> None:
     least, most = plan.machines
     machines = str(least) if least == most else f"{least} to {most}"
-    how = "this process becomes it" if plan.here else "watched by torch's elastic agent"
+    how = "replaced by the command" if plan.here else "watched by torch's elastic agent"
     print(f"processes on this machine  {plan.processes}, {how}")
     print(f"machines                   {machines}")
     for name, value in sorted(plan.variables.items()):

@@ -1,8 +1,8 @@
-"""What each process of `trainer launch` runs: the user's script, and a note of how it ended.
+"""What each process of `trainer launch` runs: the user's script, then a note of how it ended.
 
-The launcher reads the note, and shows the exception that came first when all have ended. Nothing
-but the standard library is imported, and this file is run by its path: what the script may import,
-such as a `trainer.py` of its own, is what it may import under plain ``python``.
+When all have ended, the launcher reads the notes and shows the exception that came first. Only the
+standard library is imported, and this file is run by its path, so the script can import the same
+modules as under plain ``python``, such as a `trainer.py` of its own.
 
     python entry.py script.py arguments
     python entry.py -m module arguments
@@ -25,17 +25,18 @@ from contextlib import redirect_stderr
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 
-MARK = "CADENCE_NOTED"  # the variable with the number of the process whose notes are read
-REFUSED = "Refusal"  # the kind of a failure that another attempt would end with too
-ENDED = "ended.json"  # the note of a run that was told to end, beside torch's file for errors
+MARK = "CADENCE_NOTED"  # the variable with the id of the process whose note is read
+LAUNCHER = "CADENCE_LAUNCHER"  # the variable with the id of the launcher
+REFUSED = "Refusal"  # the kind of a failure that a retry would end with too
+ENDED = "ended.json"  # the note of a run that ended after a signal, next to torch's error file
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 _OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 class _Main(ModuleType):
-    """What `multiprocessing` takes for ``__main__``: the script, from when on it is that.
+    """What `multiprocessing` knows as ``__mp_main__``: the script, once it is ``__main__``.
 
-    Processes that the script spawns know it by this name, and send back objects of its classes.
+    Processes that the script spawns import it by this name, and send back objects of its classes.
     """
 
     def __getattr__(self, name: str) -> object:
@@ -46,8 +47,8 @@ def main() -> None:
     """Run the script as ``__main__``, with its own arguments and its own folder to import from."""
     arguments = sys.argv[1:]
     os.environ[MARK] = str(os.getpid())
-    end_with_the_launcher()
-    if "__mp_main__" in sys.modules:  # of tools that are loaded as Python starts: coverage, say
+    end_with_the_launcher(int(os.environ.pop(LAUNCHER, os.getppid())))
+    if "__mp_main__" in sys.modules:  # by tools that Python loads at startup, such as coverage
         sys.modules["__mp_main__"] = _Main("__mp_main__")
     try:
         if arguments[0] == "-m":
@@ -60,11 +61,11 @@ def main() -> None:
             _run_file(os.path.abspath(arguments[0]))
     except SystemExit as end:
         if _is_a(end, "trainer.errors", "Preempted"):
-            # Not a failure, after which torch would end the others in their tear-down, or start
-            # all again. The launcher exits with the code.
+            # Not a failure, after which torch would end the others in their tear-down, or restart
+            # all. The launcher exits with the code.
             _write(ENDED, {"code": end.code, **_who()})
             sys.exit(0)
-        told = _is_a(end, "trainer.cli.telling", "Told")  # as commands of ours end
+        told = _is_a(end, "trainer.cli.telling", "Told")  # by our own commands
         if end.code not in (None, 0) and not told:
             text = str(end.code)
             code = 1
@@ -72,27 +73,33 @@ def main() -> None:
                 text = f"it exited with code {text}."
                 code = end.code if isinstance(end.code, int) else 1
             if note("SystemExit", text, code) and text == end.code and not is_started_again():
-                sys.exit(1)  # the launcher says it
+                sys.exit(1)  # the launcher prints it
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a script
         _fail(error)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def end_with_the_launcher() -> None:
-    """Have SIGTERM sent when the launcher is gone: nobody else would end this process."""
+def end_with_the_launcher(launcher: int) -> None:
+    """Have SIGTERM sent when the launcher is gone: nobody else would end this process.
+
+    Args:
+        launcher: The id of its process. If that is already gone, this process ends here.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+        if os.getppid() != launcher:
+            sys.exit("The process that started this one has gone.")
 
 
 def _import_from(folder: str) -> None:
-    """Put the folder in the place of this file's, which is missing under ``-P``."""
+    """Replace this file's folder in ``sys.path``, where ``-P`` leaves it out."""
     if not getattr(sys.flags, "safe_path", False):  # new in 3.11
         sys.path[0] = folder
 
 
 def _run_file(path: str) -> None:
-    # Not runpy.run_path: it changes argv, and takes the module away before threads and exit
+    # Not runpy.run_path: it changes argv, and removes the module before threads and exit
     # functions that use it have ended.
     main_module = ModuleType("__main__")
     main_module.__dict__.update(
@@ -105,29 +112,34 @@ def _run_file(path: str) -> None:
 
 
 def _fail(error: BaseException) -> None:
-    """Leave the exception to the launcher; show it here where the launcher does not come to it."""
+    """Leave the exception to the launcher; show it here if the launcher would not show it."""
     kind, own = type(error), _own(error.__traceback__)
     error.__traceback__ = own
     text = "".join(traceback.format_exception(error))
-    if not note(kind.__name__, text) or is_started_again():
+    if not note(kind.__name__, text, message=message_of(error)) or is_started_again():
         sys.excepthook(kind, error, own)
         return
-    # A service may have a hook that sends the exception home. What hooks print, the launcher says.
+    # A service's hook may report the exception. What hooks print, the launcher prints.
     with redirect_stderr(io.StringIO()):
         sys.excepthook(kind, error, own)
     rank = os.environ.get("RANK", "?")
     print(f"rank {rank} has failed: {kind.__name__}", file=sys.stderr, flush=True)
 
 
+def message_of(error: BaseException) -> str:
+    """Return the type and message of an exception without a traceback, even if `str` fails."""
+    return "".join(traceback.format_exception_only(type(error), error)).rstrip()
+
+
 def _own(frames: TracebackType | None) -> TracebackType | None:
-    """The traceback from where the user's code begins."""
+    """Return the traceback from where the user's code begins."""
     while frames is not None and frames.tb_frame.f_code.co_filename in _OURS:
         frames = frames.tb_next
     return frames
 
 
 def _is_a(end: SystemExit, module: str, name: str) -> bool:
-    """Whether it is of a class that this file must not import."""
+    """Return whether it is of a class, which this file must not import."""
     return any((each.__module__, each.__name__) == (module, name) for each in type(end).__mro__)
 
 
@@ -139,18 +151,19 @@ def _who() -> dict[str, str]:
     }
 
 
-def note(kind: str, text: str, code: int = 1) -> bool:
-    """Write torch's file for errors, with what it has no place for; whether there is one.
+def note(kind: str, text: str, code: int = 1, *, message: str | None = None) -> bool:
+    """Write torch's error file, with additional fields; return whether there is such a file.
 
     Args:
-        kind: Of the failure, such as the exception's type.
-        text: What the launcher says of it.
-        code: What this process is about to exit with, should it be ended before.
+        kind: The kind of the failure, such as the exception's type.
+        text: What the launcher prints about it.
+        code: The code that this process is about to exit with, in case it is ended before.
+        message: The end of `text` without the traceback, by default all of it.
     """
     now = time.time()
     more = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "kind": kind, **_who()}
     more["code"] = code
-    error = {"message": {"message": text, "extraInfo": more}}
+    error = {"message": {"message": message or text, "extraInfo": more}}
     return _write(None, error)
 
 
@@ -167,7 +180,7 @@ def _write(name: str | None, content: object) -> bool:
 
 
 def is_started_again() -> bool:
-    """All processes will be, after this one has failed."""
+    """Return whether all processes will be restarted after this one has failed."""
     return _number("TORCHELASTIC_RESTART_COUNT") < _number("TORCHELASTIC_MAX_RESTARTS")
 
 

@@ -1,4 +1,4 @@
-"""Which process failed first, and what is said about it last."""
+"""Determine which process failed first, and report it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 
 from trainer.cli.launch.entry import REFUSED
 
-# How the libraries of collectives say that a peer has gone, in the last line of an exception.
+# How communication backends report a lost peer, in the last line of an exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
-_PATIENCE = 30  # seconds that torch's agent leaves the others to end, before it kills them
+_PATIENCE = 30  # seconds that torch's agent gives the others to end before it kills them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a process ended that should not have.
+    """How a failed process ended.
 
     Attributes:
-        rank: Its number among all.
-        code: What it exited with; below 0 the signal that ended it.
+        rank: Its rank among all processes.
+        code: Its exit code; below 0 the signal that ended it.
         seen: When the launcher noticed, in whole seconds.
-        raised: When the process noted its exception, in seconds; None where it could not.
-        kind: The exception's type; "SystemExit" where the script chose its code.
-        text: The traceback, or the message where there is none.
+        raised: When the process noted its exception, in seconds; None if it could not.
+        kind: The exception's type; "SystemExit" if the script chose its exit code.
+        text: The traceback, or the message if there is none.
         who: "rank 1 of 3 on gpu7".
-        meant: What it was about to exit with when it noted its exception.
+        meant: The code that it was about to exit with when it noted its exception.
     """
 
     rank: int
@@ -42,37 +42,37 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher exits with for it, as a shell."""
+        """The launcher's exit code for this failure, as a shell reports it."""
         if self.raised is not None and self.code < 0:
             return self.meant  # its exception came before the signal
         return self.code if self.code > 0 else 128 - self.code
 
     @property
     def chosen(self) -> bool:
-        """The process, or who interrupted it, meant it to end."""
+        """The process ended on purpose: it was interrupted or chose its exit code."""
         return self.kind == "KeyboardInterrupt" or self.text.startswith("it exited with code")
 
     @property
     def refused(self) -> bool:
-        """A command was used wrongly: it would fail again."""
+        """A command refused its arguments: it would fail again."""
         return self.kind == REFUSED
 
     @property
     def follows(self) -> bool:
-        """A collective has failed: that happens to those whose peer has ended."""
+        """A collective failed, as happens to processes whose peer has ended."""
         return bool(self.text) and _PEER_GONE.search(self.text.splitlines()[-1]) is not None
 
     @property
     def told_to_end(self) -> bool:
-        """The launcher ended it, since another one had failed."""
+        """The launcher ended it because another process had failed."""
         return self.raised is None and self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def failures_of(found: Mapping[int, Any]) -> list[Failure]:
-    """The failures that torch reports, by rank, with what our processes noted.
+    """Return the failures that torch reports, with what our processes noted.
 
     Args:
-        found: Each rank's ``ProcessFailure``, such as ``RunResult.failures``.
+        found: The ``ProcessFailure`` of each rank, such as ``RunResult.failures``.
     """
     made = []
     for rank, each in found.items():
@@ -99,17 +99,17 @@ def failures_of(found: Mapping[int, Any]) -> list[Failure]:
 
 
 def first_of(failures: list[Failure], interval: float) -> Failure:
-    """The failure that the others follow from.
+    """Return the failure that caused the others.
 
-    The earliest note of an exception tells, unless a process was ended by a signal that the
-    launcher did not send: such a process writes no note, and its peers fail because it is gone. The
-    launcher sees it at its next look after that. A process that leaves its group before its own
-    exception is noted lets the others fail a moment earlier: collectives that failed do not count
-    where there is something else.
+    It is the one whose exception was noted first, unless a process was ended by a signal that the
+    launcher did not send: such a process writes no note, its peers fail because it is gone, and the
+    launcher sees it at its next check. If a process leaves its group before its own exception is
+    noted, the others fail a moment earlier: failed collectives do not count if there is any other
+    failure.
 
     Args:
         failures: At least one.
-        interval: Seconds between two looks.
+        interval: Seconds between two checks.
     """
     own = [each for each in failures if not each.told_to_end] or failures
     earliest = min(each.seen for each in own)
@@ -125,7 +125,7 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
 
 
 def report(failures: list[Failure], interval: float) -> tuple[str, int]:
-    """What to say last, and the code to exit with."""
+    """Return the final message and the code to exit with."""
     first = first_of(failures, interval)
     others = [
         each
@@ -136,7 +136,7 @@ def report(failures: list[Failure], interval: float) -> tuple[str, int]:
     lines = [f"{each.who} {_then(each, first)}" for each in others if each not in alike]
     if alike:
         ranks = "ranks" if len(alike) > 1 else "rank"
-        lines.append(f"{ranks} {', '.join(str(each.rank) for each in alike)} failed likewise.")
+        lines.append(f"{ranks} {', '.join(str(each.rank) for each in alike)} failed the same way.")
     lines.append(f"{first.who} failed first:")
     lines.append(first.text if first.text else summary(first))
     return "\n".join(lines), first.exit_code
@@ -150,12 +150,12 @@ def _then(failure: Failure, first: Failure) -> str:
 
 
 def summary(failure: Failure) -> str:
-    """How a process ended, in one line."""
+    """Return how a process ended, in one line."""
     if failure.text:
         return failure.text.splitlines()[-1]
     if failure.code < 0:
         names = {int(each): each.name for each in signal.Signals}
         name = names.get(-failure.code, f"signal {-failure.code}")  # some have only a number
-        hint = ", as where the machine has no memory left" if name == "SIGKILL" else ""
+        hint = ", as when the machine runs out of memory" if name == "SIGKILL" else ""
         return f"it was ended by {name}{hint}."
     return f"it exited with code {failure.code}."

@@ -1,12 +1,13 @@
 """The processes of one machine, started and watched by torch's elastic agent.
 
-What is added to the agent: a second signal reaches the processes too, a run that was told to end is
-no failure, the exception that came first is shown last, and machines hear of each other's failures.
+Added to the agent: a second signal reaches the processes too, a run that ended after a signal is no
+failure, the first exception is shown last, and machines learn of each other's failures.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import sys
@@ -37,7 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from trainer.cli.launch.entry import ENDED
+from trainer.cli.launch.entry import ENDED, LAUNCHER
 from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
 from trainer.cli.launch.machines import AnotherFailed, Others, told_of_waiting
 from trainer.cli.launch.quiet import quiet_agent
@@ -45,29 +46,30 @@ from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
 from trainer.state.network import reachable_from
 
-_PATIENCE = 10  # seconds for what a second signal ends; then the processes are killed
+_PATIENCE = 10  # seconds after a second signal; then the processes are killed
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """What the agent of one machine is told.
+    """The settings of one machine's agent.
 
     Attributes:
         command: The program of each process, and its arguments.
-        processes: How many there are on this machine.
-        machines: How many machines take part, at least and at most.
+        processes: The number of processes on this machine.
+        machines: The minimum and maximum number of machines.
         backend: How they meet: ``"static"`` or ``"c10d"``.
-        endpoint: Where: ``"host:port"``.
-        job: The name of what they meet for; the same on all.
-        rendezvous: More for it.
-        local_address: The name of this machine for the others; None for the address by which it
-            reaches the endpoint, or what it is called where that is not known.
-        max_restarts: How often all are started again.
-        monitor_interval: Seconds between two looks.
+        endpoint: Where they meet: ``"host:port"``.
+        job: The name of the job; the same on all machines.
+        rendezvous: More settings of the rendezvous.
+        local_address: The address of this machine for the others; None for the one by which it
+            reaches the endpoint or, if that is unknown, its host name.
+        max_restarts: How often all processes are restarted.
+        monitor_interval: Seconds between two checks.
         shutdown_timeout: Seconds that processes have to save after a signal.
-        log_dir: Where what processes say is kept; None for nowhere.
-        tee: Which of it comes to the terminal too: torch's ``"1"`` stdout, ``"2"`` stderr, ``"3"``.
+        log_dir: The folder for the output of the processes; None for no files.
+        tee: Which output also goes to the terminal, as in torch: ``"1"`` stdout, ``"2"`` stderr,
+            ``"3"`` both.
     """
 
     command: Sequence[str]
@@ -86,19 +88,19 @@ class Group:
 
 
 class _Agent(LocalElasticAgent):
-    """Torch's agent, which hands on a second signal as well and says why it starts all again."""
+    """Torch's agent, which also forwards a second signal and reports why it restarts."""
 
     _seen: RunResult
     others: Others | None = None  # on other machines
-    waits_for: str | None = None  # what is said where the other machines are long in coming
+    waits_for: str | None = None  # printed if the other machines take long to join
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """See torch's."""
+        """Run the processes; see torch's agent."""
         with self.others.heard() if self.others else nullcontext():
             try:
                 result: RunResult = super().run(role)
                 return result
-            except OSError as error:  # a program that is not on this machine, for example
+            except OSError as error:  # a missing program, for example
                 if self.others is not None:
                     self.others.tell(f"The launcher on {socket.gethostname()} failed: {error}")
                 raise
@@ -126,11 +128,11 @@ class _Agent(LocalElasticAgent):
         return first_of(failures_of(self._seen.failures), interval)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._seen.is_failed():  # else another machine has come or gone
+        if self._seen.is_failed():  # else a machine has joined or left
             first, most = self._first_failure(), worker_group.spec.max_restarts
             how = f"with {first.kind}" if first.text and first.kind else summary(first)
             print(
-                f"{first.who} failed first, {how.rstrip('.')}. All processes are started again "
+                f"{first.who} failed first, {how.rstrip('.')}. All processes are restarted "
                 f"({most - self._remaining_restarts} of {most}).",
                 file=sys.stderr,
                 flush=True,
@@ -142,7 +144,7 @@ class _Agent(LocalElasticAgent):
             self.others.leave(self._worker_group.group_rank)
 
     def _exit_barrier(self) -> None:
-        """Not torch's, which waits for those too that a failure or a signal has ended."""
+        """Replace torch's, which also waits for machines that a failure or a signal has ended."""
         self._leave()
         machines = self._worker_group.group_world_size
         if self.others is not None and machines is not None:
@@ -155,13 +157,13 @@ class _Agent(LocalElasticAgent):
                 super()._shutdown(death_sig, timeout)
                 return
             except SignalException as again:
-                # Who presses Ctrl-C twice wants the end now; a third time, whatever is lost.
+                # A second Ctrl-C asks to end now, a third one to end whatever is lost.
                 death_sig = signal.SIGKILL if hurried else again.sigval
                 timeout, hurried = _PATIENCE, True
 
 
 class _Logs(DefaultLogsSpecs):
-    """Torch's, which know where the processes of the last attempt leave their notes."""
+    """Torch's log settings, which keep the paths of the notes of the last attempt's processes."""
 
     _files: Mapping[int, str] = {}
 
@@ -171,12 +173,12 @@ class _Logs(DefaultLogsSpecs):
         return made
 
     def ends(self) -> list[int]:
-        """The codes of those that were told to end and saved."""
+        """Return the exit codes of the processes that ended after a signal and saved."""
         notes = [Path(file).with_name(ENDED) for file in self._files.values()]
         return [json.loads(note.read_text())["code"] for note in notes if note.exists()]
 
     def failures(self) -> list[Failure]:
-        """The exceptions of those that did not."""
+        """Return the exceptions of the processes that did not."""
         found = {
             rank: ProcessFailure(local_rank=rank, pid=0, exitcode=1, error_file=file)
             for rank, file in self._files.items()
@@ -189,9 +191,9 @@ def run_group(group: Group) -> int:
     """Start the processes of this machine and wait until they have ended.
 
     Returns:
-        0; the code of a run that was told to end and saved; or the code of the process that failed
-        first on this machine, 128 and the signal's number where a signal ended it. 1 is also that
-        of a run that was told to end and failed in doing so.
+        0; the code of a run that ended after a signal and saved; or the code of the process that
+        failed first on this machine, 128 plus the signal's number if a signal ended it. A run that
+        failed while ending after a signal gives 1.
 
     Raises:
         CommandError: The machines did not meet.
@@ -199,7 +201,10 @@ def run_group(group: Group) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="cadence-launch-") as folder:
         names = [name for name in _SIGNALS if hasattr(signal, name) and not _is_deaf_to(name)]
-        variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(names)}
+        variables = {
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(names),
+            LAUNCHER: str(os.getpid()),
+        }
         if group.machines[1] > 1:
             # The store of machine 0's agent still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -232,12 +237,12 @@ def run_group(group: Group) -> int:
 
 
 def _where(group: Group) -> str:
-    """How machines come to meet."""
+    """Return what the machines need to meet."""
     host, _, port = group.endpoint.rpartition(":")
     numbered = group.backend == "static" or "is_host" in group.rendezvous
     return (
-        f"The same command must run on all machines, {'machine 0' if numbered else 'one'} of which "
-        f"is {host}, and all must reach port {port} there."
+        f"The same command must run on all machines; {'machine 0' if numbered else 'one of them'} "
+        f"must be {host}, and all must reach its port {port}."
     )
 
 
@@ -248,13 +253,13 @@ def _told(failures: list[Failure], group: Group) -> int:
 
 
 def _is_deaf_to(name: str) -> bool:
-    """``nohup`` has it that the end of the terminal is not the end of the run."""
+    """Return whether the signal is ignored: under ``nohup`` the terminal's end is not the run's."""
     return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def _run(group: Group, logs: _Logs) -> RunResult:
     host, _, port = group.endpoint.rpartition(":")
-    own = group.local_address or reachable_from(host)  # others may not know what this one is called
+    own = group.local_address or reachable_from(host)  # others may not resolve this one's host name
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=group.backend,
@@ -292,7 +297,7 @@ def _run(group: Group, logs: _Logs) -> RunResult:
     try:
         result = agent.run()
     except SignalException:
-        # Other machines may go on without this one: the place where they meet stays open.
+        # Other machines may continue without this one, so the rendezvous stays open.
         raise
     except BaseException:
         handler.shutdown()

@@ -1,8 +1,8 @@
-"""What the launchers of several machines say of each other.
+"""How the launchers of several machines report failures to each other.
 
-Each watches its own processes. Where those of one machine fail before all have met, the others wait
-for them until torch gives up, which takes half an hour: so a launcher that gives up says so in the
-store by which the launchers have met, and the others end theirs, as on one machine.
+Each watches its own processes. If those of one machine fail before all have met, the others wait
+for them until torch gives up, after half an hour. So a launcher that gives up reports it in the
+store of the launchers' rendezvous, and the others end their processes, as on one machine.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _FAILED, _LEFT = "cadence/failed", "cadence/left"
-_LOOK = 1.0  # seconds between two looks at what others have said
-_GRACE = 30.0  # seconds that processes have to notice it by themselves
-_LONGEST = 300.0  # seconds of waiting for the others' ends
-_PATIENCE = 45.0  # seconds until it is said what is waited for; where machines come and go, the
-# last call for more of them takes 30
+_LOOK = 1.0  # seconds between two looks into the store
+_GRACE = 30.0  # seconds that processes have to notice a failure themselves
+_LONGEST = 300.0  # seconds of waiting until the others have ended
+_PATIENCE = 45.0  # seconds of waiting before it is reported; if the number of machines is a range,
+# the last call for more of them takes 30
 
 
 class AnotherFailed(Exception):
-    """Another machine's processes have failed, and those of this one have not noticed."""
+    """The processes of another machine have failed, and those of this one have not noticed."""
 
 
 class Others:
     """The launchers of the other machines.
 
     Args:
-        store: Gives the one by which they have met last; None before that.
-        all_needed: The run cannot go on without one of them.
+        store: Returns the store of the last rendezvous; None before the first.
+        all_needed: The run cannot continue without any one of them.
     """
 
     def __init__(self, store: Callable[[], Any], *, all_needed: bool) -> None:
@@ -43,52 +43,52 @@ class Others:
         self._ended = threading.Event()
 
     def tell(self, failure: str) -> None:
-        """Say that the processes of this machine have failed, and let all hear it."""
+        """Report that the processes of this machine have failed, and let the others read it."""
         store = self._store()
         if store is None or not self._all_needed:
             return
         try:
             store.set(_FAILED, failure)
-        except RuntimeError as error:  # of the store: machine 0 has gone, and nobody can be told
-            logger.debug("The other machines could not be told: %s", error)
+        except RuntimeError as error:  # of the store: machine 0 is gone
+            logger.debug("The failure could not be reported to the other machines: %s", error)
             return
-        time.sleep(2 * _LOOK)  # with this process the store may end
+        time.sleep(2 * _LOOK)  # the store may end with this process
 
     def heed(self) -> None:
-        """End where others have failed, unless the processes of this machine had time to notice.
+        """Raise if another machine has failed and those of this one had time to notice.
 
         Raises:
-            AnotherFailed: It was told some time ago.
+            AnotherFailed: Another machine reported a failure more than 30 seconds ago.
         """
         if self._told is not None and time.monotonic() > self._told[1] + _GRACE:
             raise AnotherFailed(
-                f"{self._told[0].rstrip('.')}. The processes of this machine had not ended "
-                f"{_GRACE:g} seconds after that, and were ended."
+                f"{self._told[0].rstrip('.')}. The processes of this machine were still running "
+                f"{_GRACE:g} seconds later and were terminated."
             )
 
     def leave(self, machine: int) -> None:
-        """Say that the processes of this machine have ended: those who wait at the end go on."""
+        """Report that the processes of this machine have ended, for those in `wait`."""
         try:
             self._store().set(f"{_LEFT}/{machine}", "")
-        except RuntimeError as error:  # machine 0 has gone, and nobody waits
-            logger.debug("The other machines could not be told of the end: %s", error)
+        except RuntimeError as error:  # machine 0 is gone, and nobody waits
+            logger.debug("The end could not be reported to the other machines: %s", error)
 
     def wait(self, machines: int) -> None:
-        """Keep the store, which may be in this process, until all machines have left."""
+        """Wait until all machines have left: the store may be in this process."""
         left = [f"{_LEFT}/{machine}" for machine in range(machines)]
         end = time.monotonic() + _LONGEST
         try:
             while not self._store().check(left) and time.monotonic() < end:
                 time.sleep(_LOOK / 10)
         except RuntimeError as error:
-            logger.debug("The other machines could not be waited for: %s", error)
+            logger.debug("Waiting for the other machines failed: %s", error)
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, what the others say is heard.
+        """Inside, watch for failures that the others report.
 
-        By a thread: a store on a machine that is gone may not answer, and the launcher has to see
-        to its processes.
+        A thread does it, since a store on a lost machine may not answer, and the launcher has to
+        watch its processes.
         """
         thread = threading.Thread(target=self._listen, name="cadence-machines", daemon=True)
         thread.start()
@@ -104,16 +104,16 @@ class Others:
             try:
                 if self._store() is not known:
                     known = self._store()
-                    own = known.clone()  # the launcher's would be held as long as this one waits
+                    own = known.clone()  # a wait on the launcher's own would block it
                 if own is not None and own.check([_FAILED]):
                     self._told = own.get(_FAILED).decode(), time.monotonic()
-            except RuntimeError as error:  # machine 0 has gone, or all meet anew
-                logger.debug("The other machines could not be asked: %s", error)
+            except RuntimeError as error:  # machine 0 is gone, or all are meeting again
+                logger.debug("Reports of the other machines could not be read: %s", error)
 
 
 @contextmanager
 def told_of_waiting(text: str) -> Iterator[None]:
-    """Inside, the terminal is told what is waited for, if that lasts long."""
+    """Inside, print `text` to stderr if the wait is long."""
 
     def tell() -> None:
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Torch's agent without its log: what it would tell there is told once, when all is known."""
+"""Silence the log of torch's agent: failures are reported once, when everything is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOGGERS = ("torch.distributed.elastic", "torchelastic-events-null")
 
 @contextmanager
 def quiet_agent() -> Iterator[None]:
-    """Inside, torch's launcher does not log: the failure that it tells of is raised, once."""
+    """Inside, torch's launcher does not log: it raises the failure, which is reported once."""
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     before = [each.propagate for each in loggers]
     nowhere = logging.NullHandler()

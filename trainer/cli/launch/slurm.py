@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-_GRACE = 120  # seconds before the end of its time that a job is told
+_GRACE = 120  # seconds before its time limit that a job is signalled
 
 
 def batch_script(
@@ -18,20 +18,20 @@ def batch_script(
     variables: Mapping[str, str],
     options: Sequence[str] = (),
 ) -> str:
-    """The text of the script.
+    """Return the text of the script.
 
-    SLURM tells each task its rank, and the script takes it from there: there is no other launcher
-    in between. Shortly before its time is over the job is told by SIGUSR1; the run is saved
-    and, with ``Trainer(slurm_requeue=True)``, put back into the queue, from where it goes on.
+    SLURM tells each task its rank; there is no other launcher in between. Shortly before its time
+    limit the job gets SIGUSR1: the run is saved and, with ``Trainer(slurm_requeue=True)``, requeued
+    and later resumed.
 
     Args:
-        command: What each task runs.
-        machines: How many nodes.
-        processes: How many processes on each.
-        cpu: No GPUs are asked for.
-        threads: Cores for each process; None for what the cluster gives.
-        variables: To be exported.
-        options: More for ``sbatch``, such as ``"--time=04:00:00"``.
+        command: The command of each task.
+        machines: The number of nodes.
+        processes: The number of processes on each node.
+        cpu: Request no GPUs.
+        threads: Cores for each process; None for the cluster's default.
+        variables: Environment variables to export.
+        options: More options of ``sbatch``, such as ``"--time=04:00:00"``.
     """
     asked = [
         f"--nodes={machines}",
@@ -45,7 +45,7 @@ def batch_script(
     ]
     exported = dict(variables)
     if threads:
-        exported["SRUN_CPUS_PER_TASK"] = str(threads)  # srun does not take it from sbatch
+        exported["SRUN_CPUS_PER_TASK"] = str(threads)  # srun does not inherit it from sbatch
     return "\n".join(
         [
             "#!/bin/bash",
@@ -53,7 +53,7 @@ def batch_script(
             "",
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(exported.items())),
             "",
-            "# A task that is done must not end the others, which may still be saving.",
+            "# A task that has ended must not end the others, which may still be saving.",
             f"exec srun --kill-on-bad-exit=0 {shlex.join(command)}",
             "",
         ]

@@ -1,12 +1,12 @@
-"""The command `trainer report`: one HTML page of one run or several, which needs no network.
+"""The command `trainer report`: an HTML page about one or more runs, which needs no network.
 
-reading.py   what a run's folder holds, as far as it can be read
-images.py    the samples of images in TensorBoard's files
-series.py    the values of a metric: smoothed, thinned out, what of them is not finite
-charts.py    which metrics share a chart, and the charts, drawn by matplotlib
-markup.py    elements of HTML; texts are escaped
-tables.py    the parts of the page that are tables and lists
-page.py      the page; how it looks is in page.css
+reading.py   reads the folder of a run
+images.py    reads images from TensorBoard's files
+series.py    the values of a metric: smoothing, thinning, non-finite values
+charts.py    groups metrics into charts, and draws them with matplotlib
+markup.py    HTML elements; strings are escaped
+tables.py    the tables and lists of the page
+page.py      the page; its style is in page.css
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from trainer.cli.parsing import CommandError, command_parser
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer report`."""
+    """Return the parser of `trainer report`."""
     made = command_parser(
         prog,
-        "Write one HTML page about a run, or comparing several: curves, hyper-parameters, "
-        "checkpoints, speed, images, warnings. It needs no network, neither now nor when it is "
-        "opened.",
+        "Write an HTML page about a run, or comparing several: curves, hyper-parameters, "
+        "checkpoints, speed, images, warnings. Neither the command nor the page needs a network.",
         examples=[
             ("a run", "runs/digits"),
             ("three runs, compared", "runs/seed-0 runs/seed-1 runs/seed-2 --output seeds.html"),
         ],
         codes={
             0: "the page is written",
-            1: "a folder is not that of a run, or an extra is missing",
+            1: "a folder is not that of a run, or a package is missing",
         },
     )
     made.add_argument(
@@ -45,9 +44,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         default=Path("report.html"),
-        help="the page, replaced if it is there (default: %(default)s)",
+        help="the page, replaced if it exists (default: %(default)s)",
     )
-    made.add_argument("--title", help="the page's title; the runs' names unless given")
+    made.add_argument("--title", help="the page's title; by default the runs' names")
     return made
 
 
@@ -59,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         OSError: A record cannot be read, or the page cannot be written.
     """
     try:
-        import matplotlib  # noqa: F401 - before anything is read
+        import matplotlib  # noqa: F401 - fails before anything is read
     except ImportError as error:
         raise CommandError(
             "the charts need matplotlib: pip install 'cadence-trainer[plot]'"
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if output.is_dir():
         raise CommandError(f"--output {output} is a folder; give the name of a file in it.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    # A name may have half a character, of a path that is not UTF-8 for example.
+    # A name may contain a lone surrogate, from a path that is not UTF-8 for example.
     content = text.encode(errors="replace")
     write_whole(output, lambda file: file.write_bytes(content))
     print(f"{output} ({size_text(len(content))})")

@@ -1,7 +1,7 @@
-"""Which metrics share a chart, and the charts: SVG drawn by matplotlib, coloured by the page.
+"""Group metrics into charts, and draw these: SVG by matplotlib, coloured by the page.
 
-matplotlib is given a colour of no meaning for each role, which becomes a variable of the page's
-style sheet, so that one drawing serves light and dark. Lines get classes by their smoothing.
+matplotlib gets a placeholder colour for each role, which becomes a variable of the page's style
+sheet, so that one drawing serves light and dark mode. Lines get classes by their smoothing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 DASHES = ("solid", "dashed", "dotted", "dashdot")  # of a chart's metrics; runs have colours
 
 _STAGE = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|test|eval)[/_](.+)")
-_LAST = ("", "throughput", "device")  # sections behind the others
-_MARKS = 100  # of values that are not finite, side by side
-_FEW = 40  # points that are marked each
-_DRAWN = 1e150  # matplotlib fails where an axis, with its margins, goes to the limits of floats
-_DECADES = 1e3  # between the smallest and the largest value from which on the scale is logarithmic
+_LAST = ("", "throughput", "device")  # sections after the others
+_MARKS = 100  # of non-finite values, side by side
+_FEW = 40  # points, up to which each gets a marker
+_DRAWN = 1e150  # matplotlib fails if an axis, with its margins, reaches the limits of floats
+_DECADES = 1e3  # ratio of largest to smallest value from which on the scale is logarithmic
 
 _INK, _GRID, _BAD = "#200000", "#200001", "#200002"
 _ROLES = {_INK: "var(--soft)", _GRID: "var(--grid)", _BAD: "var(--bad)"}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "report",  # the same page of the same runs
+    "svg.hashsalt": "report",  # the same runs give the same page
     "font.size": 8.0,
     "text.color": _INK,
     "axes.labelcolor": _INK,
@@ -58,8 +58,8 @@ class Chart:
 
     Attributes:
         title: What they have in common.
-        section: Where on the page it is.
-        members: Their names; each has a dash of its own.
+        section: The section of the page.
+        members: Their names; each has its own line style.
     """
 
     title: str
@@ -68,7 +68,7 @@ class Chart:
 
     @property
     def dashes(self) -> dict[str, str]:
-        """The line of each member."""
+        """The line style of each member."""
         return {name: DASHES[i % len(DASHES)] for i, name in enumerate(self.members)}
 
 
@@ -79,7 +79,7 @@ class Axis:
     Attributes:
         name: ``"step"``, ``"time"`` or ``"epoch"``.
         label: What is counted, with its unit.
-        place: Gives where on it the values of a series of a run are.
+        place: Returns the positions of a run's series on the axis.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Axis:
 
 
 def charts_of(names: Sequence[str]) -> list[Chart]:
-    """Put metrics together that differ only by ``train`` and ``val``, or by step and epoch.
+    """Group metrics that differ only by ``train`` and ``val``, or by ``_step`` and ``_epoch``.
 
     Returns:
-        By their sections: those of training and validation, others by their prefixes, those
-        without one in common, the speed, the machine.
+        The charts by section: training and validation, then others by common prefix, those without
+        one, throughput, device.
     """
     charts: dict[tuple[str, str], Chart] = {}
     prefixes = [name.partition("/")[0] for name in names if "/" in name]
@@ -117,7 +117,7 @@ def charts_of(names: Sequence[str]) -> list[Chart]:
 
 
 def axes_of(runs: Sequence[Run]) -> list[Axis]:
-    """The horizontal axes that all runs have."""
+    """Return the horizontal axes for these runs."""
     axes = [Axis("step", "updates", lambda _, series: series.steps)]
     spans = [times[-1] - times[0] for run in runs if len(times := run.times)]
     if spans and max(spans) > 0:
@@ -131,7 +131,7 @@ def axes_of(runs: Sequence[Run]) -> list[Axis]:
             Axis(
                 "time",
                 f"time in {unit}",
-                # A record of one's own need not have times: nothing of it is drawn then.
+                # A user's own record may have no times: then nothing of it is drawn.
                 lambda run, series: (series.times - begins.get(id(run), np.nan)) / seconds,
             )
         )
@@ -145,7 +145,7 @@ def axes_of(runs: Sequence[Run]) -> list[Axis]:
 
 
 def _epoch_ends(run: Run) -> tuple[Floats, Floats]:
-    """The update at which each number of epochs is complete; the last may have been cut short."""
+    """Return the updates at which epochs end, extrapolated for a partial last one, and epochs."""
     steps = np.concatenate([series.steps for series in run.metrics.values()])
     epochs = np.concatenate([series.epochs for series in run.metrics.values()])
     numbers = np.unique(epochs[np.isfinite(epochs)])
@@ -157,7 +157,7 @@ def _epoch_ends(run: Run) -> tuple[Floats, Floats]:
 
 
 def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
-    """A chart as an SVG element for a page, without a title."""
+    """Return a chart as an SVG element for the page, without a title."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -181,7 +181,7 @@ def draw(chart: Chart, runs: Sequence[Run], axis: Axis) -> str:
 
 
 def _set_up(axes: Axes, drawn: Sequence[Series], *, whole: bool) -> None:
-    """The frame of a chart; `whole` numbers are all that its horizontal axis has."""
+    """Set up the frame of a chart; with `whole`, its horizontal axis has only whole numbers."""
     from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     for side in ("top", "right", "left"):
@@ -204,13 +204,13 @@ def _set_up(axes: Axes, drawn: Sequence[Series], *, whole: bool) -> None:
 
 
 def is_logarithmic(drawn: Sequence[Series]) -> bool:
-    """Whether values are so far apart that only a logarithmic scale shows them."""
+    """Return whether values are so far apart that only a logarithmic scale shows them."""
     values = np.concatenate([series.values[series.finite] for series in drawn] or [np.empty(0)])
     return len(values) > 2 and values.min() > 0 and values.max() / _DECADES >= values.min()
 
 
 def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
-    """A metric of a run: raw and smoothed, and marks where it is not finite."""
+    """Draw a metric of a run: raw and smoothed, with marks where it is not finite."""
     known = np.isfinite(x)
     x, values = x[known], series.values[known]
     finite = np.isfinite(values)
@@ -224,7 +224,7 @@ def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
         alone = finite & ~np.roll(finite, 1) & ~np.roll(finite, -1)  # no line would show them
         if alone.any():
             axes.plot(x[alone], values[alone], ".", gid=kind, color=color, markersize=2)
-    for strength, curve in series.curves.items():  # an average goes on over a gap
+    for strength, curve in series.curves.items():  # an average continues across a gap
         line = thinned(x[finite], curve[known][finite].clip(least, _DRAWN))
         axes.plot(*line, gid=class_of(strength), linewidth=1.5, **style)
     for mark, height, which in (
@@ -241,7 +241,7 @@ def _line(axes: Axes, x: Floats, series: Series, color: str, dash: str) -> None:
 
 
 def class_of(strength: float) -> str:
-    """The class of the lines that are smoothed so much."""
+    """Return the class of lines that are smoothed with this strength."""
     return f"ema-{strength:g}".replace(".", "")
 
 
@@ -259,7 +259,7 @@ _CLASSES = {"raw", "plain", "bad", *map(class_of, STRENGTHS)}
 
 
 def _for_page(svg: str, label: str) -> str:
-    """Without what a file of its own needs, with the page's colours and ids of its own."""
+    """Return a file of matplotlib as an element, with the page's colours and unique ids."""
     prefix = f"f{next(_figures)}-"
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):

@@ -1,4 +1,4 @@
-"""The samples of images in TensorBoard's files, by its own reader where that is installed."""
+"""Read the images in TensorBoard's files, with its own reader if that is installed."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-Images: TypeAlias = "dict[str, dict[int, bytes]]"  # by tag and step: a PNG each
+Images: TypeAlias = "dict[str, dict[int, bytes]]"  # tag -> step -> PNG
 
 _PNG = b"\x89PNG\r\n\x1a\n"
-_HEAD = 24  # bytes until behind its size
+_HEAD = 24  # bytes up to the end of its size
 _TAGS = 24
 _STEPS = 4  # of each tag: the first and the latest
 _LARGEST = 1_000_000  # bytes of one
 
 
 def read_images(folder: Path, problems: list[str]) -> Images:
-    """The images below a folder's ``logs``: of each tag the first and the latest ones.
+    """Return the images below a folder's ``logs``: of each tag the first and the latest ones.
 
     Args:
-        folder: Of a run.
-        problems: What is left out is added.
+        folder: The folder of a run.
+        problems: Receives messages about what is left out.
     """
     every = sorted((folder / "logs").rglob("events.out.tfevents.*"))
     files = [file for file in every if file.is_file()]
@@ -31,7 +31,7 @@ def read_images(folder: Path, problems: list[str]) -> Images:
         from tensorboard.compat.proto.event_pb2 import Event
     except ImportError:
         problems.append(
-            "Images that TensorBoard's files may hold are left out: tensorboard is not installed "
+            "Any images in TensorBoard's files are left out: tensorboard is not installed "
             "(pip install 'cadence-trainer[tensorboard]')."
         )
         return {}
@@ -52,7 +52,7 @@ def read_images(folder: Path, problems: list[str]) -> Images:
     if large:
         problems.append(f"Images of more than 1 MB are left out: {', '.join(sorted(large))}.")
     if left_out:
-        problems.append(f"Images are shown of {_TAGS} names; {len(left_out)} more are left out.")
+        problems.append(f"Images of {_TAGS} names are shown; {len(left_out)} more are left out.")
     return found
 
 
@@ -64,7 +64,7 @@ def _images_in(event: object) -> Iterator[tuple[str, int, bytes]]:
 
 
 def _keep(steps: dict[int, bytes], step: int, image: bytes) -> None:
-    """Add an image, in the place of one of the same step, and drop one in the middle if needed."""
+    """Add an image, replacing one of the same step; if there are too many, drop the second."""
     steps[step] = image
     if len(steps) > _STEPS:
         del steps[sorted(steps)[1]]

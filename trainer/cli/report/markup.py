@@ -1,4 +1,4 @@
-"""Elements of HTML. Texts are escaped, whatever a run has called its metrics; `Markup` is not."""
+"""HTML elements. Strings, such as the names of metrics, are escaped; `Markup` is not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import Any
 
-_LARGE = 1e9  # from which on numbers are shown by their exponent
+_LARGE = 1e9  # from which on numbers are shown with an exponent
 
 
 class Markup(str):
@@ -16,13 +16,13 @@ class Markup(str):
 
 
 def element(tag: str, *children: object, **attributes: Any) -> Markup:
-    """An element with children: texts, elements, and lists of them; None is left out.
+    """Return an element with children: strings, elements, and lists of them; None is left out.
 
     Args:
         tag: Its name.
-        children: What is in it.
-        attributes: ``class_`` for ``class``, ``data_x`` for ``data-x``; True stands for the name
-            alone, None and False leave one out.
+        children: Its content.
+        attributes: ``class_`` for ``class``, ``data_x`` for ``data-x``; True writes the name alone,
+            None and False omit the attribute.
     """
     given = "".join(
         f" {name.rstrip('_').replace('_', '-')}"
@@ -36,7 +36,7 @@ def element(tag: str, *children: object, **attributes: Any) -> Markup:
 
 
 def together(*children: object) -> Markup:
-    """Children without an element around them."""
+    """Return children without an element around them."""
     texts: list[str] = []
     for child in children:
         if isinstance(child, (list, tuple)):
@@ -47,7 +47,7 @@ def together(*children: object) -> Markup:
 
 
 def table(head: list[object], rows: list[list[object]], **attributes: Any) -> Markup:
-    """A table that scrolls sideways where it is too wide; cells may be `element`s of ``td``."""
+    """Return a table that scrolls sideways if too wide; cells may be ``td`` or ``th`` elements."""
 
     def row(cells: list[object], tag: str) -> Markup:
         return element(
@@ -73,7 +73,7 @@ def table(head: list[object], rows: list[list[object]], **attributes: Any) -> Ma
 
 
 def number(value: float, digits: int = 5) -> Markup:
-    """A number to be read, with all its digits as the value of the element."""
+    """Return a rounded number, with all its digits as the value of the element."""
     if not math.isfinite(value):
         text = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
         return element("data", text, value=text, class_="bad")

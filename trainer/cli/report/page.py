@@ -1,4 +1,4 @@
-"""The page. It has no script, and its own policy forbids browsers to fetch anything for it."""
+"""The page. It has no script, and its content policy forbids the browser to fetch anything."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SECTIONS = {
     "throughput": "Throughput",
     "device": "System",
 }
-# Colours of the first runs, light and dark; those of further ones go round the circle.
+# Colours of the first runs, light and dark; those of more runs go round the colour circle.
 _COLORS = (
     ("#1f6fd6", "#6cb0ff"), ("#d1500f", "#ff9e66"), ("#0c8559", "#4fd39b"), ("#a62d96", "#f08be0"),
     ("#806600", "#dcc04a"), ("#007f94", "#4ccbe0"), ("#6741d9", "#b197fc"), ("#c2255c", "#ff8fab"),
@@ -37,7 +37,7 @@ _GOLDEN_ANGLE = 137.5  # degrees: neighbours differ, however many there are
 
 
 def page(runs: Sequence[Run], *, title: str | None = None) -> str:
-    """The page about runs, as HTML."""
+    """Return the page about runs, as HTML."""
     axes, charts = axes_of(runs), _charts(runs)
     if title is None:
         names = [run.name for run in runs]
@@ -101,7 +101,7 @@ def _colors(count: int) -> str:
 
 
 def _switches() -> str:
-    """What the buttons show and hide."""
+    """Return the style rules by which the buttons show and hide elements."""
     lines = [(class_of(each), class_of(each)) for each in STRENGTHS]
     axes = [(f"axis-{name}", f"axis-{name}") for name in ("step", "time", "epoch")]
     hide = [f"body:not(:has(#{key}:checked)) .{name}{{display:none}}" for key, name in lines + axes]
@@ -184,10 +184,10 @@ def _sources(runs: Sequence[Run]) -> Markup:
         element("ul", places),
         element(
             "p",
-            "Smoothing is an exponential moving average of all values, corrected for its start, "
-            "with the weight w of the buttons, or w^(1000/n) for n > 1000 values. What has fewer "
-            f"than {ENOUGH} values, or seldom turns, is shown as it is. Charts keep the smallest "
-            f"and the largest value of each of {COLUMNS} columns. Times are UTC; the time axis "
-            "begins with a run's first record.",
+            "Smoothing is an exponential moving average of all values, bias-corrected, with the "
+            "weight w of the buttons, or w^(1000/n) for n > 1000 values. A metric with fewer than "
+            f"{ENOUGH} values, or that seldom changes direction, is not smoothed. Charts keep the "
+            f"smallest and the largest value of each of {COLUMNS} columns. Times are UTC; the time "
+            "axis starts at a run's first record.",
         ),
     )

@@ -1,4 +1,4 @@
-"""What a run's folder holds, as far as it can be read; what cannot is told on the page."""
+"""Read the folder of a run; the page lists what cannot be read."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ RECORD, EVALUATIONS, ABOUT, CHECKPOINTS = (
     "run.json",
     "checkpoints",
 )
-_SHOWN = 5  # problems of a kind
+_SHOWN = 5  # examples named in a message
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What is known of a run.
+    """What is known about a run.
 
     Attributes:
         folder: Where it is.
-        name: Unlike that of the others on the page.
-        about: `run.json`, empty without one.
-        metrics: By name, in the order in which they were first recorded.
-        evaluations: Those of `evaluations.jsonl`.
-        checkpoints: By their steps.
-        ranking: Metric and mode of each callback that ranks them.
+        name: Its name, unique on the page.
+        about: The content of `run.json`; empty without one.
+        metrics: By name, in order of first appearance.
+        evaluations: The metrics in `evaluations.jsonl`.
+        checkpoints: In order of their steps.
+        ranking: Metric and mode of each callback that ranks checkpoints.
         images: By tag.
-        problems: What could not be read, for people.
-        holder: The process that runs in the folder now.
+        problems: Messages about what could not be read.
+        holder: The process that locks the folder now.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """Each start of it, as `run.json` has them."""
+        """The starts of the run, as recorded in `run.json`."""
         return list(self.about.get("starts", ()))
 
     @property
@@ -78,14 +78,14 @@ class Run:
 
     @property
     def began(self) -> float | None:
-        """In seconds since 1970."""
+        """When it began, in seconds since 1970."""
         times = self.times
         known = [float(start["begin"]) for start in self.starts] + times[:1].tolist()
         return min(known, default=None)
 
     @property
     def seconds(self) -> float | None:
-        """How long it ran, without the time between its starts; by its records at least."""
+        """How long it ran, without the time between starts; at least until each last record."""
         times = self.times
         if not self.starts:
             return float(times[-1] - times[0]) if len(times) else None
@@ -99,20 +99,20 @@ class Run:
 
     @property
     def updates(self) -> int | None:
-        """The last update that anything is known of."""
+        """The last update that has a record or a checkpoint."""
         steps = [int(series.steps.max()) for series in self.metrics.values()]
         steps += [int(e.manifest["step"]) for e in self.checkpoints if "step" in e.manifest]
         return max(steps, default=None)
 
     @property
     def epochs(self) -> int | None:
-        """The number of epochs that it was in."""
+        """The number of epochs that it has begun."""
         ends = [np.nanmax(s.epochs) for s in self.metrics.values() if np.isfinite(s.epochs).any()]
         return int(max(ends)) + 1 if ends else None
 
     @property
     def speed(self) -> float | None:
-        """Updates a second, the median over the time between two records."""
+        """Updates per second: the median over the intervals between records."""
         steps = np.concatenate([s.steps for s in self.metrics.values()] or [np.empty(0)])
         times = np.concatenate([s.times for s in self.metrics.values()] or [np.empty(0)])
         order = np.lexsort((times, steps))
@@ -123,9 +123,9 @@ class Run:
 
     @property
     def best(self) -> tuple[str, str, float, int] | None:
-        """The metric that says how good it is: its name, its mode, the best value and its step.
+        """The metric that measures the run's quality: name, mode, best value and its step.
 
-        What ranks the checkpoints; else a loss, rather of the validation than of the training.
+        It is the one that ranks the checkpoints, else a loss, preferably of the validation.
         """
         losses = [name for name in self.metrics if "loss" in name.lower()]
         losses.sort(key=lambda name: not name.lower().startswith("val"))
@@ -136,9 +136,9 @@ class Run:
         return None
 
     def parameters(self, kind: str) -> dict[str, Any]:
-        """The ``configuration`` or the ``hyper_parameters``, on one level.
+        """Return the ``configuration`` or the ``hyper_parameters``, flattened to one level.
 
-        Of `run.json`; else of the newest checkpoint that says.
+        They are read from `run.json`, else from the newest checkpoint that has them.
         """
         if isinstance(told := self.about.get(kind), dict):
             return one_level(told, ".")
@@ -178,7 +178,7 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _check(folder: Path) -> None:
-    """Refuse what is not the folder of a run, nor a record."""
+    """Raise unless the path is the folder of a run or a record."""
     if folder.is_file() and folder.suffix == ".jsonl":
         return
     if not folder.is_dir():
@@ -207,7 +207,7 @@ def _read_about(path: Path, problems: list[str]) -> dict[str, Any]:
         if any(np.isnan(_number(start["begin"])) for start in about["starts"]):
             raise TypeError("a start has no time")
         if any(np.isnan(_number(start.get("end") or 0)) for start in about["starts"]):
-            raise TypeError("the end of a start is no time")
+            raise TypeError("the end of a start is not a time")
         if not all(isinstance(each, dict) for each in about.get("warnings", [])):
             raise TypeError("a warning has no text")
     except FileNotFoundError:
@@ -219,7 +219,7 @@ def _read_about(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _read_record(path: Path, problems: list[str]) -> dict[str, Series]:
-    """The numbers of a record by name; nothing where there is none."""
+    """Return the numbers in a record, by name; an empty dict if the file does not exist."""
     if not path.is_file():
         return {}
     columns: dict[str, tuple[array[float], ...]] = {}
@@ -234,12 +234,12 @@ def _read_record(path: Path, problems: list[str]) -> dict[str, Series]:
                 if line.endswith(b"\n"):
                     damaged.append(number)
                 else:
-                    problems.append(f"The last line of {path.name} is torn; it is left out.")
+                    problems.append(f"The last line of {path.name} is incomplete and left out.")
                 continue
             for name, value in record.items():
                 if name in FIELDS:
                     continue
-                # An integer beyond all floats is no number here either.
+                # An integer too large for a float counts as no number either.
                 if not isinstance(value, float) and np.isnan(_number(value)):
                     others[name] = None
                     continue
@@ -250,18 +250,18 @@ def _read_record(path: Path, problems: list[str]) -> dict[str, Series]:
                     column.append(item)
     if damaged:
         shown = ", ".join(map(str, damaged[:_SHOWN])) + ", …" * (len(damaged) > _SHOWN)
-        problems.append(f"{len(damaged)} lines of {path.name} are no records: {shown}.")
+        problems.append(f"{len(damaged)} lines of {path.name} are not records: {shown}.")
     if others:
         shown = ", ".join(list(others)[:_SHOWN])
-        problems.append(f"{path.name} has values that are no numbers, which are left out: {shown}.")
+        problems.append(f"{path.name} has values that are not numbers, left out here: {shown}.")
     return {name: _series(*held) for name, held in columns.items()}
 
 
 def _number(value: Any) -> float:
-    """A finite number, or NaN for anything else."""
+    """Return a finite number as a float, anything else as NaN."""
     try:
         number = float(value) if isinstance(value, (int, float)) else np.nan
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return np.nan
     return number if np.isfinite(number) else np.nan
 
@@ -271,10 +271,10 @@ def _series(steps: Any, times: Any, epochs: Any, values: Any) -> Series:
     arrays = {name: np.array(column) for name, column in made.items()}
     where = np.array(steps)
     known = np.isfinite(where)
-    numbers = np.arange(len(where), dtype=float)  # for records of one's own that have no step
+    numbers = np.arange(len(where), dtype=float)  # for the user's own records without steps
     return Series(steps=np.where(known, where, numbers), **arrays)
 
 
 def _arguments(parameters: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters in a manifest, see `trainer.hparams`."""
+    """Return the hyper-parameters in a manifest, see `trainer.hparams`."""
     return {**parameters.get("arguments", {}), **parameters.get("others", {})}

@@ -1,4 +1,4 @@
-"""The values of a metric: smoothed, thinned out for a chart, what of them is not finite."""
+"""The values of a metric: smoothing, thinning for a chart, and non-finite values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 COLUMNS = 300  # of a chart: a pixel or two each
-STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for so many values or fewer:
+STRENGTHS = (0.6, 0.9, 0.99)  # of smoothing, for up to so many values:
 _USUAL = 1000
-ENOUGH = 20  # values, and between two turns, that a smoothed curve says something about
+ENOUGH = 20  # minimum of values, and maximum per turn, for which smoothing makes sense
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,9 +25,9 @@ class Series:
 
     Attributes:
         steps: Updates.
-        times: In seconds since 1970; NaN where the record does not say.
-        epochs: From 0 on; NaN where the record does not say.
-        values: As recorded, NaN and infinity too.
+        times: In seconds since 1970; NaN where the record has none.
+        epochs: From 0; NaN where the record has none.
+        values: As recorded, including NaN and infinity.
     """
 
     steps: Floats
@@ -37,24 +37,24 @@ class Series:
 
     @property
     def finite(self) -> NDArray[np.bool_]:
-        """Where a value is a number."""
+        """Which values are finite."""
         return np.isfinite(self.values)
 
     @cached_property
     def curves(self) -> dict[float, Floats]:
-        """The values smoothed, by the strength; none where that would not help."""
+        """The smoothed values by strength; empty where smoothing would not help."""
         if not is_noisy(self.values):
             return {}
-        # A chart is as wide for a long run as for a short one: a strength means the same share.
+        # Charts of long and short runs are equally wide: average over the same share of the width.
         share = min(1.0, _USUAL / len(self.values))
         return {strength: smoothed(self.values, strength**share) for strength in STRENGTHS}
 
     def at(self, index: int) -> tuple[float, int]:
-        """A value and its step."""
+        """Return a value and its step."""
         return float(self.values[index]), int(self.steps[index])
 
     def extreme(self, mode: str) -> tuple[float, int] | None:
-        """The smallest or largest finite value and its step, the first of equal ones."""
+        """Return the smallest or largest finite value and its step; of equal ones the first."""
         if not self.finite.any():
             return None
         values = np.where(self.finite, self.values, np.inf if mode == "min" else -np.inf)
@@ -62,11 +62,11 @@ class Series:
 
 
 def smoothed(values: Floats, strength: float) -> Floats:
-    """An exponential moving average without the pull towards its beginning.
+    """Return an exponential moving average, without the bias towards its start.
 
-    With weight w: s = w·s + (1 − w)·x from s = 0 on, divided by 1 − wⁿ after n values. That is the
-    smoothing of TensorBoard's scalars (tensorboard pull request 639), of all values and not of
-    those that a chart shows. What is not finite stays as it is and counts for nothing.
+    With weight w: s = w·s + (1 − w)·x from s = 0, divided by 1 − wⁿ after n values. That is the
+    smoothing of TensorBoard's scalars (tensorboard pull request 639), over all values rather than
+    those that a chart shows. Non-finite values are kept and not averaged.
 
     Args:
         values: Shape (values,).
@@ -86,19 +86,19 @@ def smoothed(values: Floats, strength: float) -> Floats:
 
 
 def is_noisy(values: Floats) -> bool:
-    """Whether smoothing helps: there are enough values, and they turn often."""
+    """Return whether smoothing helps: there are enough values, and they often change direction."""
     kept = values[np.isfinite(values)]
-    ways = np.sign(np.diff(kept / 2))  # in halves: a difference may be more than a float holds
+    ways = np.sign(np.diff(kept / 2))  # in halves: a difference may overflow
     ways = ways[ways != 0]
     turns = int((ways[1:] != ways[:-1]).sum())
     return len(kept) >= ENOUGH and turns * ENOUGH >= len(kept)
 
 
 def thinned(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
-    """What a chart of so many columns needs: of each the smallest and the largest value.
+    """Return the points that a chart needs: the smallest and largest value of each column.
 
-    The first and the last value stay, and the first of each column that is not finite, as NaN: a
-    line has a gap there.
+    The first and the last value are kept, and the first non-finite value of each column, as NaN:
+    the line has a gap there.
 
     Returns:
         At most 3 · `columns` + 2 points.
@@ -106,7 +106,7 @@ def thinned(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Float
     if len(x) <= 2 * columns:
         return x, np.where(np.isfinite(y), y, np.nan)
     column, finite = _column_of(x, columns), np.isfinite(y)
-    # In each column first those that are finite, by their values, then the others as they come.
+    # In each column, finite points come first, sorted by value, then the others in their order.
     order = np.lexsort((np.where(finite, y, 0.0), ~finite, column))
     first = np.flatnonzero(np.diff(column, prepend=-1))
     numbers = np.add.reduceat(finite, first)
@@ -119,20 +119,20 @@ def thinned(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Float
 
 
 def _column_of(x: Floats, columns: int) -> NDArray[np.intp]:
-    """The number of the column of each point; it begins anew where a curve goes back."""
+    """Return the column number of each point; where a curve goes back, new columns begin."""
     low, high = np.nanmin(x), np.nanmax(x)
     place = np.floor((x - low) / max(high - low, 1e-300) * columns)
     return np.cumsum(np.diff(place, prepend=place[0]) != 0)
 
 
 class Stretch(NamedTuple):
-    """Values that follow on each other and are not finite.
+    """Consecutive values that are not finite.
 
     Attributes:
         first: The step of the first.
-        last: That of the last.
+        last: The step of the last.
         size: How many there are.
-        kinds: Of NaN, Infinity and -Infinity those that are among them.
+        kinds: Which of NaN, Infinity and -Infinity are among them.
     """
 
     first: int
@@ -142,7 +142,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(series: Series) -> Iterator[Stretch]:
-    """Where values are not finite."""
+    """Yield the stretches of values that are not finite."""
     bad = np.flatnonzero(~series.finite)
     for indices in np.split(bad, np.flatnonzero(np.diff(bad) > 1) + 1):
         if len(indices):
@@ -152,5 +152,5 @@ def stretches(series: Series) -> Iterator[Stretch]:
 
 
 def name_of(value: float) -> str:
-    """NaN, Infinity or -Infinity, as the record writes them."""
+    """Return NaN, Infinity or -Infinity, as the record writes them."""
     return "NaN" if np.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,4 +1,4 @@
-"""The parts of the page that are tables and lists."""
+"""The tables and lists of the page."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trainer.cli.report.markup import Markup, element, number, table, together
 from trainer.cli.report.reading import Run
 from trainer.cli.report.series import Stretch, stretches
 
-_STRETCHES = 4  # that are listed each
-_LISTED = 12  # updates with skipped ones behind them
+_STRETCHES = 4  # up to which each is listed
+_LISTED = 12  # updates at which skipped ones were noticed
 _METRICS = 6  # of a checkpoint
-_SIDE = 320  # pixels of an image's width, and four times its height, up to which it is enlarged
-_ROWS = 60  # of a list of events of a run
+_SIDE = 320  # pixels: an image is enlarged up to this width, and a quarter of it in height
+_ROWS = 60  # events of a run
 _NONE = "–"  # noqa: RUF001 - a dash in a table
 
 
 def swatch(index: int, name: str) -> Markup:
-    """A run by its colour and name."""
+    """Return the colour and the name of a run."""
     return element("span", element("i", style=f"background:var(--run-{index})"), name, class_="run")
 
 
 def overview(runs: Sequence[Run]) -> Markup:
-    """A row of what each run is and came to."""
+    """Return a table with a row about each run."""
     columns: list[tuple[str, Any]] = [
         ("run", lambda index, run: swatch(index, run.name)),
         ("status", lambda _, run: element("b", run.status, class_=f"status {run.status}")),
@@ -69,7 +69,7 @@ def _count(value: int | None) -> object:
 
 
 def _told(run: Run, key: str) -> Any:
-    """A field of `run.json`, else of the newest checkpoint."""
+    """Return a field of `run.json`, else of the newest checkpoint that has it."""
     manifests = [entry.manifest for entry in reversed(run.checkpoints)]
     found = [each[key] for each in (run.about, *manifests) if each.get(key) is not None]
     return found[0] if found else _NONE
@@ -89,7 +89,7 @@ def _code(run: Run) -> object:
 
 
 def values(runs: Sequence[Run], kind: str = "metrics") -> Markup:
-    """Of each metric and run the last value, the smallest and the largest, and their updates."""
+    """Return a table of the last, smallest and largest value of each metric and run."""
     found = [getattr(run, kind) for run in runs]
     rows: list[list[object]] = []
     for name in dict.fromkeys(name for each in found for name in each):
@@ -124,7 +124,7 @@ def _valued(found: tuple[float, int] | None) -> list[object]:
 
 
 def parameters(runs: Sequence[Run]) -> Markup | None:
-    """The hyper-parameters and the Trainer's arguments; of several runs what differs first."""
+    """Return the hyper-parameters and Trainer arguments; for several runs, differences first."""
     rows: list[tuple[bool, list[object]]] = []
     for kind, title in (("hyper_parameters", "hyper-parameter"), ("configuration", "Trainer")):
         of_runs = [run.parameters(kind) for run in runs]
@@ -143,7 +143,7 @@ def parameters(runs: Sequence[Run]) -> Markup | None:
     return together(
         table(head, different, class_="parameters differ")
         if different
-        else element("p", "All runs have the same.", class_="soft"),
+        else element("p", "They are the same in all runs.", class_="soft"),
         element(
             "details",
             element("summary", f"{len(same)} that all runs share"),
@@ -162,7 +162,7 @@ def _plain(value: Any) -> str:
 
 
 def checkpoints(runs: Sequence[Run]) -> Markup | None:
-    """The checkpoints of each run, with what ranks them, and which is best and last."""
+    """Return a table of the checkpoints of each run: their metrics, which is best and last."""
     rows: list[list[object]] = []
     for index, run in enumerate(runs):
         roles = roles_of(run)
@@ -192,14 +192,14 @@ def checkpoints(runs: Sequence[Run]) -> Markup | None:
 
 
 def _told_first(entry: Entry, first: Sequence[str]) -> list[str]:
-    """The metrics of a checkpoint that matter most: what ranks it, then of validation."""
+    """Return the most important metrics of a checkpoint: those that rank it, then validation's."""
     order = sorted(entry.metrics, key=lambda name: (not name.startswith("val"), name))
     names = [*(name for name in first if name in entry.metrics), *order]
     return list(dict.fromkeys(names))[:_METRICS]
 
 
 def roles_of(run: Run) -> dict[str, list[str]]:
-    """Which checkpoint is the last, and the best by each metric that ranks them."""
+    """Return which checkpoint is the last, and which the best by each metric that ranks them."""
     roles: dict[str, list[str]] = {}
     usable = [e for e in run.checkpoints if e.state == "sound" and is_step(e)]
     if usable:
@@ -208,7 +208,7 @@ def roles_of(run: Run) -> dict[str, list[str]]:
         scored = [e for e in usable if math.isfinite(e.metrics.get(name, math.nan))]
         sign = 1 if mode == "min" else -1
         if scored:
-            best = min(scored, key=lambda e: sign * e.metrics[name])  # of equal ones the oldest
+            best = min(scored, key=lambda e: sign * e.metrics[name])  # the oldest of equal ones
             roles.setdefault(best.name, []).insert(0, f"best {name}")
     return roles
 
@@ -217,7 +217,7 @@ def roles_of(run: Run) -> dict[str, list[str]]:
 
 
 def events(runs: Sequence[Run]) -> Markup | None:
-    """Errors, warnings, skipped updates, values that are not finite, and what cannot be read."""
+    """Return errors, warnings, skipped updates, non-finite values and what cannot be read."""
     shown: list[Markup] = []
     for index, run in enumerate(runs):
         lines = list(_events_of(run))
@@ -247,17 +247,17 @@ def _events_of(run: Run) -> Iterator[Markup]:
 def _starts(run: Run) -> Iterator[Markup]:
     for index, start in enumerate(run.starts):
         if index > 0:
-            text = f"start {index + 1}, behind update {start.get('step', 0)}"
+            text = f"start {index + 1}, after update {start.get('step', 0)}"
             yield _event("start", text, start["begin"])
         status = start.get("status")
         if status in ("failed", "preempted"):
             yield _event(status, start.get("error") or "ended by a signal", start.get("end"))
         elif status == "running" and (index < len(run.starts) - 1 or run.status == "killed"):
-            yield _event("killed", "ended without a word: killed, or the machine failed", None)
+            yield _event("killed", "ended without a message: killed, or the machine failed", None)
 
 
 def _skipped(run: Run) -> Iterator[Markup]:
-    """When the count of skipped updates was seen to have grown."""
+    """Yield an event that says when the count of skipped updates has grown."""
     series = run.metrics.get("skipped_updates")
     if series is None:
         return
@@ -269,11 +269,11 @@ def _skipped(run: Run) -> Iterator[Markup]:
     more = f" and {len(steps) - _LISTED} later ones" if len(steps) > _LISTED else ""
     known = f"noticed at update {', '.join(steps[:_LISTED])}{more}"
     total = int(values.max())
-    yield _event("skipped", f"{total} update{'s' * (total != 1)} left out, {known}", None)
+    yield _event("skipped", f"{total} update{'s' * (total != 1)} skipped, {known}", None)
 
 
 def _where(found: Sequence[Stretch]) -> str:
-    """What is not finite, how often and when."""
+    """Return what is not finite, how often and when."""
     count = sum(each.size for each in found)
     kinds = ", ".join(dict.fromkeys(kind for each in found for kind in each.kinds))
     if len(found) > _STRETCHES:
@@ -298,7 +298,7 @@ def _event(kind: str, text: str, when: Any) -> Markup:
 
 
 def images(runs: Sequence[Run]) -> Markup | None:
-    """The samples of images, those of a tag and a run side by side."""
+    """Return the images, those of a tag and a run side by side."""
     tags = sorted({tag for run in runs for tag in run.images})
     parts = []
     for tag in tags:
@@ -320,8 +320,8 @@ def images(runs: Sequence[Run]) -> Markup | None:
 
 
 def _image(png: bytes, text: str) -> Markup:
-    """An image, a small one several times as large as it is."""
-    width, height = struct.unpack(">II", png[16:24])  # its first chunk says so
+    """Return an image, enlarged by a whole factor if it is small."""
+    width, height = struct.unpack(">II", png[16:24])  # in its first chunk
     times = max(1, min(_SIDE // max(width, 1), _SIDE // 4 // max(height, 1)))
     source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
     small = "small" if times > 1 else None
@@ -332,19 +332,19 @@ def _image(png: bytes, text: str) -> Markup:
 
 
 def moment(seconds: float | None) -> Markup | str:
-    """A time of day, in UTC."""
+    """Return a date and time, in UTC."""
     if seconds is None:
         return _NONE
     try:
         when = datetime.fromtimestamp(seconds, timezone.utc)
-    except (OverflowError, ValueError, OSError):  # a record of one's own in milliseconds, perhaps
+    except (OverflowError, ValueError, OSError):  # a user's own record, perhaps in milliseconds
         return number(seconds)
     text = when.strftime("%Y-%m-%d %H:%M:%S")
     return element("time", text, datetime=when.isoformat(), title="UTC")
 
 
 def duration(seconds: float | None) -> str:
-    """Such as ``2 h 05 min``."""
+    """Return a duration such as ``2 h 05 min``."""
     if seconds is None:
         return _NONE
     if seconds < 60:

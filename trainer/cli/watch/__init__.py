@@ -1,7 +1,7 @@
-"""The command `trainer watch`: the curves of runs in the terminal, while they are trained.
+"""The command `trainer watch`: plot the metrics of runs in the terminal while they are running.
 
-``follow`` reads what a run appends to its record, ``frame`` draws it. Nothing is written, and a run
-does not notice that it is watched.
+``follow`` reads what a run appends to its record, ``frame`` draws it. Nothing is written, and runs
+are not affected.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """The arguments of `trainer watch`."""
+    """Return the parser of `trainer watch`."""
     made = command_parser(
         prog,
-        "Show the curves of runs in the terminal, while they are trained. Ctrl-C ends it and "
-        "leaves the runs alone.",
+        "Plot the metrics of runs in the terminal while they are running. Ctrl-C ends the command "
+        "and leaves the runs alone.",
         examples=[
             ("follow a run", "runs/digits"),
-            ("two runs in the same charts, of some metrics", "runs/a runs/b --metrics 'val/*',lr"),
-            ("one picture and the end, as also where the output is no terminal", "runs/a --once"),
+            ("some metrics of two runs, in the same charts", "runs/a runs/b --metrics 'val/*',lr"),
+            ("print one frame and exit, as is done without a terminal", "runs/a --once"),
         ],
         codes={0: "done", 1: "--once, and a run has no record"},
     )
@@ -39,30 +39,30 @@ def parser(prog: str) -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="RUN_DIR",
-        help="the folder of a run, whose metrics.jsonl is followed; or a file like that one",
+        help="the folder of a run, whose metrics.jsonl is followed; or such a file",
     )
     made.add_argument(
         "--metrics",
         type=_names,
         metavar="NAME,…",
-        help="only these, in this order; * stands for anything",
+        help="only these, in this order; * matches anything",
     )
     made.add_argument(
         "--interval",
         type=_seconds,
         default=1.0,
         metavar="SECONDS",
-        help="how often to look whether something came (default: 1)",
+        help="how often to check for new values (default: 1)",
     )
-    made.add_argument("--once", action="store_true", help="show what there is and end")
+    made.add_argument("--once", action="store_true", help="show the current state and exit")
     return made
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out the command; without `--once` on a terminal it ends by `KeyboardInterrupt`.
+    """Carry out the command; without `--once`, on a terminal, it ends with `KeyboardInterrupt`.
 
     Returns:
-        0, or 1 where a run has no record.
+        0, or 1 if a run has no record.
 
     Raises:
         CommandError: rich or plotext is not installed.
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     runs = [Run(path, name) for path, name in named(arguments.runs)]
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no such signs shows others
+    if isinstance(sys.stdout, io.TextIOWrapper):  # for terminals without such characters
         sys.stdout.reconfigure(errors="replace")
     console = Console()
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
@@ -114,7 +114,7 @@ def _follow(
                     size = console.size
                     shown = frame(runs, patterns, console, height=console.height)
                     live.update(shown, refresh=True)
-    finally:  # the other screen is gone; what it showed last stays on this one
+    finally:  # the alternate screen is closed: leave the last frame on the normal one
         console.print(frame(runs, patterns, console))
 
 

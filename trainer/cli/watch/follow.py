@@ -1,4 +1,4 @@
-"""What a run has written so far, read as it grows."""
+"""Read the record of a run while it grows."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Series:
     """The values of a metric.
 
     Attributes:
-        steps: Of the finite values.
-        values: The finite ones.
-        lowest: Value and step of the first that is least; None before the first.
-        highest: The same of the greatest.
-        last: The last one, finite or not.
-        not_finite: How many were NaN or infinite.
+        steps: The steps of the finite values.
+        values: The finite values.
+        lowest: Value and step of the first minimum; None without values.
+        highest: Value and step of the first maximum; None without values.
+        last: The last value, finite or not.
+        not_finite: How many values were NaN or infinite.
     """
 
     steps: array[float] = field(default_factory=lambda: array("d"))
@@ -44,7 +44,7 @@ class Series:
     not_finite: int = 0
 
     def add(self, step: float, value: float) -> None:
-        """Take one more value."""
+        """Add a value."""
         self.last = value
         if not math.isfinite(value):
             self.not_finite += 1
@@ -58,26 +58,26 @@ class Series:
 
 
 class Run:
-    """A run that may be under way, ended, or not begun.
+    """A run that is running, has ended or has not begun.
 
     Args:
-        path: Its folder, or a record that is a file of any name.
-        name: What to call it.
+        path: Its folder, or a record file of any name.
+        name: The name to show.
 
     Attributes:
-        series: What it has logged, by name, in the order of first appearance.
+        series: Its metrics by name, in order of first appearance.
         step: Of the last record.
-        epoch: Of the last record, where it says so.
+        epoch: Of the last record that has one.
         time: Of the last record, in seconds since 1970.
-        state: "waiting" without a record; "running" while a process of this machine holds the
-            folder; behind that "finished", "failed", "preempted" or "killed" by its `run.json`, and
-            "not running" without one. "" for a record alone.
-        error: What ended a run that has failed.
+        state: "waiting" without a record; "running" while a process of this machine locks the
+            folder; afterwards "finished", "failed", "preempted" or "killed" according to its
+            `run.json`, or "not running" without one. "" for a record file.
+        error: The error that ended a failed run.
         checkpoint: The newest one in its folder, if any.
-        damaged: The first lines that are no records.
+        damaged: A message for each line that is not a record.
 
     Raises:
-        argparse.ArgumentTypeError: The path is something else.
+        argparse.ArgumentTypeError: The path is another file.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -100,12 +100,12 @@ class Run:
 
     @property
     def below(self) -> list[str]:
-        """Folders in its own that have a record, for who has named the folder of several runs."""
+        """Subfolders that have a record: the user may have named a folder of several runs."""
         return sorted(path.parent.name for path in self.path.parent.glob(f"*/{RECORD}"))
 
     @property
     def rate(self) -> float | None:
-        """Updates a second over the last records: the median, which a break does not change."""
+        """Updates per second over the last records: the median, which ignores a pause."""
         rates = [
             (later[0] - mark[0]) / (later[1] - mark[1])
             for mark, later in itertools.pairwise(self._marks)
@@ -115,20 +115,20 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Between the first record and the last."""
+        """Seconds between the first record and the last."""
         return None if self.time is None or self._began is None else self.time - self._began
 
     def read(self) -> bool:
-        """Read what came since the last call.
+        """Read what was added since the last call.
 
-        A record that was cut or replaced, as a run does that goes on from a checkpoint, is read
-        anew.
+        A record that was truncated or replaced, as by a run that resumes from a checkpoint, is read
+        from the start.
 
         Returns:
-            Whether anything is other than before.
+            Whether anything has changed.
 
         Raises:
-            OSError: The record is there and cannot be read.
+            OSError: The record exists and cannot be read.
         """
         came = self._read_record()
         seen = (self.state, self.error, self.checkpoint)
@@ -167,10 +167,10 @@ class Run:
         self._lines = 0
 
     def _goes_on(self, content: BinaryIO) -> bool:
-        """Whether what was read is still there.
+        """Return whether what was read is still in the file.
 
-        By its last line, which has the time in it: a record that was cut may have grown again past
-        where it was.
+        The last line read is compared, which contains the time, rather than the size: a truncated
+        record may have grown past its former size.
         """
         content.seek(self._offset - len(self._tail))
         return content.read(len(self._tail)) == self._tail
@@ -178,7 +178,7 @@ class Run:
     def _take_lines(self, content: BinaryIO) -> None:
         content.seek(self._offset)
         for line in content:
-            if not line.endswith(b"\n"):  # it is being written, or was torn
+            if not line.endswith(b"\n"):  # it is being written, or was cut off
                 break
             self._offset += len(line)
             self._tail = line
@@ -192,13 +192,13 @@ class Run:
             if isinstance(record, dict):
                 self._take(record)
             else:
-                self.damaged.append(f"{where} is no record: {line!r}")
+                self.damaged.append(f"{where} is not a record: {line!r}")
 
     def _take(self, record: dict[str, Any]) -> None:
         step = _number(record.get("step"))
         position = float(self._lines) if step is None else step
         when = _number(record.get("time"))
-        if when is not None and 0 <= when < _DATES_END:  # else it counts something else
+        if when is not None and 0 <= when < _DATES_END:  # else it is not a time
             self._began = when if self._began is None else self._began
             self.time = when
             if step is not None and (not self._marks or step > self._marks[-1][0]):
@@ -212,7 +212,7 @@ class Run:
                 self.series.setdefault(name, Series()).add(position, number)
 
     def _look(self) -> tuple[str, str | None, str | None]:
-        """The state, the error that ended the run, and the name of the newest checkpoint."""
+        """Return the state, the error that ended the run and the name of the newest checkpoint."""
         state = "" if self.has_record else "waiting"
         if self._folder is None:
             return state, None, None
@@ -230,18 +230,18 @@ def _number(value: Any, *, finite: bool = True) -> float | None:
         return None
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond them
+    except OverflowError:  # an integer too large for a float
         return None
     return None if finite and not math.isfinite(number) else number
 
 
 def _end_of(folder: Path) -> tuple[str, str | None]:
-    """How the last start of a run ended, where it says so itself, and the error that did it."""
+    """Return how the last start of a run ended, according to `run.json`, and its error."""
     try:
         start = json.loads((folder / "run.json").read_bytes())["starts"][-1]
         status, error = start["status"], start["error"]
-    except (OSError, ValueError, LookupError, TypeError):  # an older run has none, or another file
+    except (OSError, ValueError, LookupError, TypeError):  # an older run has no such file
         return "not running", None
-    if status == "running":  # but nobody holds the folder
+    if status == "running":  # but no process locks the folder
         return "killed", None
     return str(status), None if error is None else str(error).strip()

@@ -1,4 +1,4 @@
-"""One picture of some runs: a line about each, and a chart for each metric."""
+"""One frame of `trainer watch`: a line about each run and a chart for each metric."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.text import Text
 from trainer.cli.watch.follow import Run, Series
 
 _COLOURS = (6, 3, 5, 2, 4, 1)  # of the terminal's own palette, which suits its background
-_WIDTH = 46  # columns that a chart takes at least, where there are as many
-_LOWEST, _HIGHEST = 5, 16  # lines of a curve
+_WIDTH = 46  # minimum columns of a chart, if the terminal has as many
+_LOWEST, _HIGHEST = 5, 16  # minimum and maximum lines of a curve
 _STATES = {
     "running": "green",
     "finished": "green",
@@ -36,11 +36,11 @@ def frame(
     """Draw what was read of some runs.
 
     Args:
-        runs: Each has a colour of its own, the same in every chart.
-        patterns: Names of metrics, in which ``*`` stands for anything; None for all.
-        console: Its width is used whole.
-        height: The lines that there are; charts without room are left out and named. None for as
-            many as it takes.
+        runs: Each has its own colour, the same in every chart.
+        patterns: Names of metrics, in which ``*`` matches anything; None for all.
+        console: Its full width is used.
+        height: The number of lines; charts that do not fit are left out and named. None for no
+            limit.
 
     Returns:
         Something for rich to print.
@@ -74,7 +74,7 @@ def frame(
 def _chosen(
     runs: Sequence[Run], patterns: Sequence[str] | None
 ) -> tuple[list[str], list[RenderableType]]:
-    """The names of the metrics to be shown, and what there is to say of those asked for."""
+    """Return the names of the metrics to show, and a note about patterns without a match."""
     known = list(dict.fromkeys(name for run in runs for name in run.series))
     if patterns is None:
         return known, []
@@ -88,7 +88,7 @@ def _chosen(
 
 
 def _about(run: Run, colour: int) -> Text:
-    """How far a run has come."""
+    """Return the progress of a run."""
     text = Text.assemble(("● ", f"color({colour})"), (run.name, "bold"))
     if run.state:
         text.append(f"  {run.state}", _STATES.get(run.state, "dim"))
@@ -109,8 +109,8 @@ def _about(run: Run, colour: int) -> Text:
     if run.error:
         text.append(f"\n  {run.error.splitlines()[-1]}", "red")
     if run.damaged:
-        lines = "1 line is" if len(run.damaged) == 1 else f"{len(run.damaged)} lines are"
-        text.append(f"\n  {lines} no record and left out. {run.damaged[0]}", "red")
+        lines = "1 line was" if len(run.damaged) == 1 else f"{len(run.damaged)} lines were"
+        text.append(f"\n  {lines} skipped as damaged. {run.damaged[0]}", "red")
     return text
 
 
@@ -137,7 +137,7 @@ def _chart(name: str, runs: Sequence[Run], width: int, height: int, *, plain: bo
 
 
 def _values(label: str, series: Series | None, colour: int, *, plain: bool) -> Text:
-    """The last value of a run, its lowest and its highest."""
+    """Return the last value of a run, its lowest and its highest."""
     text = Text(no_wrap=True, overflow="ellipsis").append(label, f"color({colour})")
     if series is None:
         return text.append("-", "dim")
@@ -166,7 +166,7 @@ def _curve(lines: Sequence[tuple[Series, int]], width: int, height: int, *, plai
     plotext.yaxes(True, False)
     for series, colour in lines:
         steps, values = _thinned(series, 2 * width)
-        # Heights between 0 and 1: the library cannot draw what is near the limits of floats.
+        # Heights between 0 and 1: plotext cannot draw values near the limits of floats.
         heights = [_share(value, low, high) for value in values]
         plotext.plot(steps, heights, marker="*" if plain else "braille", color=colour)
     plotext.ylim(0, 1)
@@ -183,13 +183,13 @@ def _curve(lines: Sequence[tuple[Series, int]], width: int, height: int, *, plai
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """How far a value is on the way from the lowest to the highest; half of it where they agree."""
-    span = high / 2 - low / 2  # in halves: the whole of it may be more than a float holds
+    """Return the position of a value between the lowest (0) and highest (1); 0.5 if both agree."""
+    span = high / 2 - low / 2  # in halves: the whole span may overflow
     return (value / 2 - low / 2) / span if span else 0.5
 
 
 def _thinned(series: Series, parts: int) -> tuple[list[float], list[float]]:
-    """As many points as can be told apart: of each part the lowest and the highest, in order."""
+    """Return as many points as can be seen: the lowest and highest of each part, in order."""
     count = len(series.values)
     if count <= 2 * parts:
         return list(series.steps), list(series.values)

@@ -35,7 +35,7 @@ COMMANDS = {
     "test-model": ("fit", "test such a model"),
     "predict": ("fit", "write the predictions of such a model to files"),
     "estimate-memory": ("estimate_memory", "estimate how much memory training a model needs"),
-    "merge-weights": ("merge_weights", "merge the shards of a checkpoint into one file of weights"),
+    "merge-weights": ("merge_weights", "merge a checkpoint's shards into one safetensors file"),
     "completion": ("completion", "print a completion script for bash, zsh or fish"),
 }
 

@@ -29,8 +29,8 @@ def sharing_the_process() -> Iterator[None]:
         logger.warning(
             "Another thread of this process runs a Trainer too. Both draw from the same random "
             "generators and change the same modes of torch, so that neither run can be repeated "
-            "or resumed exactly. Give each a process of its own: for Optuna start several with "
-            "n_jobs=1, for joblib take backend='loky'."
+            "or resumed exactly. Run each in its own process: with Optuna, start several with "
+            "n_jobs=1; with joblib, pass backend='loky'."
         )
     try:
         yield

@@ -99,7 +99,7 @@ _TRAINER_ARGUMENTS = {
     "inference_mode": "nothing in its place: evaluations record no gradients",
     "log_every_n_steps": "log_every",
     "logger": "log_with",
-    "move_metrics_to_cpu": "nothing in its place: totals are numbers of one element",
+    "move_metrics_to_cpu": "nothing in its place: running totals are single numbers",
     "multiple_trainloader_mode": "one loader, of torch.utils.data.StackDataset or ConcatDataset",
     "num_nodes": "trainer launch --num_machines 2 script.py",
     "num_processes": "trainer launch --num_processes 2 script.py",
@@ -108,22 +108,22 @@ _TRAINER_ARGUMENTS = {
     "profiler": "profile='simple', or callbacks=[Profiler()] for a trace",
     "progress_bar_refresh_rate": "progress_bar",
     "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
-    "replace_sampler_ddp": "nothing in its place: the Trainer shares the loaders out",
+    "replace_sampler_ddp": "nothing in its place: the Trainer shards the loaders",
     "resume_from_checkpoint": "fit(ckpt_path=...)",
     "stochastic_weight_avg": "callbacks=[StochasticWeightAveraging(...)]",
     "strategy": "trainer launch --num_processes 2 script.py, or fsdp_plugin",
     "sync_batchnorm": "torch.nn.SyncBatchNorm.convert_sync_batchnorm",
-    "terminate_on_nan": "non_finite='stop', which it is unless given",
+    "terminate_on_nan": "non_finite='stop', the default",
     "tpu_cores": "trainer launch --num_processes 2 script.py",
     "track_grad_norm": "callbacks=[GradientNormMonitor()]",
     "truncated_bptt_steps": f"nothing in its place: {MANUAL}, splitting the batch there",
-    "use_distributed_sampler": "nothing in its place: the Trainer shares the loaders out",
+    "use_distributed_sampler": "nothing in its place: the Trainer shards the loaders",
     "val_check_interval": "val_every='500 steps'",
     "weights_save_path": "project_dir",
     "weights_summary": "callbacks=[ModelSummary()]",
 }
 _SAVES = "callbacks=[ModelCheckpoint(every=500, save_last=2)]"
-_LOADER = "fit(module, DataLoader(dataset, batch_size=8)), as torch.utils.data has it"
+_LOADER = "fit(module, DataLoader(dataset, batch_size=8)), with the DataLoader of torch.utils.data"
 _RATE = "configure_optimizers of the module"
 _OF_HUGGING_FACE = {
     "args": "the arguments of TrainingArguments that docs/migrating.md lists, as the Trainer's own",

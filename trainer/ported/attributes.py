@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 NO_LOGGER = (
-    "trackers run on a thread of their own, so that none can slow or stop the training. Values go "
-    "to them through self.log; name them in Trainer(log_with=...), and give one of your own for "
-    "images and tables (see register_tracker)"
+    "trackers run on their own threads, so that none can slow or stop the training. Log values "
+    "with self.log; name trackers in Trainer(log_with=...), and use trainer.trackers for images "
+    "and tables"
 )
 _LOOK_UP = "look it up in trainer.callbacks"
-_LOADER = "keep it where you make it; trainer.datamodule is the datamodule, trainer.{} the lengths"
+_LOADER = "keep the loader where you create it; see trainer.datamodule, and trainer.{} for lengths"
 _STAGE = (
-    "steps and hooks are named after what runs, setup is told it, and trainer.training is true "
-    "between the validations of a fit"
+    "steps and hooks are named after the stage, setup receives it, and trainer.training is true "
+    "outside the validations of a fit"
 )
-_ARGUMENT = "arguments are no attributes, but for max_epochs and max_steps: keep the value yourself"
+_ARGUMENT = "of the arguments only max_epochs and max_steps are attributes: keep the value yourself"
 _TRAINER_ATTRIBUTES = {
     **dict.fromkeys(
         (
@@ -49,7 +49,7 @@ _TRAINER_ATTRIBUTES = {
     "early_stopping_callbacks": _LOOK_UP,
     "evaluate": "use trainer.validate(module, loader)",
     "evaluating": _STAGE,
-    "fit_loop": "for a longer run make another Trainer, whose fit goes on by ckpt_path",
+    "fit_loop": "for a longer run create another Trainer, and resume with ckpt_path",
     "interrupted": "a callback's on_preemption is called",
     "is_last_batch": "step schedules in on_train_epoch_end; inside training_step the last batch of "
     "an epoch is that of batch_idx + 1 == trainer.num_training_batches",

@@ -180,7 +180,7 @@ def _meeting(made: argparse.ArgumentParser) -> None:
         metavar="MIN:MAX",
         help="range of the number of machines, with --nproc_per_node and --rdzv_endpoint",
     )
-    _add(group, "--machine_rank", "--node_rank", type=int, metavar="N", help="rank of this machine")
+    _add(group, "--machine_rank", "--node_rank", type=int, metavar="N", help="this machine, from 0")
     _add(group, "--main_process_ip", "--master_addr", metavar="HOST", help="address of machine 0")
     _add(
         group,
@@ -190,7 +190,7 @@ def _meeting(made: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of machine 0; 0 finds a free one",
     )
-    _add(group, "--max_restarts", type=int, metavar="N", help="restart all processes up to N times")
+    _add(group, "--max_restarts", type=int, metavar="N", help="restart all after up to N failures")
     _add(group, "--monitor_interval", type=float, metavar="SECONDS", help="time between checks")
     _add(group, "--rdzv_backend", choices=("static", "c10d"), help="how machines meet")
     _add(group, "--rdzv_endpoint", metavar="HOST[:PORT]", help="where they meet, for c10d")

@@ -126,7 +126,7 @@ def test_an_error_is_not_hidden_by_those_who_wait_in_another_operation(ranks3):
     failures = caught.value.failures
     assert failures[0].splitlines()[-1] == "LookupError: no such data set"
     for rank in (1, 2):
-        assert "DistributedOperationException: The processes wait" in failures[rank]
+        assert "DistributedOperationException: The processes are waiting" in failures[rank]
     assert ranks3(dist.get_rank) == [0, 1, 2]
 
 

@@ -709,7 +709,7 @@ def test_of_an_evaluations_steps_the_value_of_the_whole_is_recorded():
     def lost(module, batch, batch_idx):
         module.log("lost", batch.mean(), on_step=True, on_epoch=False)
 
-    with pytest.raises(ValueError, match=r"log\('lost', .* in a validation, of which only"):
+    with pytest.raises(ValueError, match=r"log\('lost', .* in validation, where only"):
         make().fit(Net(val_log=lost), loader(2), loader(4))
 
 

@@ -542,7 +542,8 @@ class Trainer:
 
         Returns:
             The checkpoint's folder, which is committed unless it is written in the background or
-            was requested inside a window; None if a save that is not required failed.
+            was requested inside a window, or this is a trial of a `Tuner`, which saves nothing;
+            None if a save that is not required failed.
 
         Raises:
             CheckpointError: On all processes; the message says what failed and where. A background
@@ -553,6 +554,8 @@ class Trainer:
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
         target = Path(path)
+        if self._parts.trial_steps is not None:
+            return target  # a trial of a `Tuner` writes nothing, nor replaces the user's checkpoint
         if not run.in_boundary:
             if self._run is not run:
                 raise RuntimeError(

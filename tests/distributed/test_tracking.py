@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers.ranks import RankError
@@ -207,3 +209,24 @@ def test_the_tracker_of_a_trainer_learns_how_the_run_ended(ranks2, error, status
         return tracker.seen[-1]
 
     assert ranks2(fit) == [status, "run"]
+
+
+def test_a_run_whose_processes_part_while_it_starts_is_a_failed_one(ranks2, tmp_path):
+    def fit():
+        tracker = Listed("run")
+        trainer = Trainer(
+            max_epochs=1, cpu=True, progress_bar=False, log_with=tracker, project_dir=tmp_path
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "new_group", no_connection)  # when the trackers have started
+            with pytest.raises(ConnectionError):
+                trainer.fit(Net(None), [torch.ones(2, 1)] * 4)
+        return tracker.seen[-1]
+
+    assert ranks2(fit) == ["failed", "run"]
+    (start,) = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert (start["status"], start["error"]) == ("failed", "ConnectionError: gone")
+
+
+def no_connection(**_):
+    raise ConnectionError("gone")

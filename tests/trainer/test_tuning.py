@@ -285,6 +285,20 @@ def test_trials_run_where_checkpoints_of_another_run_lie():
     assert files_in(Path()) == before != {}
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
+def test_saves_of_the_module_s_own_are_not_made_in_a_trial(hook):
+    def save(module, *_):
+        assert module.trainer.save_checkpoint("mine") == Path("mine")
+
+    module = type("Saving", (Line,), {hook: save})()
+    trainer = quiet_trainer(max_epochs=1)
+    find(module, trainer=trainer, num_training=12)
+    Tuner(trainer).scale_batch_size(module, DataLoader(data(), batch_size=4), max_trials=1)
+    assert not Path("mine").exists()
+    trainer.fit(module, DataLoader(data(), batch_size=4))
+    assert Path("mine/manifest.json").exists()
+
+
 def test_a_failed_trial_leaves_no_trace_either():
     class Failing(Line):
         def training_step(self, batch, batch_idx):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -248,9 +249,20 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
         cut_at=offset,
         cut_behind=None if chosen is None else step,
     )
-    on_main(start)
-    if run.world_size > 1:  # not for a trial on its own, which ends when the others still connect
-        run.writer.open()  # last: nothing can fail between this and the code that closes it
+    with _finished_on_error(run.recorder):
+        on_main(start)
+        if run.world_size > 1:  # not for a trial on its own: it ends while the others still connect
+            run.writer.open()  # last: nothing can fail between this and the code that closes it
+
+
+@contextmanager
+def _finished_on_error(recorder: Recorder) -> Iterator[None]:
+    """Finish the record and the trackers if another process fails, or is gone, while they start."""
+    try:
+        yield
+    except BaseException as error:
+        recorder.finish("failed", error)  # the Trainer, which finishes it later, does not have it
+        raise
 
 
 def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None:
@@ -360,7 +372,8 @@ def prepare_evaluation(
         broadcast([*module.parameters(), *module.buffers()])
     recorder = parts.project.make_recorder(evaluates=True)
     run = Run(**_common(parts, module, datamodule, hooks, recorder), counters=counters)
-    on_main(lambda: recorder.start(parts.settings.describe()))
+    with _finished_on_error(recorder):
+        on_main(lambda: recorder.start(parts.settings.describe()))
     return run, feeds
 
 

@@ -1,5 +1,5 @@
-# Every target makes the environment that it needs: `make demo` and `make test` work on a machine
-# that has only Python, make and a package index.
+# Every target creates the environment that it needs: `make demo` and `make test` work on a machine
+# that has only Python, make and access to a package index.
 
 PYTHON ?= python3
 VENV := .venv
@@ -11,34 +11,34 @@ READY := $(VENV)/.ready
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-# torch is installed first and alone: its pin in constraints.txt decides the build that everything
-# else is resolved against.
+# torch is installed first and alone, so that everything else is resolved against the build that is
+# pinned in constraints.txt.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(READY)  ## train the digits example and say where its results are
+demo: $(READY)  ## train the digits example and print where its results are
 	$(BIN)/python examples/digits.py --project-dir runs/digits
 
-# Two at a time, a file in one process: much of a test is waiting, for a process, a rank or the disk.
+# Two test files at a time, each in one process: tests mostly wait for processes, ranks or the disk.
 test: $(READY)  ## run every test
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-long: $(READY)  ## run the tests that take many minutes
 	$(BIN)/python -m pytest -m long
 
-lint: $(READY)  ## check the format, the rules and the types
+lint: $(READY)  ## check formatting, lint rules and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)  ## format the code and repair what can be repaired
+format: $(READY)  ## format the code and apply automatic fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-coverage: $(READY)  ## run every test and report the lines that none ran
+coverage: $(READY)  ## run every test and report uncovered lines
 	$(BIN)/python -m pytest --cov --cov-report=term-missing
 
 clean:  ## remove the environment and the caches

@@ -1,1 +1,1 @@
-"""What the loop costs, measured against what one would use instead: see `benchmarks/README.md`."""
+"""Benchmarks of Cadence against plain PyTorch and other trainers: see `benchmarks/README.md`."""

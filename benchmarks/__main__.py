@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run a benchmark, show its table, and write its JSON."""
+"""``python -m benchmarks``: run a benchmark, print its table and write its JSON."""
 
 from __future__ import annotations
 
@@ -35,26 +35,30 @@ BENCHMARKS: dict[str, ModuleType] = {
     "memory": memory,
     "transformer": transformer,
 }
-NOT_HERE = 3  # the exit code when a benchmark lacks what it needs
+NOT_HERE = 3  # the exit code when a requirement of a benchmark is missing
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the command line."""
+    """Return the parser of the command line."""
     made = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure what Cadence costs. benchmarks/README.md says how to read it.",
-        epilog="exit codes: 0 done, 2 wrong arguments, 3 something needed is not here",
+        epilog="exit codes: 0 done, 2 wrong arguments, 3 a requirement is missing",
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="benchmark")
     for name, module in BENCHMARKS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
         one = commands.add_parser(name, help=summary, description=summary)
         _add_common(one)
-        one.add_argument("--steps", type=_positive, default=module.STEPS, help="of each turn")
-        one.add_argument("--repeats", type=_positive, default=module.REPEATS, help="rounds")
+        one.add_argument("--steps", type=_positive, default=module.STEPS, help="steps per turn")
+        one.add_argument(
+            "--repeats", type=_positive, default=module.REPEATS, help="number of rounds"
+        )
         if hasattr(module, "add_arguments"):
             module.add_arguments(one)
-    everything = commands.add_parser("all", help="All of them with their defaults, chart and page.")
+    everything = commands.add_parser(
+        "all", help="Run all with their defaults; draw the chart, write the README."
+    )
     _add_common(everything)
     for name, summary in (
         ("chart", "Draw the chart of the README from the JSON."),
@@ -66,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_output(one: argparse.ArgumentParser) -> None:
     one.add_argument(
-        "--output", type=Path, help=f"folder of the JSON, {RESULTS.parent.name}/{RESULTS.name}"
+        "--output",
+        type=Path,
+        help=f"folder of the JSON, by default {RESULTS.parent.name}/{RESULTS.name}",
     )
 
 
@@ -77,7 +83,7 @@ def _add_common(one: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="only rows with such a text in their name, and the reference; kept with --output only",
+        help="only the reference and rows whose name contains a TEXT; saved only with --output",
     )
 
 
@@ -89,8 +95,8 @@ def _positive(text: str) -> int:
 
 
 def measure(module: ModuleType, options: argparse.Namespace) -> Result:
-    """Run one benchmark, show it, and write it where it belongs."""
-    # a run of some rows must not replace one of all
+    """Run one benchmark, print its result and save it."""
+    # a result with some rows must not replace one with all rows
     folder = options.output or (None if options.rows else RESULTS)
     result = module.run(options)
     print(f"\n{result.title}\n\n{result.table()}\n")
@@ -103,7 +109,7 @@ def measure(module: ModuleType, options: argparse.Namespace) -> Result:
 
 
 def run_all(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """One after the other; what cannot run here is told and left out."""
+    """Run all benchmarks in turn; those that cannot run here are reported and skipped."""
     code = 0
     common = ["--output", str(options.output)] if options.output else []
     common += ["--rows", *options.rows] if options.rows else []
@@ -122,17 +128,17 @@ def run_all(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for.
+    """Run the program.
 
     Args:
-        arguments: Of the command line.
+        arguments: The command-line arguments, by default those of the process.
 
     Returns:
         The exit code.
     """
     made = parser()
     options = made.parse_args(arguments)
-    torch.set_num_threads(1)  # the model is too small for more, and they would be measured too
+    torch.set_num_threads(1)  # the model is too small for more, whose overhead would be measured
     try:
         if options.command == "all":
             return run_all(made, options)

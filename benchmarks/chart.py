@@ -1,4 +1,4 @@
-"""A chart of the ratios to the loop written by hand, from the JSON of `overhead`."""
+"""The chart of CPU time relative to the loop written by hand, from the JSON of `overhead`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from benchmarks.report import Result, Unavailable
 
 
 def draw(folder: Path) -> Path:
-    """Draw ``overhead.svg`` beside the JSON that it shows.
+    """Draw ``overhead.svg`` next to its JSON.
 
     Raises:
-        Unavailable: matplotlib is not installed, or there is nothing to show.
+        Unavailable: matplotlib is not installed, or ``overhead.json`` does not exist.
     """
     path = folder / "overhead.json"
     if not path.exists():
-        raise Unavailable(f"{path} is not there yet: run python -m benchmarks overhead first.")
+        raise Unavailable(f"{path} does not exist: run python -m benchmarks overhead first.")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

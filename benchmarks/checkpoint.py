@@ -1,4 +1,4 @@
-"""What a checkpoint costs: how long the training waits, and how fast it gets to the disk."""
+"""The cost of a checkpoint: how long training waits, and how fast it reaches the disk."""
 
 from __future__ import annotations
 
@@ -34,15 +34,18 @@ COLUMNS = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Add the options of this benchmark."""
     parser.add_argument(
-        "--parameters", type=int, default=25_000_000, help="of the model; AdamW has two more each"
+        "--parameters",
+        type=int,
+        default=25_000_000,
+        help="number of model parameters; AdamW stores two more values for each",
     )
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
 
 
 class Stack(TrainModule):
-    """As many parameters as asked for, in layers of about a million."""
+    """A model of about as many parameters as requested, in layers of about a million."""
 
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -51,11 +54,11 @@ class Stack(TrainModule):
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(number))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """A loss that gives every parameter a gradient, and takes no time."""
+        """Return a cheap loss that gives every parameter a gradient."""
         return sum(layer.weight.square().mean() for layer in self.layers) + batch[0].sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, whose state is twice as large as the weights."""
+        """Return AdamW, whose state is twice as large as the weights."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -64,8 +67,8 @@ class Way:
     """One way to save.
 
     Attributes:
-        save: Into a path that is not there yet; the training waits for it.
-        finish: Until it is on the disk.
+        save: Saves to a path that does not exist yet; training waits for this call.
+        finish: Waits until the save is on the disk.
     """
 
     save: Callable[[Path], object]
@@ -73,7 +76,7 @@ class Way:
 
 
 def written(data: bytes, path: Path) -> None:
-    """A plain file, which is the best that the disk can do."""
+    """Write a plain file and sync it: the best that the disk can do."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -81,7 +84,7 @@ def written(data: bytes, path: Path) -> None:
 
 
 def torch_saved(state: Any, path: Path, *, sync: bool) -> None:
-    """What most loops do, with or without waiting for the disk."""
+    """Save with `torch.save` as most loops do, syncing to the disk or not."""
     with path.open("wb") as file:
         torch.save(state, file)
         if sync:
@@ -90,7 +93,7 @@ def torch_saved(state: Any, path: Path, *, sync: bool) -> None:
 
 
 def rows(trainer: Trainer) -> dict[str, Way]:
-    """The ways to save what a Trainer has trained, the disk's own first."""
+    """Return the ways to save what a Trainer has trained, the plain file first."""
     module, optimizer = trainer.module, trainer.optimizers[0]
     state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
     data = bytes(size_of(state))
@@ -107,7 +110,7 @@ def rows(trainer: Trainer) -> dict[str, Way]:
 
 
 def size_of(state: Any) -> int:
-    """The bytes of all tensors in it."""
+    """Return the bytes of all tensors in a nested state."""
     if isinstance(state, Tensor):
         return state.nbytes
     if isinstance(state, dict):
@@ -116,8 +119,8 @@ def size_of(state: Any) -> int:
 
 
 def turn(way: Way, path: Path) -> dict[str, float]:
-    """One save; milliseconds."""
-    os.sync()  # what others have left to be written is not this one's
+    """Make one save; return its times in milliseconds."""
+    os.sync()  # earlier writes that are still pending must not count for this save
     stall = timed(lambda: way.save(path)).wall
     rest = timed(way.finish).wall
     _remove(path)
@@ -129,7 +132,7 @@ def _remove(path: Path) -> None:
 
 
 def memory_of(way: Way, path: Path) -> float:
-    """How far one save lifts the resident memory at its highest, in MB; looked at every ms."""
+    """Return by how many MB one save raises the peak resident memory, sampled every ms."""
     process, over = psutil.Process(), threading.Event()
     before = highest = process.memory_info().rss
 
@@ -151,21 +154,21 @@ def memory_of(way: Way, path: Path) -> float:
 
 
 class AtTheBoundary(Callback):
-    """Calls a function behind the first update, where runs are saved: the optimizer has its state.
+    """Call a function at the boundary of an update, where runs are saved with optimizer state.
 
-    After a fit nothing goes on that a save in the background could be beside, and none is.
+    After a fit there is no training for a save to overlap with, so none runs in the background.
     """
 
     def __init__(self, call: Callable[[Trainer], object]) -> None:
         self.call = call
 
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
-        """Call it."""
+        """Call the function."""
         self.call(trainer)
 
 
 def train(parameters: int, folder: Path, call: Callable[[Trainer], object]) -> None:
-    """Make an update, and call a function behind it."""
+    """Make one update and call a function at its boundary."""
     trainer = Trainer(
         max_steps=1,
         cpu=True,
@@ -179,7 +182,7 @@ def train(parameters: int, folder: Path, call: Callable[[Trainer], object]) -> N
 
 
 def run(options: Namespace) -> Result:
-    """Measure it."""
+    """Run the benchmark."""
     memory: dict[str, float] = {}
     times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -230,7 +233,9 @@ def _rows(
             "disk": [one / other for one, other in zip(best, totals, strict=True)],
         }
         values: dict[str, Any] = {key: quartiles(each) for key, each in samples.items()}
-        if name == "torch.save":  # its file is in memory yet, so that these would mean nothing
+        if (
+            name == "torch.save"
+        ):  # its file may still be in the page cache, so these figures would mean nothing
             for key in ("total", "rate", "disk"):
                 del values[key], samples[key]
         found.append(Row(name=name, values=values | {"memory": memory[name]}, samples=samples))

@@ -1,4 +1,4 @@
-"""The loops that are compared: one written by hand, and Cadence's. Peers are in `peers.py`."""
+"""The loops that are compared: one by hand, and those of Cadence; peers are in `peers.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.state import AcceleratorState
 
 
 def by_hand(task: Any) -> None:
-    """What PyTorch's tutorials write, and nothing else."""
+    """Train with the plain loop of PyTorch's tutorials."""
     model, optimizer = task.model, task.optimizer()
     model.train()
     for batch in task.loader:
@@ -24,7 +24,7 @@ def by_hand(task: Any) -> None:
 
 
 def by_hand_with_tensorboard(task: Any, *, every: int = 50) -> None:
-    """The same, with the loss in TensorBoard every so many steps."""
+    """Train as `by_hand` does, and log the loss to TensorBoard every so many steps."""
     from torch.utils.tensorboard import SummaryWriter
 
     model, optimizer = task.model, task.optimizer()
@@ -43,9 +43,9 @@ class Module(TrainModule):
     """A task as a module.
 
     Args:
-        task: What is trained.
+        task: The task to train.
         logs: Log the loss in each step, and show it in the progress bar.
-        metrics: Log so many more values in each step.
+        metrics: How many more values to log in each step.
     """
 
     def __init__(self, task: Any, *, logs: bool = True, metrics: int = 0) -> None:
@@ -55,7 +55,7 @@ class Module(TrainModule):
         self.names = [f"metric/{number}" for number in range(metrics)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss, logged."""
+        """Return the loss, and log it if asked to."""
         loss = self.task.loss(self.model, batch)
         if self.logs:
             self.log("train/loss", loss, prog_bar=True)
@@ -64,12 +64,12 @@ class Module(TrainModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The task's."""
+        """Return the task's optimizer."""
         return self.task.optimizer()
 
 
 def barebones(task: Any) -> None:
-    """Cadence with everything off."""
+    """Train with a `Trainer` with everything switched off."""
     AcceleratorState._reset_state()
     Trainer(max_epochs=1, cpu=task.device == "cpu", barebones=True).fit(
         Module(task, logs=False), task.whole
@@ -77,12 +77,12 @@ def barebones(task: Any) -> None:
 
 
 def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
-    """Cadence with its defaults: a progress bar, checkpoints, ``metrics.jsonl``, and TensorBoard.
+    """Train with a default `Trainer`: progress bar, checkpoints and ``metrics.jsonl``; TensorBoard.
 
     Args:
-        task: What is trained.
-        metrics: So many values are logged in each step beside the loss.
-        **settings: Others of the `Trainer`.
+        task: The task to train.
+        metrics: How many values to log in each step besides the loss.
+        **settings: Other arguments of the `Trainer`.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {"log_with": "tensorboard", "project_dir": f"{folder}/run"} | settings
@@ -92,7 +92,7 @@ def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
 
 
 def own_loop(task: Any) -> None:
-    """The loop written by hand, with Cadence's `Accelerator`."""
+    """Train with a loop written by hand and Cadence's `Accelerator`."""
     AcceleratorState._reset_state()  # each turn begins like a new process
     accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision=task.precision)
     model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.whole)

@@ -1,4 +1,4 @@
-"""How fast batches come: a prepared loader against the plain one that it was made from."""
+"""The time per batch of a prepared loader, against the plain loader that it was made from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 32
 
 
 class Samples(Dataset[Any]):
-    """Samples that take some work each, like those that are decoded or augmented."""
+    """Samples that take some work each, as decoding or augmentation does."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -35,7 +35,7 @@ class Samples(Dataset[Any]):
 
 
 class Drawing(Samples):
-    """Each draws a number, to no effect: the plain loader's would be another in every pass."""
+    """Samples that each draw a random number, multiplied by 0 so that all passes are equal."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         x, y = super().__getitem__(index)
@@ -51,17 +51,17 @@ KINDS: dict[str, tuple[Callable[..., Dataset[Any]], dict[str, Any]]] = {
 
 
 def plain(loader: DataLoader[Any]) -> Iterable[Any]:
-    """The loader as it is."""
+    """Return the loader unchanged."""
     return loader
 
 
 def prepared(loader: DataLoader[Any]) -> Iterable[Any]:
-    """What `Accelerator.prepare` makes of it."""
+    """Return the loader as `Accelerator.prepare` returns it."""
     return Accelerator(cpu=True).prepare(loader)
 
 
 def read(prepare: Callable[..., Iterable[Any]], kind: str, workers: int, steps: int) -> Lap:
-    """One pass; the time from the first batch to the last, without the start of workers."""
+    """Make one pass; return the time per batch, without the start of the workers."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(steps * BATCH, 64, generator=generator)
     make, settings = KINDS[kind]
@@ -77,7 +77,7 @@ def read(prepare: Callable[..., Iterable[Any]], kind: str, workers: int, steps: 
 
 
 def rows(kind: str, workers: int, steps: int) -> list[Contender]:
-    """The contenders of one kind of data, the reference first."""
+    """Return the contenders for one kind of data, the reference first."""
     loaders = {"DataLoader": plain, "prepared by Cadence": prepared}
     return [
         Contender(name=name, run=partial(read, prepare, kind, workers, steps))
@@ -86,7 +86,7 @@ def rows(kind: str, workers: int, steps: int) -> list[Contender]:
 
 
 def run(options: Namespace) -> Result:
-    """Measure it."""
+    """Run the benchmark."""
     found = []
     for kind in KINDS:
         for workers in (0, 2):

@@ -1,6 +1,6 @@
-"""What the loop adds to DistributedDataParallel, on two processes of one machine.
+"""The overhead of the loop over DistributedDataParallel, on two processes of one machine.
 
-Called alone it starts the processes, by ``torchrun``; in each of them it is called again.
+`run` starts the processes with ``torchrun``; each runs this module as a script.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 
 STEPS, REPEATS = 500, 10
 PROCESSES = 2
-# The widths of the hidden layers, and how many times fewer steps the larger ones make.
+# The widths of the hidden layers, and by how much the number of steps is divided.
 GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
     "2,762 parameters": ((64,), 1),
     "1.1 million parameters": ((1024, 1024), 5),
@@ -33,12 +33,12 @@ GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of this benchmark alone."""
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="how many are started")
+    """Add the options of this benchmark."""
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="how many to start")
 
 
 def by_hand(task: Task) -> None:
-    """What PyTorch's tutorial on DDP writes."""
+    """Train with the loop of PyTorch's DDP tutorial."""
     model, optimizer = DistributedDataParallel(task.model), task.optimizer()
     model.train()
     for batch in task.loader:
@@ -49,7 +49,7 @@ def by_hand(task: Task) -> None:
 
 
 def defaults(task: Task) -> None:
-    """Cadence's defaults, in one folder for all processes."""
+    """Train with a default `Trainer`, in one folder for all processes."""
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
@@ -58,7 +58,7 @@ def defaults(task: Task) -> None:
 
 
 def rows(steps: int, *hidden: int) -> list[Contender]:
-    """The contenders, the reference first, with hidden layers of these widths."""
+    """Return the contenders, the reference first, for hidden layers of these widths."""
 
     def turn(train: Callable[[Task], None]) -> Lap:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -77,7 +77,7 @@ def rows(steps: int, *hidden: int) -> list[Contender]:
 
 
 def measure(options: Namespace) -> Result:
-    """Measure it, as one of the processes; each has its own clock."""
+    """Run the benchmark as one of the processes; each has its own clock."""
     groups = {
         name: rows(max(5, options.steps // fewer), *hidden)
         for name, (hidden, fewer) in GROUPS.items()
@@ -101,7 +101,7 @@ def measure(options: Namespace) -> Result:
 
 
 def run(options: Namespace) -> Result:
-    """Measure it on processes that are started for it."""
+    """Start the processes, wait for them and load their result."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -19,15 +19,15 @@ from benchmarks.timing import Clock, Lap
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a model and its batches; the defaults make 124 million parameters.
+    """The size of a model and its batches; by default 124 million parameters.
 
     Attributes:
-        vocabulary: Different tokens.
-        context: Tokens of a sequence.
-        depth: Blocks.
-        heads: Of each attention.
-        width: Of what goes through the blocks.
-        batch: Sequences.
+        vocabulary: The number of distinct tokens.
+        context: Tokens per sequence.
+        depth: The number of blocks.
+        heads: Attention heads per block.
+        width: The dimension of the residual stream.
+        batch: Sequences per batch.
     """
 
     vocabulary: int = 50304
@@ -42,7 +42,7 @@ TINY = Size(vocabulary=64, context=16, depth=1, heads=2, width=32, batch=2)
 
 
 class Block(nn.Module):
-    """Causal self-attention and a perceptron, each added to what goes through."""
+    """Causal self-attention and a perceptron, each with a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Map (batch, tokens, width) to the same shape."""
         parts = self.attention(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
         q, k, v = parts.permute(2, 0, 3, 1, 4)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -67,9 +67,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A language model and its loss, so that who compiles it compiles both.
+    """A language model that returns its loss, so that compiling it includes the loss.
 
-    The embedding of tokens is the last layer's weights too.
+    The token embedding and the last layer share their weights.
     """
 
     def __init__(self, size: Size) -> None:
@@ -84,7 +84,7 @@ class Gpt(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """The mean over all tokens, in nats, for (batch, tokens + 1)."""
+        """Return the mean loss over all tokens, in nats, for codes of shape (batch, tokens + 1)."""
         seen, following = codes[:, :-1], codes[:, 1:]
         places = torch.arange(seen.shape[1], device=codes.device)
         scores = self.head(self.norm(self.blocks(self.tokens(seen) + self.places(places))))
@@ -92,27 +92,27 @@ class Gpt(nn.Module):
 
 
 class Ticking(nn.Module):
-    """Calls a model, which may be compiled, and counts the calls outside of it."""
+    """Call a model, and count the calls outside of it, as it may be compiled."""
 
     def __init__(self, model: nn.Module, clock: Clock) -> None:
         super().__init__()
         self.model, self.clock = model, clock
 
     def forward(self, codes: Tensor) -> Tensor:
-        """What the model says."""
+        """Count the call and return the model's loss."""
         self.clock.tick()
         return self.model(codes)
 
 
 class Task:
-    """A training of the transformer, see `benchmarks.task.Task`, on a device in bf16.
+    """The task of training the transformer on a device in bf16; see `benchmarks.task.Task`.
 
     Args:
-        steps: How many.
-        size: Of the model.
+        steps: The number of steps.
+        size: The size of the model and its batches.
         device: ``"cuda"`` or ``"cpu"``.
-        backend: What ``torch.compile`` compiles with.
-        compiled: The model is compiled; otherwise whoever trains does so.
+        backend: The backend of ``torch.compile``.
+        compiled: Compile the model here; otherwise the training loop has to.
     """
 
     precision = "bf16"
@@ -124,7 +124,10 @@ class Task:
         self.clock = Clock(steps, skip=max(1, steps // 5), wait=wait)
         self.device, self.backend = device, backend
         generator = torch.Generator().manual_seed(1)
-        shape = (min(steps, 8) * size.batch, size.context + 1)  # the same again and again: learnt
+        shape = (
+            min(steps, 8) * size.batch,
+            size.context + 1,
+        )  # repeated, so that the model learns them
         self.dataset = TensorDataset(
             torch.randint(size.vocabulary, shape, generator=generator).repeat(-(-steps // 8), 1)[
                 : steps * size.batch
@@ -140,17 +143,17 @@ class Task:
             self.model = Ticking(torch.compile(self.bare, backend=backend), self.clock)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """AdamW, in one kernel on CUDA."""
+        """Return AdamW, fused on CUDA."""
         return torch.optim.AdamW(
             self.bare.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=self.device == "cuda"
         )
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over the tokens of a batch, with the model as somebody has wrapped it."""
+        """Return the mean loss over the tokens of a batch; the model may be wrapped."""
         return model(batch[0])
 
     def lap(self) -> Lap:
-        """The time of a step, and the loss of the first batch with the weights of the end."""
+        """Return the time per step, and the loss of the first batch with the final weights."""
         batch = [codes.to(self.device) for codes in next(iter(self.whole))]
         with torch.no_grad(), torch.autocast(self.device, torch.bfloat16):
             outcome = self.loss(self.bare, batch).item()
@@ -158,12 +161,12 @@ class Task:
 
 
 def flops_per_token(model: Gpt, size: Size) -> float:
-    """Operations of forward and backward for one token.
+    """Return the FLOPs of the forward and backward pass per token.
 
-    Six for each weight that is multiplied with, and twelve for each token that attention looks at
-    in each dimension of each block (Chowdhery et al., 2022, "PaLM", appendix B); all tokens of the
-    context are counted, as is the custom, though a causal model looks at half of them. The
-    embedding of places is only looked up.
+    Six per weight of a matrix product, and twelve per attended token, dimension and block
+    (Chowdhery et al., 2022, "PaLM", appendix B). As is customary, all tokens of the context count,
+    although a causal model attends to half of them on average. The position embedding is only
+    looked up, so it does not count.
     """
     weights = sum(parameter.numel() for parameter in model.parameters())
     weights -= model.places.weight.numel()

@@ -1,4 +1,4 @@
-"""What an import takes, each in a process of its own."""
+"""The time of an import, each in a new process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(json.dumps([wall, cpu, len(sys.modules)]))
 
 
 def turn(statement: str, modules: dict[str, int]) -> Lap:
-    """One import, in a new process."""
+    """Time one import in a new process."""
     command = [sys.executable, "-c", SCRIPT.format(statement=statement)]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     wall, cpu, modules[statement] = json.loads(output.splitlines()[-1])
@@ -42,7 +42,7 @@ STATEMENTS = {
 
 
 def rows(modules: dict[str, int]) -> list[Contender]:
-    """The contenders, the reference first; each notes how many modules it has loaded."""
+    """Return the contenders, the reference first; each records how many modules it loads."""
     return [
         Contender(name=statement, run=partial(turn, statement, modules), needs=needs)
         for statement, needs in STATEMENTS.items()
@@ -50,7 +50,7 @@ def rows(modules: dict[str, int]) -> list[Contender]:
 
 
 def run(options: Namespace) -> Result:
-    """Measure it."""
+    """Run the benchmark."""
     modules: dict[str, int] = {}
     found = take_turns(chosen(rows(modules), options.rows), options.repeats, unit=1e-3)
     for row in found:

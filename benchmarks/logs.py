@@ -1,4 +1,4 @@
-"""What callbacks, logged metrics and trackers cost the training thread."""
+"""The cost of callbacks, logged metrics and trackers on the training thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUIET = {"log_with": None, "progress_bar": False, "checkpointing": False}
 
 
 class Silent(Callback):
-    """Overrides the hooks of a step, and does nothing in them."""
+    """Override the hooks of a step and do nothing in them."""
 
     def on_train_step_start(self, trainer: Any, module: Any) -> None:
         """Nothing."""
@@ -44,25 +44,25 @@ class Silent(Callback):
 
 
 class Counting(Callback):
-    """Does about the least that a callback does, once a step."""
+    """Do about the least that a callback can do, once per step."""
 
     def __init__(self) -> None:
         self.steps = 0
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        """Count."""
+        """Count the step."""
         self.steps += 1
 
 
 def turn(steps: int, *, metrics: int = 0, callbacks: Callable[[], list[Callback]] = list) -> Lap:
-    """One fit without a bar, trackers and checkpoints."""
+    """Run one fit without progress bar, trackers and checkpoints."""
     task = Task(steps)
     contestants.defaults(task, metrics=metrics, callbacks=callbacks(), **QUIET)
     return task.lap()
 
 
 def callback_rows(steps: int) -> list[Contender]:
-    """A hundred callbacks against none."""
+    """Return the contenders with no callback and with a hundred."""
     kinds: dict[str, Callable[[], list[Callback]]] = {
         "no callback": list,
         "100 callbacks that override no hook": lambda: [Callback() for _ in range(100)],
@@ -76,7 +76,7 @@ def callback_rows(steps: int) -> list[Contender]:
 
 
 def metric_rows(steps: int) -> list[Contender]:
-    """More and more metrics, logged in each step and written every 50."""
+    """Return the contenders by number of metrics, logged in each step and written every 50."""
     return [
         Contender(name=f"{1 + number} metrics per step", run=partial(turn, steps, metrics=number))
         for number in (0, *METRICS)
@@ -85,7 +85,7 @@ def metric_rows(steps: int) -> list[Contender]:
 
 @contextmanager
 def summary_writer(folder: Path) -> Iterator[Callable[[int], None]]:
-    """TensorBoard's own writer."""
+    """Yield a call of TensorBoard's own writer."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder)) as writer:
@@ -96,7 +96,7 @@ def summary_writer(folder: Path) -> Iterator[Callable[[int], None]]:
 def tracker(
     make: Callable[[Path], GeneralTracker], folder: Path
 ) -> Iterator[Callable[[int], None]]:
-    """One of Cadence's trackers, as a `Trainer` uses it."""
+    """Yield a call of one of Cadence's trackers, in the background as in a `Trainer`."""
     background = BackgroundTracker(make(folder), capacity=1_000_000)
     background.start()
     try:
@@ -106,7 +106,7 @@ def tracker(
 
 
 def calls(steps: int, log: Callable[[Path], Any], *, pause: float = 0.0) -> Lap:
-    """So many calls of something that logs one number, with a pause after each, not counted."""
+    """Time `steps` calls that log; the pause after each is not counted."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         call = stack.enter_context(log(Path(name)))
         wall = cpu = 0.0
@@ -120,7 +120,7 @@ def calls(steps: int, log: Callable[[Path], Any], *, pause: float = 0.0) -> Lap:
 
 
 def tracker_rows(steps: int) -> list[Contender]:
-    """One number logged: directly, and by way of the queue."""
+    """Return the contenders that log one number, directly and through the queue."""
     kinds: dict[str, Any] = {
         "SummaryWriter.add_scalar": summary_writer,
         "Cadence, TensorBoard": partial(tracker, lambda folder: TensorBoardTracker("r", folder)),
@@ -134,7 +134,7 @@ def tracker_rows(steps: int) -> list[Contender]:
 
 
 def service_rows(steps: int) -> list[Contender]:
-    """Four numbers told to a CSV table, TensorBoard, W&B and Comet, the last two offline."""
+    """Return the contenders that log to CSV, TensorBoard, W&B and Comet, the last two offline."""
     kinds: dict[str, Any] = {
         "the four, called directly": services.sdks,
         "Cadence, Accelerator.log": services.accelerator_log,
@@ -142,7 +142,7 @@ def service_rows(steps: int) -> list[Contender]:
     }
     needs = ("tensorboard", "wandb", "comet_ml")
     return [
-        # A pause as that of a step, in which the threads of the trackers may work.
+        # The pause stands for a step, during which the threads of the trackers can work.
         Contender(name=name, run=partial(calls, steps, log, pause=0.002), needs=needs)
         for name, log in kinds.items()
     ]
@@ -157,7 +157,7 @@ GROUPS: dict[str, Callable[[int], list[Contender]]] = {
 
 
 def run(options: Namespace) -> Result:
-    """Measure it."""
+    """Run the benchmark."""
     found = []
     for group, make in GROUPS.items():
         contenders = chosen(make(options.steps), options.rows)

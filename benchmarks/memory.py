@@ -1,6 +1,6 @@
-"""How much memory a run takes at its highest, and whether that grows with its steps.
+"""The peak memory of a run, and whether memory grows with its steps.
 
-Each run has a process of its own, since a process never gives its peak back.
+Each run has its own process, since the recorded peak of a process never falls.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.task import Task
 from benchmarks.timing import Clock, quartiles, unseen
 
 STEPS, REPEATS = 100_000, 1
-WARM_UP = 0.2  # of the steps: by then caches and the allocator have what they keep
-WIDTH = 4472  # of a layer of twenty million parameters
+WARM_UP = 0.2  # of the steps: by then the caches and the allocator have reached their size
+WIDTH = 4472  # of a layer with twenty million parameters
 COLUMNS = (
     Column("peak", "peak, MB"),
     Column("ratio", "×", 3),
@@ -44,7 +44,7 @@ KINDS: dict[str, Callable[[Any], None]] = {
 
 
 class Meter(Clock):
-    """Notes the resident memory in place of the time, at the beginning and at the end."""
+    """Record the resident memory instead of the time, at the first counted step and the last."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps, skip=int(WARM_UP * steps))
@@ -59,7 +59,7 @@ class Meter(Clock):
 
 
 def task_of(steps: int, *, wide: bool) -> tuple[Task, Meter]:
-    """What is trained, its clock replaced by a meter."""
+    """Return the task to train, with a meter in place of its clock."""
     hidden = (WIDTH, WIDTH) if wide else (64,)
     task = Task(steps, dataset="batched", optimizer="adamw", hidden=hidden)
     meter = Meter(steps)
@@ -68,12 +68,12 @@ def task_of(steps: int, *, wide: bool) -> tuple[Task, Meter]:
 
 
 def measure(train: Callable[[Any], None], steps: int, *, wide: bool) -> dict[str, float]:
-    """One run in this process: its peak, and what it grew by after the warm-up, in bytes."""
+    """Run once in this process; return its peak and its growth after the warm-up, in bytes."""
     task, meter = task_of(steps, wide=wide)
     with unseen():
         train(task)
     if meter.count != steps:
-        raise RuntimeError(f"{meter.count} steps were made; it should have been {steps}.")
+        raise RuntimeError(f"{meter.count} steps were made, but {steps} were expected.")
     before, after = meter.bytes
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -81,9 +81,9 @@ def measure(train: Callable[[Any], None], steps: int, *, wide: bool) -> dict[str
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Add the options of this benchmark."""
     parser.add_argument(
-        "--wide-steps", type=int, default=20, help="of the run with 20 million parameters"
+        "--wide-steps", type=int, default=20, help="steps of the run with 20 million parameters"
     )
 
 
@@ -97,7 +97,7 @@ def _measured_apart(name: str, steps: int, *, wide: bool) -> dict[str, float]:
 def table(
     measured: Callable[[str], dict[str, float]], names: list[str], repeats: int, counted: int
 ) -> list[Row]:
-    """Rows of what is measured in turn, the reference first; `counted` steps made the growth."""
+    """Measure all in turn; return rows relative to the first, with growth over `counted` steps."""
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(repeats):
         for name in names:
@@ -120,7 +120,7 @@ def table(
 
 
 def run(options: Namespace) -> Result:
-    """Measure it, each in a process of its own."""
+    """Run the benchmark, each run in its own process."""
     reference, *others = KINDS
     wanted = [row.casefold() for row in options.rows]
     kept = [o for o in others if not wanted or any(row in o.casefold() for row in wanted)]
@@ -135,7 +135,7 @@ def run(options: Namespace) -> Result:
         for row in parts:
             size = "20 million" if wide else "2,762"
             row.group = f"{size} parameters, {steps:,} steps"
-            if wide:  # too few steps to grow in
+            if wide:  # too few steps to show growth
                 for key in ("growth", "per_step"):
                     del row.values[key], row.samples[key]
         found += parts

@@ -1,4 +1,4 @@
-"""What a loop adds to the smallest step: Cadence and its peers against one written by hand."""
+"""The overhead of a loop per step: Cadence and its peers against one written by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.report import Result
 from benchmarks.task import DATASETS, OPTIMIZERS, Task
 from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 
-STEPS, REPEATS = 4000, 10  # long enough for what trackers do a tenth of a second later
+STEPS, REPEATS = 4000, 10  # long enough to include what trackers do a tenth of a second later
 GROUPS = {
     "tensors": "TensorDataset",
     "batched": "a dataset that every loop reads a batch at a time",
@@ -19,7 +19,7 @@ GROUPS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Add the options of this benchmark."""
     parser.add_argument(
         "--datasets",
         nargs="+",
@@ -31,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def rows(steps: int, dataset: str = "tensors", optimizer: str = "sgd") -> list[Contender]:
-    """The contenders, the reference first."""
+    """Return the contenders, the reference first."""
 
     def turn(train: Callable[[Task], None]) -> Lap:
         task = Task(steps, dataset=dataset, optimizer=optimizer)
@@ -53,7 +53,7 @@ def rows(steps: int, dataset: str = "tensors", optimizer: str = "sgd") -> list[C
 
 
 def run(options: Namespace) -> Result:
-    """Measure it."""
+    """Run the benchmark."""
     found = []
     for dataset in options.datasets:
         contenders = chosen(rows(options.steps, dataset, options.optimizer), options.rows)

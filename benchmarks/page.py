@@ -1,4 +1,4 @@
-"""The figures in the README, written from the JSON: none is typed by hand."""
+"""Write the figures in the README from the JSON: none is typed by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLACE = re.compile(r"(<!-- results of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def section(path: Path) -> str:
-    """What the page says about one result."""
+    """Return the text of the README about one result."""
     if not path.exists():
         return f"*Not measured yet: `python -m benchmarks {path.stem}`.*\n"
     result = Result.load(path)
@@ -21,17 +21,17 @@ def section(path: Path) -> str:
 
 
 def written(text: str, folder: Path) -> str:
-    """The page with the results of a folder between its marks."""
+    """Return the text with the results of a folder inserted between its markers."""
     return _PLACE.sub(
         lambda found: found[1] + section(folder / f"{found[2]}.json") + found[3], text
     )
 
 
 def write(folder: Path) -> Path:
-    """Bring the README up to date.
+    """Update the README.
 
     Raises:
-        Unavailable: There is no result in the folder, and the page would lose its figures.
+        Unavailable: There is no result in the folder, so the README would lose its figures.
     """
     if not any(folder.glob("*.json")):
         raise Unavailable(f"There are no results in {folder}: run python -m benchmarks all first.")

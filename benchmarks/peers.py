@@ -1,7 +1,7 @@
-"""The same training with other trainers, as their documentation writes it.
+"""The same training with other trainers, written as in their documentation.
 
-Where one would do more than the others by its defaults (clip gradients, save in the middle), that
-is switched off, so that all do the same work.
+Defaults that do more than the other trainers (clip gradients, save during training) are switched
+off, so that all do the same work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Peer:
     """Another trainer.
 
     Attributes:
-        name: In the table.
+        name: Its name in the table.
         train: Trains a task to its end.
-        needs: What must be installed.
+        needs: The packages that must be installed.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Peer:
 
 @contextmanager
 def _folder() -> Any:
-    """A folder for what they write; what they warn of is nothing that one could act upon here."""
+    """Yield a folder for their files; their warnings, not actionable here, are ignored."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield folder
 
 
 def accelerate(task: Any) -> None:
-    """Accelerate's own loop."""
+    """Train with the loop of Accelerate's documentation."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -56,7 +56,7 @@ def accelerate(task: Any) -> None:
 
 
 def fabric(task: Any) -> None:
-    """Lightning Fabric's own loop."""
+    """Train with the loop of Lightning Fabric's documentation."""
     from lightning.fabric import Fabric
 
     with _folder():
@@ -78,12 +78,12 @@ def _lightning_precision(task: Any) -> str:
 
 
 def lightning(task: Any, *, logs: bool = False, **settings: Any) -> None:
-    """Lightning's `Trainer`.
+    """Train with Lightning's `Trainer`.
 
     Args:
-        task: What is trained.
+        task: The task to train.
         logs: Log the loss in each step, and show it in the progress bar.
-        **settings: Of its `Trainer`.
+        **settings: Arguments of its `Trainer`.
     """
     from lightning.pytorch import LightningModule, Trainer
 
@@ -114,13 +114,13 @@ def lightning(task: Any, *, logs: bool = False, **settings: Any) -> None:
 
 
 def transformers(task: Any) -> None:
-    """The `Trainer` of Hugging Face transformers."""
+    """Train with the `Trainer` of Hugging Face transformers."""
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
     class Ours(Trainer):
         def get_train_dataloader(self) -> Any:
-            return self.accelerator.prepare(task.whole)  # the batches that all others have
+            return self.accelerator.prepare(task.whole)  # the same batches as all others
 
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             return task.loss(model, inputs)
@@ -146,7 +146,7 @@ def transformers(task: Any) -> None:
 
 
 def ignite(task: Any) -> None:
-    """Ignite's supervised trainer."""
+    """Train with Ignite's supervised trainer."""
     import torch
     from ignite.engine import create_supervised_trainer
 

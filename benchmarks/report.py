@@ -1,4 +1,4 @@
-"""Results: as a table to read, and as JSON that charts and pages are made from."""
+"""Results, as a table and as the JSON that the chart and the README are made from."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ PACKAGES = (
 
 
 class Unavailable(RuntimeError):
-    """What a benchmark needs is not here; the text says what, and what to do."""
+    """A requirement of a benchmark is missing; the message says which, and what to do."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of each row.
+    """A column of the table.
 
     Attributes:
-        key: In the rows' values.
-        title: At its head.
-        digits: Behind the point.
+        key: Its key in the rows' values.
+        title: Its heading.
+        digits: Digits after the decimal point.
     """
 
     key: str
@@ -49,14 +49,14 @@ class Column:
 
 @dataclass(kw_only=True)
 class Row:
-    """A line of a table.
+    """A row of the table.
 
     Attributes:
         name: What was measured.
-        group: Rows of a group are compared with its first.
-        values: By the columns' keys: a number, or a median with its lower and its upper quartile.
+        group: Its group, whose first row the others are compared with.
+        values: By column key, a number, or a median with its lower and upper quartile.
         void: Why there are no values.
-        samples: What the quartiles were made of.
+        samples: By key, the values that the quartiles were computed from.
     """
 
     name: str
@@ -68,18 +68,18 @@ class Row:
 
 @dataclass(kw_only=True)
 class Result:
-    """All that a benchmark found.
+    """The result of a benchmark.
 
     Attributes:
-        benchmark: Its name on the command line.
-        title: Of the table.
-        columns: Of the table.
-        rows: Of the table.
-        settings: What was measured, in numbers.
-        notes: What a reader must know.
-        made: When, in UTC.
-        machine: On what.
-        versions: With what.
+        benchmark: The benchmark's name on the command line.
+        title: The title of the table.
+        columns: The columns of the table.
+        rows: The rows of the table.
+        settings: The settings of the benchmark, such as the number of steps.
+        notes: What a reader of the table must know.
+        made: When it was measured, in UTC.
+        machine: The machine that it was measured on.
+        versions: The versions of the packages that it was measured with.
     """
 
     benchmark: str
@@ -95,7 +95,7 @@ class Result:
     versions: dict[str, str] = field(default_factory=lambda: versions())
 
     def save(self, folder: Path) -> Path:
-        """Write it into a folder as ``<benchmark>.json``."""
+        """Save the result in a folder as ``<benchmark>.json``."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.benchmark}.json"
         path.write_text(json.dumps(_rounded(asdict(self)), indent=1, ensure_ascii=False) + "\n")
@@ -103,14 +103,14 @@ class Result:
 
     @classmethod
     def load(cls, path: Path) -> Result:
-        """Read what `save` wrote."""
+        """Load a result that `save` wrote."""
         values = json.loads(path.read_text())
         values["columns"] = [Column(**column) for column in values["columns"]]
         values["rows"] = [Row(**row) for row in values["rows"]]
         return cls(**values)
 
     def table(self) -> str:
-        """The table, as Markdown that can be read as it is."""
+        """Return the table as aligned Markdown."""
         body = []
         group = None
         for row in self.rows:
@@ -124,7 +124,7 @@ class Result:
         return _aligned(["", *(column.title for column in self.columns)], body)
 
     def about(self) -> str:
-        """One line: when, on what and with what it was made."""
+        """Return one line: the time, the settings, the machine and the versions."""
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items())
         machine = ", ".join(f"{value}" for value in self.machine.values() if value)
         packages = ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -156,7 +156,7 @@ def _aligned(head: list[str], body: list[list[str]]) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits tell more than a clock knows."""
+    """Round all numbers to six digits, which exceed the precision of a clock."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
@@ -167,7 +167,7 @@ def _rounded(value: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """What this is measured on."""
+    """Return the properties of this machine that matter for a measurement."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return {
         "processor": _processor(),
@@ -187,7 +187,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The packages that matter, as far as they are installed."""
+    """Return the versions of Python and of the relevant packages that are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -198,5 +198,5 @@ def versions() -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """Tell it at once, also into a file."""
+    """Print to standard error and flush, also when it is a file."""
     print(text, file=sys.stderr, flush=True)

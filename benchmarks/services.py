@@ -1,4 +1,4 @@
-"""Four services told the same numbers: by their own calls in the loop, and by Cadence."""
+"""Log the same numbers to four services: by direct calls in the loop, and through Cadence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _WANDB = {"mode": "offline", "settings": {"console": "off", "silent": True}}
 
 @contextmanager
 def sdks(folder: Path) -> Iterator[Call]:
-    """What a loop without trackers would call; the table is flushed as Cadence's is."""
+    """Yield what a loop without trackers would call; the table is flushed as Cadence's is."""
     import comet_ml
     import wandb
     from torch.utils.tensorboard import SummaryWriter
@@ -80,11 +80,11 @@ def _trackers(folder: Path) -> list[GeneralTracker]:
 
 @contextmanager
 def accelerator_log(folder: Path) -> Iterator[Call]:
-    """What `Accelerator.log` does."""
+    """Yield a call that does what `Accelerator.log` does."""
     tracking = RunTrackers(_trackers(folder), folder)
     tracking.init_trackers("benchmark")
     for tracker in tracking.trackers:
-        tracker.tracker  # noqa: B018  # waits until it has begun
+        tracker.tracker  # noqa: B018  # waits until it has started
     try:
         yield lambda step: tracking.log(VALUES, step)
     finally:
@@ -93,7 +93,7 @@ def accelerator_log(folder: Path) -> Iterator[Call]:
 
 @contextmanager
 def trainer_record(folder: Path) -> Iterator[Call]:
-    """What the `Trainer` does with reduced values, the local record included."""
+    """Yield a call that records reduced values as the `Trainer` does, with the local record."""
     background = [BackgroundTracker(tracker) for tracker in _trackers(folder)]
     recorder = Recorder(BackgroundTracker(JsonlTracker(folder / "metrics.jsonl")), background)
     values = {name: torch.tensor(value) for name, value in VALUES.items()}

@@ -1,4 +1,4 @@
-"""What all contenders train: the same model, data and optimizer, made anew from the same seeds."""
+"""The task that all contenders train: model, data and optimizer, recreated from fixed seeds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ OPTIMIZERS = ("sgd", "adamw")
 
 
 class Mlp(nn.Module):
-    """A perceptron; that of 2,762 parameters is about the smallest thing that anybody trains.
+    """A perceptron, by default of 2,762 parameters, about the smallest model that anybody trains.
 
     Args:
-        clock: Told of each forward pass.
+        clock: Counts the forward passes.
         hidden: The widths of its hidden layers.
     """
 
@@ -35,13 +35,13 @@ class Mlp(nn.Module):
         self.clock = clock
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of 10 classes, (batch, 10), for vectors (batch, 32)."""
+        """Return scores of 10 classes, (batch, 10), for vectors of shape (batch, 32)."""
         self.clock.tick()
         return self.layers(x)
 
 
 class BatchedTensors(Dataset[Any]):
-    """Tensors of which any loader reads a whole batch at once, by ``__getitems__``."""
+    """Tensors of which any loader reads a whole batch at once, through ``__getitems__``."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
@@ -57,22 +57,22 @@ class BatchedTensors(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """The ``collate_fn`` of `BatchedTensors`."""
+    """Return the batch unchanged; the ``collate_fn`` of `BatchedTensors`."""
     return batch
 
 
 class Task:
-    """A training of the perceptron: one pass over as many batches as there are steps.
+    """The task of training the perceptron in one pass with one batch per step.
 
     Args:
-        steps: How many.
-        dataset: ``"tensors"`` is a `TensorDataset`, read sample by sample unless somebody knows
-            better; ``"batched"`` is read a batch at a time by everybody, so that the loop alone
-            makes the difference.
+        steps: The number of steps.
+        dataset: ``"tensors"`` is a `TensorDataset`, which loaders read sample by sample unless they
+            optimise this; ``"batched"`` is read a batch at a time by every loader, so that only
+            the loops differ.
         optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults.
         hidden: The widths of the perceptron's hidden layers.
-        rank: This process, which gets every n-th batch.
-        world_size: Of so many.
+        rank: The rank of this process, which gets every ``world_size``-th batch.
+        world_size: The number of processes.
     """
 
     precision = "no"
@@ -102,31 +102,31 @@ class Task:
             self.dataset, settings = BatchedTensors(x, y), {"collate_fn": as_it_is}
         self._optimizer = optimizer
         self.whole: DataLoader[Any] = DataLoader(self.dataset, batch_size=BATCH, **settings)
-        """The loader of all processes, for whoever shares it out."""
+        """The loader with the batches of all processes, for trainers that shard it themselves."""
         self.loader = self.whole
-        """The batches of this process."""
+        """The loader with the batches of this process."""
         if world_size > 1:
             own = list(self.whole.batch_sampler)[rank::world_size]  # type: ignore[arg-type]
             self.loader = DataLoader(self.dataset, batch_sampler=own, **settings)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of the model's parameters."""
+        """Return an optimizer of the model's parameters."""
         if self._optimizer == "adamw":
             return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         return torch.optim.SGD(self.model.parameters(), lr=1e-2)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The mean over a batch, with the model as somebody has wrapped it."""
+        """Return the mean loss over a batch; the model may be wrapped."""
         x, y = batch
         return cross_entropy(model(x), y)
 
     def lap(self) -> Lap:
-        """The time of a step, and the weights that all came to."""
+        """Return the time per step, with a digest of the final weights."""
         return self.clock.lap(digest(self.model))
 
 
 def digest(model: nn.Module) -> str:
-    """A fingerprint of all weights, to the last bit."""
+    """Return a hash of all weights, to the last bit."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

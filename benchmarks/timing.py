@@ -1,4 +1,4 @@
-"""Contenders that take turns, so that what slows the machine down slows all of them alike."""
+"""Time contenders in turn, so that whatever slows the machine down affects all of them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ MICROSECONDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Lap:
-    """What one turn of a contender took.
+    """The time and the outcome of one turn of a contender.
 
     Attributes:
-        wall: Seconds a step, by the wall.
-        cpu: Seconds a step of all threads of the process together.
-        outcome: What the turn came to; all contenders must come to the same.
+        wall: Wall-clock seconds per step.
+        cpu: CPU seconds per step, over all threads of the process.
+        outcome: What the turn computed, which must be the same for all contenders.
     """
 
     wall: float
@@ -44,9 +44,9 @@ class Contender:
     """A row of a table.
 
     Attributes:
-        name: In the table, and what ``--rows`` looks in.
-        run: One turn, from nothing to its end.
-        needs: Packages without which it is left out.
+        name: Its name in the table, which ``--rows`` searches.
+        run: Makes one complete turn.
+        needs: The packages that must be installed.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Contender:
 
     @property
     def missing(self) -> list[str]:
-        """Those that are not installed."""
+        """The required packages that are not installed."""
         return [name for name in self.needs if find_spec(name) is None]
 
 
 class Clock:
-    """Notes the time at the first and at the last of the steps that count.
+    """Record the time at the first and at the last of the counted steps.
 
-    Every contender calls `tick` at the same place of each step, mostly in the forward pass, so that
-    what comes before the first step and after the last one (set-up, checkpoints at the end) is not
-    in its time, and everything between two steps is.
+    Every contender calls `tick` at the same point of each step, mostly in the forward pass. Its
+    time thus excludes everything before the first step and after the last one (set-up, final
+    checkpoints), and includes everything between two steps.
 
     Args:
-        steps: How many there will be.
-        skip: How many of them do not count, at the beginning.
-        wait: Called before the time is noted, to wait for a device.
+        steps: The expected number of steps.
+        skip: How many steps at the beginning are not counted.
+        wait: Called before the time is recorded, to wait for a device.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Clock:
             self.notes.append((time.perf_counter(), time.process_time()))
 
     def lap(self, outcome: Any = None) -> Lap:
-        """The time of a step, when all are done.
+        """Return the time per step, after the last one.
 
         Raises:
-            RuntimeError: There were fewer or more steps than said.
+            RuntimeError: The number of steps is not the expected one.
         """
         if self.count != self.steps:
-            raise RuntimeError(f"{self.count} steps were made; it should have been {self.steps}.")
+            raise RuntimeError(f"{self.count} steps were made, but {self.steps} were expected.")
         (wall, cpu), (wall_end, cpu_end) = self.notes
         number = self.steps - self.first
         return Lap(wall=(wall_end - wall) / number, cpu=(cpu_end - cpu) / number, outcome=outcome)
 
 
 def timed(function: Callable[[], Any], number: int = 1) -> Lap:
-    """The time of one call, for each of `number` parts; the outcome is what it returns."""
+    """Time one call; return its time per part, of `number` parts, and what it returned."""
     wall, cpu = time.perf_counter(), time.process_time()
     outcome = function()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -111,7 +111,7 @@ def timed(function: Callable[[], Any], number: int = 1) -> Lap:
 
 
 class _Terminal(io.TextIOBase):
-    """Takes everything like a terminal, so that progress bars are drawn, and shows nothing."""
+    """A terminal that discards its output, so that progress bars are drawn but not shown."""
 
     encoding = "utf-8"
 
@@ -127,17 +127,17 @@ class _Terminal(io.TextIOBase):
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, what is printed goes to a terminal that nobody looks at."""
+    """Inside, output goes to a terminal that discards it."""
     with redirect_stdout(_Terminal()), redirect_stderr(_Terminal()):
         yield
 
 
 def chosen(contenders: Sequence[Contender], rows: Sequence[str]) -> list[Contender]:
-    """The first contender, which the others are compared with, and those that `rows` asks for.
+    """Return the first contender, the reference, and those selected by `rows`.
 
     Args:
-        contenders: All of them.
-        rows: Parts of names, in whatever case; none asks for all.
+        contenders: All contenders.
+        rows: Parts of names, in any case; if empty, all contenders are selected.
     """
     wanted = [row.casefold() for row in rows]
     first, *others = contenders
@@ -153,20 +153,20 @@ def take_turns(
     group: str = "",
     agree: Callable[[Any, Any], bool] = lambda one, other: one == other,
 ) -> list[Row]:
-    """Run all in turn, again and again, and compare each with the first one of the same round.
+    """Run all contenders in rounds, and compare each with the reference of the same round.
 
-    A round before the first is not counted. Each round begins with another contender. Whoever comes
-    to another outcome than the first contender gets no figures but a row that says so.
+    A warm-up round is not counted. Each round begins with another contender. The row of a contender
+    whose outcome differs from the reference's says so and has no figures.
 
     Args:
         contenders: The first one is the reference.
-        repeats: How many rounds.
-        unit: Of the figures, in seconds.
-        group: Of the rows.
-        agree: Whether two outcomes are the same.
+        repeats: The number of counted rounds.
+        unit: The unit of the figures, in seconds.
+        group: The group of the rows.
+        agree: Returns whether two outcomes are the same.
 
     Returns:
-        A row for each, with the figures of `MICROSECONDS`: of each its quartiles.
+        A row per contender, with the quartiles of the columns of `MICROSECONDS`.
     """
     present = [contender for contender in contenders if not contender.missing]
     laps: dict[str, list[Lap]] = {contender.name: [] for contender in present}
@@ -176,7 +176,7 @@ def take_turns(
             Row(name=c.name, group=group, void=f"not installed: {packages}") for c in contenders
         ]
     gc.collect()
-    gc.freeze()  # what is there already is not to be looked through time and again …
+    gc.freeze()  # collections during the turns must not scan existing objects …
     try:
         for number in range(repeats + 1):
             at = number % len(present)
@@ -186,8 +186,8 @@ def take_turns(
                     lap = contender.run()
                 laps[contender.name].append(lap)
             if number == 0:
-                gc.collect()  # what the last one has left
-                gc.freeze()  # … nor what the first turns have imported
+                gc.collect()  # garbage of the last turn
+                gc.freeze()  # … nor what the warm-up round imported
     finally:
         gc.unfreeze()
     reference = laps[contenders[0].name]
@@ -200,7 +200,7 @@ def take_turns(
             agree(lap.outcome, other.outcome)
             for lap, other in zip(laps[contender.name], reference, strict=True)
         ):
-            row.void = "void: it came to another result"
+            row.void = "void: its outcome differs from the reference"
         else:
             samples = _samples(laps[contender.name][1:], reference[1:], unit)
             row.values = {key: quartiles(values) for key, values in samples.items()}
@@ -215,13 +215,13 @@ def _samples(laps: list[Lap], reference: list[Lap], unit: float) -> dict[str, li
         times = [getattr(lap, key) for lap in laps]
         others = [getattr(lap, key) for lap in reference]
         samples[key] = [each / unit for each in times]
-        # the clock of the processor may stand still during a short turn
+        # the CPU clock may not advance during a short turn
         samples[f"{key}_ratio"] = [a / max(b, 1e-9) for a, b in zip(times, others, strict=True)]
     return samples
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
-    """The median, and the quarters of the values below and above it."""
+    """Return the median, the lower and the upper quartile."""
     if len(values) == 1:
         return [values[0]] * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

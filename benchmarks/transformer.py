@@ -1,4 +1,4 @@
-"""A transformer of 124 million parameters in bf16, compiled: tokens a second on one device."""
+"""Tokens per second of a compiled transformer of 124 million parameters in bf16, on one device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.state import AcceleratorState
 
 STEPS, REPEATS = 60, 3
 TRACE = Path("runs/transformer-trace.json")  # too large to be kept beside the results
-TRACED = 10  # steps in it
+TRACED = 10  # steps in the trace
 COLUMNS = (
     Column("tokens", "tokens/s", 0),
     Column("ratio", "×", 3),
@@ -37,15 +37,17 @@ PEERS = ("Accelerate", "Lightning Fabric", "Lightning, defaults")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Add the options of this benchmark."""
     parser.add_argument(
-        "--tiny", action="store_true", help="a model that a CPU trains, to see that all works"
+        "--tiny",
+        action="store_true",
+        help="train a small model on the CPU, to check that everything works",
     )
-    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--backend", default="inductor", help="the backend of torch.compile")
 
 
 def by_hand(task: Task) -> None:
-    """What one writes with PyTorch alone, in bf16, from pinned memory."""
+    """Train with PyTorch alone, in bf16, from pinned memory."""
     model, optimizer = task.model, task.optimizer()
     model.train()
     for batch in task.loader:
@@ -58,29 +60,29 @@ def by_hand(task: Task) -> None:
 
 
 class Module(TrainModule):
-    """The task as a module, whose step the Trainer compiles; the clock is outside of it."""
+    """The task as a module; the Trainer compiles its step, and the clock is outside of that."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.model, self.task = task.bare, task
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Count it."""
+        """Count the step."""
         self.task.clock.tick()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss, logged."""
+        """Log and return the loss."""
         loss = self.task.loss(self.model, batch)
         self.log("train/loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The task's."""
+        """Return the task's optimizer."""
         return self.task.optimizer()
 
 
 def with_trainer(task: Task, *, callbacks: tuple[Callback, ...] = ()) -> None:
-    """Cadence's defaults, but for the checkpoint at the end: it is not in the time anyway."""
+    """Train with a default `Trainer`, without the final checkpoint, which is not timed anyway."""
     AcceleratorState._reset_state()
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
@@ -96,10 +98,10 @@ def with_trainer(task: Task, *, callbacks: tuple[Callback, ...] = ()) -> None:
 
 
 def rows(make: Callable[..., Task], peaks: dict[str, float]) -> list[Contender]:
-    """The contenders, the reference first; each notes the highest use of the device's memory."""
+    """Return the contenders, the reference first; each records its peak device memory."""
 
     def turn(name: str, train: Callable[[Task], None], compiled: bool) -> Lap:
-        torch.compiler.reset()  # torch gives up on code that it has compiled a few times
+        torch.compiler.reset()  # torch stops recompiling code that it has compiled a few times
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -124,12 +126,12 @@ def rows(make: Callable[..., Task], peaks: dict[str, float]) -> list[Contender]:
 
 
 class Trace(Callback):
-    """A trace of some steps, when the first ones are over.
+    """Trace some steps after the first ones.
 
     Args:
-        path: Where it goes.
-        first: The update that it begins behind.
-        steps: How many.
+        path: The file to write.
+        first: The update after which the trace begins.
+        steps: The number of steps to trace.
     """
 
     def __init__(self, path: Path, first: int, steps: int) -> None:
@@ -137,7 +139,7 @@ class Trace(Callback):
         self.profiler = torch.profiler.profile()
 
     def on_boundary(self, trainer: Any, module: Any) -> None:
-        """Begin or end it."""
+        """Begin or end the trace if due."""
         if trainer.global_step == self.first:
             self.profiler.start()
         elif trainer.global_step == self.last:
@@ -146,10 +148,10 @@ class Trace(Callback):
 
 
 def overlap(trace: dict[str, Any]) -> float | None:
-    """The share of the time of copies to the device in which a kernel ran; None without copies.
+    """Return the share of host-to-device copy time overlapped by kernels; None without copies.
 
     Args:
-        trace: As torch.profiler exports it.
+        trace: A trace as exported by torch.profiler.
     """
 
     def spans(category: str, text: str) -> list[tuple[float, float]]:
@@ -172,7 +174,7 @@ def overlap(trace: dict[str, Any]) -> float | None:
 
 
 def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time as spans that do not touch: kernels may run side by side."""
+    """Merge overlapping and touching spans: kernels may run in parallel."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -183,7 +185,7 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def trace_of(make: Callable[..., Task], path: Path, steps: int) -> dict[str, Any]:
-    """Train, and trace the last steps but one."""
+    """Train, trace the last steps but one, and return the trace."""
     number = min(TRACED, steps - 2)
     torch.compiler.reset()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +195,7 @@ def trace_of(make: Callable[..., Task], path: Path, steps: int) -> dict[str, Any
 
 
 def run(options: Namespace) -> Result:
-    """Measure it.
+    """Run the benchmark.
 
     Raises:
         Unavailable: There is no CUDA device, and the tiny model was not asked for.
@@ -201,14 +203,14 @@ def run(options: Namespace) -> Result:
     if not (options.tiny or torch.cuda.is_available()):
         raise Unavailable(
             "The transformer of 124 million parameters needs a CUDA device, and torch finds none. "
-            "--tiny trains a small one on the CPU, to see that everything works."
+            "--tiny trains a small one on the CPU, to check that everything works."
         )
     device = "cpu" if options.tiny else "cuda"
     size = TINY if options.tiny else Size()
     make = partial(Task, options.steps, size, device=device, backend=options.backend)
     peaks: dict[str, float] = {}
     contenders = chosen(rows(make, peaks), options.rows)
-    # other kernels round otherwise: what is compared is the loss, not the bits of the weights
+    # kernels differ in rounding, so the losses are compared and not the bits of the weights
     agree = partial(math.isclose, rel_tol=0.02)
     found = take_turns(contenders, options.repeats, unit=1e-3, agree=agree)
     share = overlap(trace_of(make, TRACE, options.steps))
@@ -233,7 +235,7 @@ def run(options: Namespace) -> Result:
 
 
 def _in_tokens(row: Row, size: Size, device: str, peaks: dict[str, float]) -> Row:
-    """A row of times as one of speeds."""
+    """Convert a row of times to a row of speeds."""
     if row.void is not None:
         return row
     per_token = flops_per_token(Gpt(size), size)

@@ -1,8 +1,8 @@
 """Log one run to several trackers at once: curves, images, tables, figures, files.
 
 The digits of ``examples/digits.py`` go to a CSV table, TensorBoard, Weights & Biases and Comet, all
-offline, and to a tracker of one's own, which keeps a diary in Markdown. Nothing is written outside
-``--project-dir``. ``--trackers`` chooses among them.
+offline, and to a custom tracker that keeps a diary in Markdown. Nothing is written outside
+``--project-dir``. ``--trackers`` selects some of them.
 """
 
 import argparse
@@ -23,10 +23,10 @@ ALL = ("csv", "tensorboard", "wandb", "comet_ml", "diary")
 
 @register_tracker
 class Diary(GeneralTracker):
-    """A tracker of one's own: a line of Markdown for whatever it is told.
+    """A custom tracker: writes a line of Markdown for everything that is logged.
 
-    What it has no method for, such as images, is left out. Every method runs on a thread of the
-    tracker's own, so that the training does not wait for the disk.
+    Kinds that it has no method for, such as images, are left out. Every method runs on the
+    tracker's own thread, so that training does not wait for the disk.
     """
 
     name = "diary"
@@ -87,10 +87,10 @@ class Digits(TrainModule):
 
 
 class Pictures(Callback):
-    """What numbers do not say: logged at the end of the training, and weights behind each epoch.
+    """Log a weight histogram after each epoch, and images, a table and more after training.
 
-    ``trainer.trackers`` is empty on processes that do not write, so that nobody needs to ask which
-    one this is. A tracker leaves out what it has no place for and says so once.
+    ``trainer.trackers`` is empty on processes that do not write, so no check of the rank is needed.
+    A tracker leaves out what it does not support and warns once.
     """
 
     def __init__(self, images, labels):
@@ -110,7 +110,7 @@ class Pictures(Callback):
         confusion.index_put_((self.labels, guesses), torch.tensor(1), accumulate=True)
         step = trainer.global_step
         for tracker in trainer.trackers:
-            # One channel, and large enough to be seen; a batch of no images is no image.
+            # One channel, enlarged 8 times; there may be no misread image.
             if wrong.any():
                 samples = self.images[wrong][:8, None].repeat_interleave(8, 2)
                 tracker.log_images({"misread": samples.repeat_interleave(8, 3)}, step)
@@ -124,7 +124,7 @@ class Pictures(Callback):
 
 
 def figure_of(confusion):
-    """A heat map; made without pyplot, which would keep it."""
+    """Return a heat map, made without pyplot, which would keep a reference to it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4, 4), layout="constrained")
@@ -138,7 +138,7 @@ def figure_of(confusion):
 
 
 def trackers_of(names, folder):
-    """What `log_with` takes: names, or instances where there is something to be told."""
+    """Return the value for `log_with`: names, or instances where arguments are needed."""
     services = {
         "wandb": lambda: WandBTracker(
             folder.name, mode="offline", dir=folder, settings={"silent": True}
@@ -151,7 +151,7 @@ def trackers_of(names, folder):
 
 
 def load_data():
-    """The images scaled to [0, 1], four fifths of them for training."""
+    """Return the images, scaled to [0, 1], four fifths of them for training."""
     images, labels = load_digits(return_X_y=True)
     images = torch.tensor(images, dtype=torch.float32).view(-1, 8, 8) / 16
     dataset = TensorDataset(images, torch.tensor(labels))
@@ -159,7 +159,7 @@ def load_data():
 
 
 def show(print_, folder, names):
-    """Where everything is, and how to look at it."""
+    """Print where each tracker wrote, or the command that shows it."""
     run = folder / "logs" / folder.name
     where = {
         "csv": f"{run / 'metrics.csv'}",
@@ -178,7 +178,7 @@ def main():
     parser.add_argument("--project-dir", type=Path, default=Path("runs/trackers"))
     parser.add_argument("--trackers", nargs="+", choices=ALL, default=ALL, metavar="NAME")
     parser.add_argument("--max-epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=32, help="per process")
     arguments = parser.parse_args()
     folder = arguments.project_dir.absolute()
 
@@ -193,7 +193,7 @@ def main():
         progress_bar=False,
         callbacks=[ModelCheckpoint(monitor="val/accuracy", mode="max"), Pictures(images, labels)],
     )
-    # W&B copies what is to be uploaded; by default into the home folder, as its logs.
+    # W&B copies the files to upload; by default these copies and its logs go to the home folder.
     own = str(folder / "wandb" / "own")
     with patch_environment(wandb_data_dir=own, wandb_cache_dir=own):
         trainer.fit(

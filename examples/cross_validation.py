@@ -1,10 +1,10 @@
-"""Estimate an accuracy and how sure it is: k-fold cross-validation on handwritten digits.
+"""Estimate an accuracy and its uncertainty: k-fold cross-validation on handwritten digits.
 
-The 1,797 images that scikit-learn carries are split into k parts with the same share of each digit.
-Each part is left out of a training once and judges it, so every image is judged by a model that has
-never seen it. Each fold is a run of its own, with its own folder: start the script again after an
-interruption, and folds that are done are not trained again, while the one that was under way goes
-on. It runs unchanged under ``torchrun --nproc-per-node 2``.
+The 1,797 images that come with scikit-learn are split into k parts with equal shares of each digit.
+Each part serves once as the validation set of a model trained on the others, so every image is
+classified by a model that has never seen it. Each fold is a separate run with its own folder: when
+the script is started again after an interruption, finished folds are not trained again, and the
+fold that was in progress resumes. It runs unchanged under ``torchrun --nproc-per-node 2``.
 """
 
 import argparse
@@ -42,12 +42,12 @@ class Digits(TrainModule):
 
 
 def run_fold(folder, train, val, arguments):
-    """Train on all parts but one, or go on with it, and return the accuracy on that one.
+    """Train on all parts but one, or resume that run; return the accuracy on the remaining part.
 
-    It is that of the last epoch. The best one, or the one that `EarlyStopping` would choose, would
-    be chosen by the images that are to judge, and so be too good.
+    The accuracy is that of the last epoch. The best epoch, or the one that `EarlyStopping` would
+    choose, would be selected on the validation images, which biases the estimate upwards.
     """
-    trainer = Trainer(  # before the module, whose weights its seed decides
+    trainer = Trainer(  # before the module, whose initial weights depend on the Trainer's seed
         max_epochs=arguments.max_epochs, seed=arguments.seed, log_every=20, project_dir=folder
     )
     trainer.fit(
@@ -66,7 +66,7 @@ def main():
     parser.add_argument("--project-dir", type=Path, default=Path("runs/cross-validation"))
     parser.add_argument("--folds", type=int, default=5)
     parser.add_argument("--max-epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="per process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

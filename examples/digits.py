@@ -1,8 +1,8 @@
 """Recognise handwritten digits: the smallest complete use of Cadence.
 
-The 1,797 images are those that scikit-learn carries, so nothing is downloaded. Run it as it is, or
-with ``torchrun --nproc-per-node 2 examples/digits.py``: the script is the same. Run it again to go
-on from its last checkpoint.
+The 1,797 images come with scikit-learn, so nothing is downloaded. Run the script as it is, or
+unchanged with ``torchrun --nproc-per-node 2 examples/digits.py``. Run it again to resume from its
+last checkpoint.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Digits(TrainModule):
 
 
 def load_data():
-    """The images scaled to [0, 1], four fifths of them for training."""
+    """Return the images, scaled to [0, 1], four fifths of them for training."""
     images, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     return random_split(dataset, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
@@ -51,7 +51,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/digits"))
     parser.add_argument("--max-epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="per process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

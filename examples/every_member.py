@@ -1,8 +1,8 @@
-"""Every documented member of `Accelerator` at work on the digits.
+"""Use every documented member of `Accelerator` on the digits.
 
-The script is written for the documented API: with ``from accelerate import Accelerator`` and
-``from accelerate.utils import …`` in place of the two imports below it runs there too (version
-0.31). Run it as it is, or with ``torchrun --nproc-per-node 2 examples/every_member.py``.
+The script uses only the documented API: with ``from accelerate import Accelerator`` and
+``from accelerate.utils import …`` in place of the two imports below, it also runs with Accelerate
+0.31. Run it as it is, or with ``torchrun --nproc-per-node 2 examples/every_member.py``.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class Digits(torch.nn.Module):
 
 
 class Progress:
-    """What the script itself has to remember; `register_for_checkpointing` takes it."""
+    """The script's own state, for `register_for_checkpointing`."""
 
     def __init__(self):
         self.epochs = 0
@@ -53,7 +53,7 @@ class Progress:
 
 
 def load_data():
-    """The images scaled to [0, 1], four fifths of them for training."""
+    """Return the images, scaled to [0, 1], four fifths of them for training."""
     images, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     return random_split(dataset, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
@@ -78,17 +78,17 @@ def make_accelerator(project_dir):
 
 
 def number_behind_an_earlier_run(accelerator):
-    """Leave the numbers alone that an earlier run has given to its checkpoints in this folder."""
+    """Continue the numbering after the checkpoints that an earlier run left in this folder."""
     folder = Path(accelerator.project_dir) / "checkpoints"
     taken = [int(path.name.rpartition("_")[2]) for path in folder.glob("checkpoint_*")]
-    accelerator.wait_for_everyone()  # all have looked before anyone saves
+    accelerator.wait_for_everyone()  # every process has listed the folder before any saves
     if taken:
         accelerator.project_configuration.iteration = max(taken) + 1
-        accelerator.print(f"earlier run     numbers go on from {max(taken) + 1}")
+        accelerator.print(f"earlier run     numbers continue from {max(taken) + 1}")
 
 
 def show_processes(accelerator):
-    """Who is there, who does what, and who goes first."""
+    """Identify the processes, run functions on some of them, and let one go first."""
     state = accelerator.state
     accelerator.print(f"device          {accelerator.device}")
     accelerator.print(f"processes       {accelerator.num_processes}")
@@ -105,7 +105,7 @@ def show_processes(accelerator):
     expected = 4 * accelerator.is_main_process + accelerator.is_last_process
     assert len(done) == expected, done
     with accelerator.main_process_first():
-        pass  # a download, which the others then find in the cache
+        pass  # for example a download, which the others then find in the cache
     with accelerator.local_main_process_first():
         pass
     with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as part:
@@ -115,7 +115,7 @@ def show_processes(accelerator):
 
 
 def show_collectives(accelerator):
-    """Tensors of different processes meet."""
+    """Exchange tensors between processes."""
     index, count = accelerator.process_index, accelerator.num_processes
     own = torch.tensor([index], device=accelerator.device)
     assert accelerator.gather({"own": own})["own"].tolist() == list(range(count))
@@ -129,7 +129,7 @@ def show_collectives(accelerator):
 
 
 def show_single_calls(accelerator, loader):
-    """What `prepare` does for each kind of object, one at a time, and what undoes it."""
+    """Prepare each kind of object on its own, use it, and release everything."""
     model = accelerator.prepare_model(Digits())
     frozen = accelerator.prepare_model(Digits(), evaluation_mode=True)
     assert accelerator.unwrap_model(frozen) is frozen
@@ -139,7 +139,7 @@ def show_single_calls(accelerator, loader):
     )
     images, labels = next(iter(accelerator.prepare_data_loader(loader)))
     assert not accelerator.verify_device_map(model)
-    with accelerator.no_sync(model):  # two forward passes, one reduction at the second backward
+    with accelerator.no_sync(model):  # two forward passes, one all-reduce in the second backward
         first, second = model(images).sum(), model(images).mean()
     accelerator.backward(first)
     with accelerator.trigger_sync_in_backward(model):
@@ -153,14 +153,14 @@ def show_single_calls(accelerator, loader):
         accelerator.backward(torch.nn.functional.cross_entropy(model(images), labels))
     try:
         accelerator.lomo_backward(model(images).sum(), learning_rate=None)
-    except ValueError as error:  # it needs one, and a LOMO optimizer
+    except ValueError as error:  # it needs a learning rate and a LOMO optimizer
         accelerator.print(f"lomo_backward   {type(error).__name__}")
     accelerator.clear()
 
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """The share of samples that are classified correctly: each of them counts once."""
+    """Return the share of correctly classified samples, each counted once."""
     model.eval()
     correct = []
     for images, labels in loader:
@@ -174,7 +174,7 @@ def evaluate(accelerator, model, loader):
 
 
 def train(accelerator, arguments, train_set, val_set):
-    """Train, save, go on from what was saved."""
+    """Train, evaluate and save; return what `show_saving` checks."""
 
     @find_executable_batch_size(starting_batch_size=arguments.batch_size)
     def run(batch_size):
@@ -193,7 +193,7 @@ def train(accelerator, arguments, train_set, val_set):
         step = 0
         for epoch in range(arguments.max_epochs):
             model.train()
-            # The first epoch is taken up behind two batches, as after an interruption.
+            # The first epoch starts after two batches, as after an interruption.
             batches = accelerator.skip_first_batches(loader, 2) if epoch == 0 else loader
             for images, labels in batches:
                 with accelerator.accumulate(model):
@@ -216,7 +216,7 @@ def train(accelerator, arguments, train_set, val_set):
 
 
 def show_saving(accelerator, model, progress, accuracy, val_loader, folder):
-    """What was saved is what there was."""
+    """Check that the saved state and the saved weights can be restored."""
     hooks = [
         accelerator.register_save_state_pre_hook(lambda _models, _weights, _output_dir: None),
         accelerator.register_load_state_pre_hook(lambda _models, _input_dir: None),
@@ -225,7 +225,7 @@ def show_saving(accelerator, model, progress, accuracy, val_loader, folder):
         for parameter in model.parameters():
             parameter.zero_()
     epochs, progress.epochs = progress.epochs, 0
-    accelerator.load_state()  # the newest, since names are given automatically
+    accelerator.load_state()  # the newest, since checkpoints are named automatically
     assert progress.epochs == epochs
     assert evaluate(accelerator, model, val_loader) == accuracy
     for hook in hooks:
@@ -243,7 +243,7 @@ def show_saving(accelerator, model, progress, accuracy, val_loader, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="per process")
     parser.add_argument("--project-dir", type=Path, default=Path("runs/every-member"))
     arguments = parser.parse_args()
 

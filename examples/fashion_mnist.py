@@ -45,7 +45,7 @@ class Classifier(TrainModule):
         )
 
     def forward(self, images):
-        """The ten scores of each image; images are bytes of shape (batch, 28, 28)."""
+        """Return ten scores per image, for uint8 images of shape (batch, 28, 28)."""
         return self.net(images.unsqueeze(1).float() / 255)
 
     def training_step(self, batch, batch_idx):
@@ -76,7 +76,7 @@ class Classifier(TrainModule):
 
 
 def read_idx(path):
-    """The tensor in an idx file: a header with type and shape, then the bytes."""
+    """Read the tensor of an idx file: a header with type and shape, then the bytes."""
     content = bytearray(
         gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     )
@@ -89,7 +89,7 @@ def read_idx(path):
 
 
 def load_data(folder):
-    """The training and the test set of a folder."""
+    """Load the training and the test set from a folder."""
     paths = [
         next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
         for name in FILES
@@ -98,9 +98,9 @@ def load_data(folder):
     if missing:
         raise SystemExit(
             f"{folder} lacks {', '.join(missing)} (each may end in .gz).\n"
-            "On Debian `apt install dataset-fashion-mnist` puts them into "
+            "On Debian, `apt install dataset-fashion-mnist` puts them into "
             f"{DATA_DIR}.\n"
-            "Elsewhere take the four files from https://github.com/zalandoresearch/fashion-mnist "
+            "Elsewhere, take the four files from https://github.com/zalandoresearch/fashion-mnist "
             "and pass --data-dir."
         )
     train_images, train_labels, test_images, test_labels = map(read_idx, paths)
@@ -115,7 +115,7 @@ def main():
     parser.add_argument("--data-dir", type=Path, default=DATA_DIR)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/fashion-mnist"))
     parser.add_argument("--max-epochs", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=128, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=128, help="per process")
     parser.add_argument("--lr", type=float, default=4e-3, help="the peak of the schedule")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -32,7 +32,7 @@ class GAN(TrainModule):
         )
 
     def forward(self, noise):
-        """Images of shape (batch, 64) from noise of shape (batch, LATENT)."""
+        """Return images of shape (batch, 64) for noise of shape (batch, LATENT)."""
         return self.generator(noise)
 
     def training_step(self, batch, batch_idx):
@@ -54,7 +54,7 @@ class GAN(TrainModule):
         self.log("loss/generator", generator_loss, prog_bar=True)
 
     def judge(self, images, label):
-        """The discriminator's loss if all the images had this label."""
+        """Return the discriminator's loss when all the images have this label."""
         scores = self.discriminator(images)
         return nn.functional.binary_cross_entropy_with_logits(
             scores, torch.full_like(scores, label)
@@ -81,7 +81,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/gan"))
     parser.add_argument("--max-epochs", type=int, default=100)
-    parser.add_argument("--batch-size", type=int, default=64, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=64, help="per process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

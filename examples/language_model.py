@@ -1,12 +1,12 @@
-"""Learn to write documentation: a small transformer, a character at a time.
+"""Learn to write documentation with a small character-level transformer.
 
-The text is what every Python brings along, the documentation strings of the standard library and
-the licence, so nothing is downloaded. Documents have unequal lengths: batches are padded, and the
-loss is a mean over characters, whatever share of them a batch, a micro-batch or a process has.
+The text comes with every Python, the docstrings of the standard library and the licence, so
+nothing is downloaded. Documents have unequal lengths: batches are padded, and the loss is a mean
+over characters, however they are spread over batches, micro-batches and processes.
 
 Run it as it is, which takes a few minutes on two CPU cores, or with
 ``torchrun --nproc-per-node 2 examples/language_model.py --batch-size 16``, which makes the same
-updates. Run it again to go on from its last checkpoint.
+updates. Run it again to resume from its last checkpoint.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from torch.utils.data import DataLoader
 from callbacks import EMA, LearningRateMonitor, ModelCheckpoint
 from trainer import Trainer, TrainModule
 
-VOCABULARY = 128  # ASCII; code 0 stands before and after each document
+VOCABULARY = 128  # ASCII; code 0 marks the beginning and the end of each document
 CONTEXT = 128  # characters that the model sees
-PADDING = -100  # what `cross_entropy` leaves out
+PADDING = -100  # the `ignore_index` of `cross_entropy`
 
 
 class Block(nn.Module):
-    """Causal self-attention and a two-layer perceptron, each added to what goes through."""
+    """Causal self-attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -65,7 +65,7 @@ class LanguageModel(TrainModule):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, codes):
-        """Scores of what comes next, (batch, characters, 128), for codes (batch, characters)."""
+        """Return next-character scores, (batch, characters, 128), for (batch, characters) codes."""
         places = torch.arange(codes.shape[1], device=codes.device)
         return self.head(self.blocks(self.characters(codes) + self.positions(places)))
 
@@ -78,12 +78,12 @@ class LanguageModel(TrainModule):
         self.log("val/loss", self.loss(batch), prog_bar=True)
 
     def loss(self, batch):
-        """The mean over the characters of a batch, in nats."""
+        """Return the mean loss over the characters of a batch, in nats."""
         scores = self(batch[:, :-1].clamp(min=0))
         return functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
     def count_items(self, batch):
-        """What the loss is a mean over: without this a padded batch would count like a full one."""
+        """Return how many characters the loss averages, by which batches are weighted."""
         return (batch[:, 1:] != PADDING).sum()
 
     def configure_optimizers(self):
@@ -94,7 +94,7 @@ class LanguageModel(TrainModule):
         warmup = min(self.hparams.warmup, total // 4)
 
         def rate(update):
-            """A line up, then half a cosine down."""
+            """Return the factor of the learning rate: linear warm-up, then cosine decay."""
             if update < warmup:
                 return (update + 1) / warmup
             return 0.5 + 0.5 * math.cos(math.pi * (update - warmup) / (total - warmup))
@@ -104,8 +104,8 @@ class LanguageModel(TrainModule):
 
 
 def load_texts():
-    """Training and validation documents; what is in a module is all in the one or the other."""
-    first_seen = {}  # the number of the module; what several say is there once
+    """Return training and validation documents, split by the first module with each text."""
+    first_seen = {}  # the number of the first module with each text; repeats are dropped
     for number, documents in enumerate(read_modules()):
         for text in documents:
             first_seen.setdefault(text, number)
@@ -115,9 +115,9 @@ def load_texts():
 
 
 def read_modules():
-    """The documents of each module of the standard library, and the paragraphs of the licence.
+    """Yield the docstrings of each module of the standard library, then the licence's paragraphs.
 
-    Only what every installation of a Python version has, in an order that is the same everywhere.
+    Only files that every installation of a Python version has, in the same order everywhere.
     """
     root = Path(sysconfig.get_path("stdlib"))
     optional = {"ensurepip", "idlelib", "lib2to3", "test", "tests", "tkinter", "turtledemo"}
@@ -131,14 +131,14 @@ def read_modules():
 
 
 def docstrings(path):
-    """The documentation strings of a source file."""
+    """Return the docstrings of a source file."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(path.read_bytes())) if isinstance(node, kinds)]
     return [ast.get_docstring(node) or "" for node in nodes]
 
 
 def encode(documents):
-    """Documents as sequences of codes, long ones cut so that each character is predicted once."""
+    """Encode documents; long ones are cut into pieces so that each character is predicted once."""
     pieces = []
     for text in documents:
         codes = torch.tensor([0, *text.encode("ascii", "replace"), 0])
@@ -148,19 +148,21 @@ def encode(documents):
 
 
 def collate(pieces):
-    """One tensor of (pieces, characters + 1), short ones padded."""
+    """Return one tensor of shape (pieces, characters + 1), short pieces padded."""
     return pad_sequence(pieces, batch_first=True, padding_value=PADDING)
 
 
 def baselines(train, val):
-    """Bits a character of `val` when only frequencies, or those after each character, are known."""
+    """Return the bits per character of `val` under a unigram and a bigram model of `train`."""
 
     def pairs(pieces):
         return torch.cat([p[:-1] for p in pieces]), torch.cat([p[1:] for p in pieces])
 
     before, after = pairs(train)
     counts = torch.bincount(before * VOCABULARY + after, minlength=VOCABULARY**2)
-    counts = counts.reshape(VOCABULARY, VOCABULARY).double() + 0.01  # so that none is impossible
+    counts = (
+        counts.reshape(VOCABULARY, VOCABULARY).double() + 0.01
+    )  # so that no pair has probability 0
     before, after = pairs(val)
     unigram, bigram = counts.sum(0) / counts.sum(), counts / counts.sum(1, keepdim=True)
     return -unigram[after].log2().mean().item(), -bigram[before, after].log2().mean().item()
@@ -168,7 +170,7 @@ def baselines(train, val):
 
 @torch.no_grad()
 def generate(module, samples=3, length=200, temperature=0.7, seed=0):
-    """Documents that the model writes, cut after `length` characters."""
+    """Return documents that the model generates, cut after `length` characters."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.zeros(samples, 1, dtype=torch.long)
     module.eval()
@@ -184,8 +186,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/language-model"))
     parser.add_argument("--max-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each process")
-    parser.add_argument("--accumulation", type=int, default=2, help="batches for one update")
+    parser.add_argument("--batch-size", type=int, default=32, help="per process")
+    parser.add_argument("--accumulation", type=int, default=2, help="batches per update")
     parser.add_argument("--precision", choices=["no", "bf16"], default="bf16")
     parser.add_argument("--compile", action="store_true", help="needs a C++ compiler on the CPU")
     parser.add_argument("--seed", type=int, default=0)
@@ -208,7 +210,7 @@ def main():
             LearningRateMonitor(),
         ],
     )
-    evaluator = Trainer(  # with a record of its own
+    evaluator = Trainer(  # separate, so that it has its own record
         project_dir=arguments.project_dir / "untrained", mixed_precision=arguments.precision
     )
     train, val = map(encode, load_texts())
@@ -223,7 +225,7 @@ def main():
 
     unigram, bigram = baselines(train, val)
     trainer.accelerator.print(
-        f"unigram     {unigram:.3f} bits a character of {len(val)} unseen pieces\n"
+        f"unigram     {unigram:.3f} bits per character on {len(val)} unseen pieces\n"
         f"bigram      {bigram:.3f}\n"
         f"untrained   {before['val/loss'] / math.log(2):.3f}\n"
         f"trained     {after['val/loss'] / math.log(2):.3f}\n"

@@ -1,4 +1,4 @@
-"""The digits in a training loop of one's own, with `Accelerator` alone.
+"""Train on the digits in a custom loop, with `Accelerator` alone.
 
 Run it as it is, or with ``torchrun --nproc-per-node 2 examples/own_loop.py``. The accuracy is exact
 on any number of processes: each validation sample counts once.
@@ -14,7 +14,7 @@ from trainer import Accelerator, set_seed
 
 
 def load_data():
-    """The images scaled to [0, 1], four fifths of them for training."""
+    """Return the images, scaled to [0, 1], four fifths of them for training."""
     images, labels = load_digits(return_X_y=True)
     dataset = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     return random_split(dataset, [0.8, 0.2], generator=torch.Generator().manual_seed(0))
@@ -22,7 +22,7 @@ def load_data():
 
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
-    """The share of samples that are classified correctly, over all processes."""
+    """Return the share of correctly classified samples, over all processes."""
     model.eval()
     counts = torch.zeros(2, device=accelerator.device)
     for x, y in loader:
@@ -35,12 +35,12 @@ def evaluate(accelerator, model, loader):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-epochs", type=int, default=30)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of an update")
+    parser.add_argument("--batch-size", type=int, default=16, help="per process")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per update")
     arguments = parser.parse_args()
 
     set_seed(0)
-    # One tick of the schedule an update, on any number of processes.
+    # The schedule advances once per update, on any number of processes.
     accelerator = Accelerator(
         gradient_accumulation_steps=arguments.accumulation, scheduler_tick="update"
     )
@@ -58,7 +58,7 @@ def main():
     scheduler = accelerator.prepare(
         torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=updates)
     )
-    # Training takes equal numbers of batches; in evaluation no sample is repeated for that.
+    # Training needs equally many batches per process; evaluation must not repeat samples for it.
     accelerator.dataloader_config.even_batches = False
     val_loader = accelerator.prepare(val_loader)
 

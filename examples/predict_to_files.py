@@ -1,8 +1,9 @@
 """Predict the digits into files, on one process or several: no process holds all predictions.
 
 The network is trained for a few epochs first; then `PredictionWriter` streams what `predict_step`
-returns. Run it as it is, or with ``torchrun --nproc-per-node 2 examples/predict_to_files.py``: the
-files are the same, row by row in the order of the dataset, and any tool reads them.
+returns to the disk. Run it as it is, or with
+``torchrun --nproc-per-node 2 examples/predict_to_files.py``: the files are the same, with rows in
+the order of the dataset, and any tool can read them.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from trainer import Trainer, TrainModule
 
 
 class Digits(TrainModule):
-    """A multilayer perceptron that predicts probabilities, and what it read in words."""
+    """A multilayer perceptron that predicts probabilities, the digit and its English name."""
 
     words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -37,7 +38,7 @@ class Digits(TrainModule):
         probabilities = self.net(batch[0]).softmax(-1)
         digits = probabilities.argmax(-1)
         return {
-            "probabilities": probabilities,  # to predictions.safetensors, as is every tensor
+            "probabilities": probabilities,  # to predictions.safetensors, like every tensor
             "digit": digits,
             "word": [self.words[digit] for digit in digits.tolist()],  # to predictions.jsonl
         }
@@ -50,7 +51,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/predict_to_files"))
     parser.add_argument("--max-epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="per process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

@@ -1,12 +1,12 @@
 """Learn the digits 0 to 4, then 5 to 9 from a few images each: freeze, train the head, unfreeze.
 
-A small convolutional network learns five of the digits that scikit-learn carries. Its backbone then
-goes to a second run, on 5 images of each of the other five: frozen at first, while the new head
-finds its way, and trained with a smaller learning rate from a third of the epochs on. For
-comparison a third run has the same images and no backbone to begin with.
+A small convolutional network learns five of the digits that come with scikit-learn. A second run
+trains its backbone on 5 images of each of the other five: frozen at first, while the new head is
+trained, then with a smaller learning rate after a third of the epochs. For comparison, a third run
+trains on the same images from scratch.
 
-Run it with ``torchrun --nproc-per-node 2 examples/transfer_learning.py`` too, and again to go on
-from the last checkpoints.
+Run it as it is, or with ``torchrun --nproc-per-node 2 examples/transfer_learning.py``. Run it again
+to resume from the last checkpoints.
 """
 
 import argparse
@@ -50,12 +50,12 @@ class Digits(TrainModule):
         self.log("val/accuracy", accuracy, prog_bar=True)
 
     def configure_optimizers(self):
-        # The backbone joins when it is unfrozen.
+        # BackboneFinetuning adds the backbone when it unfreezes it.
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=2e-3)
 
 
 def load_data():
-    """The digits 0 to 4 and 5 to 9, each for training and for validation; labels from 0 to 4."""
+    """Return (training, validation) of digits 0 to 4 and of 5 to 9; labels are 0 to 4."""
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     y = torch.tensor(labels)
@@ -69,7 +69,7 @@ def load_data():
 
 
 def run(name, module, data, arguments, callbacks=()):
-    """Train in a folder of its own; the accuracy at the end."""
+    """Train in a separate folder and print the final accuracy."""
     trainer = Trainer(
         max_epochs=arguments.max_epochs,
         seed=arguments.seed,
@@ -91,7 +91,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--project-dir", type=Path, default=Path("runs/transfer"))
     parser.add_argument("--max-epochs", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=16, help="per process")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 

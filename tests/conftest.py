@@ -1,4 +1,4 @@
-"""Fixtures for every test: a fresh folder and seed, nothing left behind, and pools of ranks."""
+"""Fixtures for every test: a fresh folder and seed, a check for leaks, and pools of ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.requires import skip_reason
 from trackers.registry import _REGISTRY
 
-# The bar's monitor is a thread that never ends; compiling in place needs no pool of compilers.
+# The monitor of tqdm is a thread that never ends; with one compile thread, inductor needs no pool.
 tqdm.tqdm.monitor_interval = 0
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# What a shell puts in the background begins with interrupts ignored; tests of them need them.
+# A shell starts background jobs with SIGINT ignored; some tests need its default handler.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# No test speaks to a service, nor do the SDKs tell their makers of errors, on threads that stay.
+# No test contacts a service, and the SDKs send no error reports, which leave threads running.
 os.environ |= {
     "WANDB_MODE": "offline",
     "WANDB_ERROR_REPORTING": "false",
@@ -43,13 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def leave_no_trace(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
     """Run the test seeded and in its own folder; fail it if it leaves anything behind.
 
-    The state that `trainer` shares over the process, the registered trackers, torch's settings, the
-    process group and the working folder are put back without a word, since a test has no other way
-    to do it. Threads, child processes, open files, signal handlers and environment variables are an
-    error.
+    The process-wide state of `trainer`, the registered trackers, torch's settings, the process
+    group and the working folder are restored silently, since a test has no other way to do so.
+    Leaked threads, child processes, open files, signal handlers and environment variables are
+    errors.
     """
     home = Path.cwd()
-    if torch.cuda.is_available():  # what is not marked is about the CPU, here too
+    if torch.cuda.is_available():  # tests without the gpu mark run on the CPU, here too
         os.environ["ACCELERATE_USE_CPU"] = "false" if "gpu" in request.keywords else "true"
     before = isolation.Snapshot()
     registered = dict(_REGISTRY)
@@ -61,7 +61,7 @@ def leave_no_trace(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[N
     os.chdir(home)
     _REGISTRY.clear()
     _REGISTRY.update(registered)
-    if "wandb" in sys.modules:  # its own process serves this one until it is told to end
+    if "wandb" in sys.modules:  # its service process runs until teardown
         sys.modules["wandb"].teardown()
     isolation.reset_trainer_state()
     isolation.destroy_process_group()
@@ -73,7 +73,7 @@ def leave_no_trace(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[N
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """`ranks(n)` is the pool of n ranks; its processes start when it is first called."""
+    """`ranks(n)` is the pool of n ranks, whose processes start when the pool is first called."""
     pools: dict[int, RankPool] = {}
 
     def pool(size: int) -> RankPool:

@@ -85,7 +85,7 @@ def test_a_loop_of_another_length_is_no_result(made):
     clock = Clock(10)
     for _ in range(made):
         clock.tick()
-    with pytest.raises(RuntimeError, match=rf"{made} steps were made; it should have been 10"):
+    with pytest.raises(RuntimeError, match=rf"{made} steps were made, but 10 were expected"):
         clock.lap()
 
 
@@ -131,7 +131,7 @@ def test_who_comes_to_another_outcome_has_no_figures():
     wrong = playing("wrong", [1.0] * 3, seen, outcome="another")
     assert [row.void for row in take_turns([reference, wrong], 2)] == [
         None,
-        "void: it came to another result",
+        "void: its outcome differs from the reference",
     ]
     rows = take_turns(
         [playing("a", [1.0] * 2, seen, 1.0), playing("b", [1.0] * 2, seen, 1.01)],

@@ -239,7 +239,7 @@ def test_every_member_may_run_again_in_the_same_folder(tmp_path):
     options = ("--max-epochs", 3, "--batch-size", 64)
     run("every_member.py", *options, processes=1)
     output = run("every_member.py", *options, processes=1)
-    assert printed(output, "earlier run") == "numbers go on from 3"
+    assert printed(output, "earlier run") == "numbers continue from 3"
     numbered = (tmp_path / "runs/every-member/checkpoints").iterdir()
     assert sorted(path.name for path in numbered) == ["checkpoint_4", "checkpoint_5"]
 

@@ -1,10 +1,10 @@
-"""A device in the host's memory, on which every wait for the device is counted.
+"""A simulated device in host memory that counts every synchronisation of the host with it.
 
-Tensors on it are a subclass around tensors of the host and say that they are on ``meta``. An
-operation on them runs on the host and its result is on the device. What would make the host wait
-for a real device is counted where it is called: reading a value, copies that are not asynchronous,
-operations whose result's shape is a matter of values, and waits for an event that the device may
-not have reached, which is any that was recorded since the update before.
+Its tensors are a subclass that wraps host tensors and reports the device ``meta``. Operations on
+them run on the host, and their results are on the device. Calls that would make the host wait for
+a real device are counted by location: reading a value, synchronous copies, operations whose output
+shape depends on values, and waits for an event that the device may not have reached, which is any
+event recorded since the previous update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class OnDevice(torch.Tensor):
-    """A tensor on the device; `host` has its values."""
+    """A tensor on the device; `host` holds its values."""
 
     @staticmethod
     def __new__(cls, host, waits):
@@ -71,16 +71,16 @@ class OnDevice(torch.Tensor):
 
 
 class Waits(TorchDispatchMode):
-    """While it is active tensors can be put on the device.
+    """While this mode is active, tensors can be put on the device.
 
     Attributes:
-        places: How often the device was waited for, by operation and our line that asked for it.
+        places: How often the host waited, by operation and the line of ours that caused it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places: Counter[str] = Counter()
-        self.updates = 0  # told by whoever counts them
+        self.updates = 0  # set by the test, which counts them
 
     @property
     def total(self) -> int:
@@ -100,7 +100,7 @@ class Waits(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """Lets ``torch.tensor(1.0, device=...)`` copy the number, which torch leaves out on meta."""
+    """Let ``torch.tensor(1.0, device=...)`` copy the number, which torch omits on ``meta``."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -116,7 +116,7 @@ def _is_on(value: Any) -> bool:
 
 
 def _run(waits: Waits, func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation on the host; its result where it belongs."""
+    """Run the operation on the host; return its result on the right device."""
     leaves = tree_leaves((args, kwargs))
     on_device = [leaf for leaf in leaves if _is_on(leaf)]
     target = kwargs.get("device")
@@ -127,7 +127,7 @@ def _run(waits: Waits, func: Any, args: Any, kwargs: Any) -> Any:
         sides = [_is_on(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if target is not None:
             sides.append(torch.device(target) == DEVICE)
-        # A number of the host that is an operand travels with the kernel; it is no copy.
+        # A host scalar as an operand is passed with the kernel launch; that is no copy.
         if any(sides) and not all(sides):
             waits.note(name)
     if target is not None and torch.device(target) == DEVICE:
@@ -161,7 +161,7 @@ def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
 
 @contextmanager
 def counted_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
-    """Inside, there is the device, with events whose waits are counted."""
+    """Inside, the device is in use, with events whose waits are counted."""
     waits = Waits()
 
     class Event:

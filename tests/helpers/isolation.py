@@ -1,4 +1,4 @@
-"""What a test must leave as it found it: how that is compared, and how it is put back.
+"""The state that a test must leave unchanged: how it is compared and restored.
 
 Used by the autouse fixture of `tests/conftest.py` and by the ranks of `tests/helpers/ranks.py`.
 """
@@ -27,7 +27,7 @@ WATCHED_SIGNALS = tuple(
     if hasattr(signal, name)
 )
 
-# Variables that others set for themselves: pytest, and libraries when they are first imported.
+# Variables set by pytest, and by libraries when they are first imported.
 FOREIGN_VARIABLES = {
     "PYTEST_CURRENT_TEST",
     "KMP_INIT_AT_FORK",  # scikit-learn and threadpoolctl
@@ -41,10 +41,10 @@ FOREIGN_VARIABLES = {
 # Processes that serve the whole session: the ranks of the pools.
 SESSION_PROCESSES: set[int] = set()
 
-# Python's own helpers, started once by whoever needs them and kept until the interpreter ends.
+# Helper processes of Python, started on first use and kept until the interpreter exits.
 INTERPRETER_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
-PATIENCE = 2.0  # seconds that a thread or process which is on its way out may take
+PATIENCE = 2.0  # seconds that a thread or process may take to end
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ def _command(pid: int) -> str:
         return "unknown"
     try:
         command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-        # Empty for a process that has ended and waits to be reaped, and for a moment while one
-        # begins to run its program.
+        # Empty for a zombie, and briefly while a process starts its program.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""
@@ -109,7 +108,7 @@ def open_files(folder: Path) -> list[str]:
 
 
 def leaked_environment(before: Snapshot) -> list[str]:
-    """Put the environment back; return one line for each variable that had changed."""
+    """Restore the environment; return one line for each variable that had changed."""
     now = dict(os.environ)
     names = (now.keys() | before.environ.keys()) - FOREIGN_VARIABLES
     changed = sorted(name for name in names if now.get(name) != before.environ.get(name))
@@ -125,7 +124,7 @@ def leaked_environment(before: Snapshot) -> list[str]:
 
 
 def leaked_handlers(before: Snapshot) -> list[str]:
-    """Put the signal handlers back; return one line for each that had changed."""
+    """Restore the signal handlers; return one line for each that had changed."""
     lines = []
     for number, handler in before.handlers.items():
         now = signal.getsignal(number)
@@ -136,7 +135,7 @@ def leaked_handlers(before: Snapshot) -> list[str]:
 
 
 def leaked_threads(before: Snapshot) -> list[str]:
-    """Return one line for each thread that was not there before."""
+    """Return one line for each new thread that has not ended."""
     lines = []
     for thread in set(threading.enumerate()) - before.threads:
         thread.join(PATIENCE)
@@ -146,7 +145,7 @@ def leaked_threads(before: Snapshot) -> list[str]:
 
 
 def leaked_processes(before: Snapshot) -> list[str]:
-    """Return one line for each child process that was not there before; they are killed."""
+    """Kill the new child processes that have not ended; return one line for each."""
     for pid in _new_children(before):
         _await_end(pid)
     lines = []
@@ -167,16 +166,16 @@ def _new_children(before: Snapshot) -> dict[int, str]:
 
 
 def leaks(before: Snapshot, folder: Path | None = None) -> list[str]:
-    """Return a line for each thing that is not as it was at `before`, files below `folder` too.
+    """Return a line for each difference from `before` and each open file below `folder`.
 
-    What can be put back is put back, so that the next test starts clean.
+    What can be restored is restored, so that the next test starts clean.
     """
     if (
         _new_children(before)
         or set(threading.enumerate()) - before.threads
         or (folder is not None and open_files(folder))
     ):
-        gc.collect()  # objects in cycles close what they hold when they are collected
+        gc.collect()  # objects in reference cycles release their resources when collected
     return [
         *leaked_environment(before),
         *leaked_handlers(before),
@@ -187,7 +186,7 @@ def leaks(before: Snapshot, folder: Path | None = None) -> list[str]:
 
 
 def reset_trainer_state() -> None:
-    """Forget the state that `trainer` shares over the process, if it was imported at all."""
+    """Reset the process-wide state of `trainer`, if it was imported."""
     state = sys.modules.get("trainer.state")
     if state is not None:
         for name in ("AcceleratorState", "GradientState", "PartialState"):
@@ -195,7 +194,7 @@ def reset_trainer_state() -> None:
 
 
 def reset_torch() -> None:
-    """Give torch the settings and the seed that every test starts from."""
+    """Set torch to the settings and the seed that every test starts from."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -209,13 +208,13 @@ def reset_torch() -> None:
 
 
 def seed(value: int) -> None:
-    """Seed the three generators."""
+    """Seed the generators of Python, numpy and torch."""
     random.seed(value)
     numpy.random.seed(value)
     torch.manual_seed(value)
 
 
 def destroy_process_group() -> None:
-    """Destroy the process group that a test left."""
+    """Destroy the process group that a test left behind, if any."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

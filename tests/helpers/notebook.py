@@ -18,8 +18,8 @@ print(json.dumps(cell.outputs))
 
 
 def outputs_of(cell: str) -> list[dict[str, Any]]:
-    """What the cell shows when it is over."""
-    # in a process of its own: the client of a kernel leaves threads behind for a while
+    """Return the outputs of the cell after it has run."""
+    # in a separate process: the client of a kernel leaves threads running for a while
     command = [sys.executable, "-W", "ignore", "-c", RUN, cell]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""HTML as a tree, by the standard library's parser, for tests of pages."""
+"""Parse HTML into a tree with the standard library's parser, for tests of pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Node:
         return "".join(each if isinstance(each, str) else each.text for each in self.children)
 
     def all(self, tag: str | None = None, class_: str | None = None) -> list[Node]:
-        """The elements below this one of a tag, a class, or both."""
+        """Return the elements below this one with a given tag, class, or both."""
         return [
             node
             for node in self.walk()
@@ -42,7 +42,7 @@ class Node:
                 yield from child.walk()
 
     def rows(self) -> list[list[Node]]:
-        """The cells of a table's body; one that spans rows is in each of them."""
+        """Return the cells of a table's body by row; one that spans rows is in each of them."""
         rows: list[list[Node]] = []
         spanning: Node | None = None
         left = 0
@@ -81,7 +81,7 @@ class _Builder(HTMLParser):
 
 
 def parse(html: str) -> Node:
-    """The tree of a page; every element must be closed where it was opened."""
+    """Return the tree of a page; every element must be closed at the level that it was opened."""
     builder = _Builder()
     builder.feed(html)
     builder.close()

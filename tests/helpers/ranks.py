@@ -1,6 +1,6 @@
-"""Ranks that stay alive from test to test.
+"""Ranks that stay alive across tests.
 
-Starting a process that imports torch costs seconds, a call to one that runs costs milliseconds:
+Starting a process that imports torch takes seconds, a call to a running one milliseconds:
 
     def total(value):
         tensor = torch.tensor([value + dist.get_rank()])
@@ -10,11 +10,11 @@ Starting a process that imports torch costs seconds, a call to one that runs cos
     def test_total(ranks2):
         assert ranks2(total, 1) == [3, 3]
 
-The function runs on every rank, in the folder that the caller is in, with the process group formed
-(gloo, on the CPU, met through a file: no ports) and the environment that torchrun would give. The
-warning filters of the calling test hold on the ranks too, so warnings are errors there. Functions
-and arguments travel by value: lambdas, closures and classes of the test module are all right.
-Assert in the test, on what the ranks return. Afterwards each rank puts itself back as it was.
+The function runs on every rank, in the caller's working folder, with an initialised process group
+(gloo on the CPU, rendezvous through a file, so no ports) and the environment that torchrun sets.
+The warning filters of the calling test also apply on the ranks, so warnings are errors there.
+Functions and arguments are pickled by value: lambdas, closures and classes of the test module work.
+Assert in the test, on what the ranks return. Afterwards each rank restores its state.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ import torch.distributed as dist
 from tests.helpers import isolation
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT = 180.0  # seconds for all ranks to import torch and to meet
-GRACE = 5.0  # seconds that the others may still take when one rank has failed
+START_TIMEOUT = 180.0  # seconds for all ranks to import torch and form the group
+GRACE = 5.0  # seconds that the other ranks get once one has failed
 TEST_MODULE = re.compile(r"[/\\](test_[^/\\]*|conftest)\.py$")
-STOP_TIMEOUT = 10.0  # seconds for a rank to leave when it is asked to
+STOP_TIMEOUT = 10.0  # seconds for a rank to exit when asked to
 
 
 class RankError(RuntimeError):
     """At least one rank failed.
 
     Attributes:
-        failures: rank -> what it reported, the first to fail first.
+        failures: rank -> its report, in the order in which the ranks failed.
     """
 
     def __init__(self, failures: dict[int, str], size: int) -> None:
@@ -76,7 +76,7 @@ class Reply:
 
     value: bytes = b""  # pickled
     failure: str | None = None
-    # Ranks whose marks differ have not run the same collectives: their group is unusable.
+    # Ranks whose marks differ have run different collectives, so their group is unusable.
     mark: tuple[object, ...] = ()
 
 
@@ -106,7 +106,7 @@ class Rank:
         return text.partition("Extension modules:")[0]
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
-        # The session of the rank: workers of its data loaders go with it.
+        # Kill the rank's session, which includes its data-loader workers.
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.process.pid, number)
@@ -115,10 +115,10 @@ class Rank:
 
 
 class RankPool:
-    """`size` processes that run what they are called with, each as one rank of a process group.
+    """`size` processes that run the functions passed to a call, as the ranks of a process group.
 
     They start at the first call. After a hang, a death, or a failure that left the ranks out of
-    step, they are killed and the next call starts new ones.
+    sync, they are killed and the next call starts new ones.
     """
 
     def __init__(self, size: int) -> None:
@@ -127,15 +127,15 @@ class RankPool:
         self.size = size
         self._ranks: list[Rank] = []
         self._folder: Path | None = None
-        atexit.register(self.kill)  # for those who do not close it
+        atexit.register(self.kill)  # for pools that are not closed
 
     def __call__(self, function: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-        """Run `function(*args)` on every rank and return their values, ordered by rank.
+        """Run `function(*args)` on every rank and return the results, ordered by rank.
 
         Raises:
-            RankError: a rank raised or died. The message holds every traceback.
-            TimeoutError: ranks were silent for `timeout` seconds. The message names them and
-                shows where their threads were.
+            RankError: A rank raised or died. The message contains every traceback.
+            TimeoutError: Ranks did not reply within `timeout` seconds. The message names them and
+                shows the stacks of their threads.
         """
         __tracebackhide__ = True
         message = _pack_by_value((function, args, Path.cwd(), _portable(warnings.filters)))
@@ -146,7 +146,7 @@ class RankPool:
             for rank in self._ranks:
                 rank.connection.send_bytes(message)
             replies = self._collect(timeout)
-        except BaseException:  # also an interrupt: nobody may read this call's replies later
+        except BaseException:  # also an interrupt: no later call may read this call's replies
             self.kill()
             raise
         marks = {reply.mark for reply in replies.values()}
@@ -159,16 +159,16 @@ class RankPool:
 
     @property
     def alive(self) -> bool:
-        """Whether all processes run."""
+        """Whether all processes are running."""
         return bool(self._ranks) and all(rank.process.poll() is None for rank in self._ranks)
 
     @property
     def pids(self) -> list[int]:
-        """The processes, ordered by rank; empty before the first call."""
+        """The process ids, ordered by rank; empty before the first call."""
         return [rank.process.pid for rank in self._ranks]
 
     def close(self) -> None:
-        """Let the ranks finish by themselves; kill those that do not."""
+        """Let the ranks exit by themselves; kill those that do not."""
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):
                 rank.connection.send_bytes(b"")
@@ -178,7 +178,7 @@ class RankPool:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes at once and remove what they shared."""
+        """Kill all processes at once and remove their shared folder."""
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
@@ -217,7 +217,7 @@ class RankPool:
             "CUDA_VISIBLE_DEVICES": "",
         }
         if sys.platform == "linux":
-            environ["GLOO_SOCKET_IFNAME"] = "lo"  # do not ask the host for its own name
+            environ["GLOO_SOCKET_IFNAME"] = "lo"  # avoids a look-up of the host's name
         start = f"import sys; sys.path[0] = {str(ROOT)!r}; from {__name__} import serve; serve()"
         process = subprocess.Popen(
             [sys.executable, "-c", start, str(theirs.fileno()), str(folder), str(os.getpid())],
@@ -250,7 +250,7 @@ class RankPool:
         return replies
 
     def _report_silence(self, silent: list[int], replies: dict[int, Reply], timeout: float) -> None:
-        """Raise the error that names the silent ranks and shows their stacks."""
+        """Raise an error that names the silent ranks and shows their stacks."""
         # faulthandler writes the stacks of all threads when the process aborts.
         for index in silent:
             self._ranks[index].kill(signal.SIGABRT)
@@ -271,7 +271,7 @@ class RankPool:
 
 
 def _pack_by_value(value: object) -> bytes:
-    """Pickle `value` with all that it uses of test modules, which ranks cannot import by name."""
+    """Pickle `value` and what it uses from test modules, which ranks cannot import, by value."""
     for module in list(sys.modules.values()):
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and TEST_MODULE.search(file) and "site-packages" not in file:
@@ -280,7 +280,7 @@ def _pack_by_value(value: object) -> bytes:
 
 
 def _portable(filters: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return warning filters, last first, as arguments of `warnings.filterwarnings`."""
+    """Return warning filters, in order of precedence, as arguments of `filterwarnings`."""
 
     def pattern(expression: Any) -> str:
         return getattr(expression, "pattern", expression) or ""
@@ -291,21 +291,21 @@ def _portable(filters: Iterable[Any]) -> list[tuple[Any, ...]]:
     ]
 
 
-# The rest runs in the ranks.
+# The functions below run in the ranks.
 
 
 def serve() -> None:
-    """Be one rank: form the group, then answer calls until the caller goes away."""
+    """Run as one rank: form the group, then answer calls until the caller disconnects."""
     descriptor, folder, parent = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     _die_with(parent)
     connection = Connection(descriptor)
-    # Workers of data loaders must not hold the line open when this process has died.
+    # Data-loader workers must not keep the connection open when this process has died.
     os.register_at_fork(after_in_child=connection.close)
     with (folder / f"stacks-{os.environ['RANK']}.txt").open("w") as stacks:
         faulthandler.enable(stacks, all_threads=True)
         connection.send_bytes(cloudpickle.dumps(_join(folder)))
         gc.collect()
-        gc.freeze()  # what exists now stays: collecting between tests skips it
+        gc.freeze()  # collections between tests skip everything that exists now
         while message := _next(connection):
             faulthandler.enable(stacks, all_threads=True)  # a call may have turned it off
             connection.send_bytes(cloudpickle.dumps(_answer(message, folder)))
@@ -313,7 +313,7 @@ def serve() -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End this process when its parent ends, whatever way that happens."""
+    """Make this process end when its parent does, however that happens."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
@@ -336,7 +336,7 @@ def _join(folder: Path) -> Reply:
 
 
 def _next(connection: Connection) -> bytes:
-    """Return the next call, or nothing when the caller closes the pool or is gone."""
+    """Return the next call, or no bytes when the caller closes the pool or is gone."""
     try:
         return connection.recv_bytes()
     except EOFError:
@@ -344,16 +344,16 @@ def _next(connection: Connection) -> bytes:
 
 
 def _answer(message: bytes, home: Path) -> Reply:
-    """Run one call and put this process back as it was."""
+    """Run one call and restore the state of this process."""
     before = isolation.Snapshot()
     with _collected_crashes() as crashes:
         reply, folder = _run(message)
-        # By now the last references to what the call made are gone: let it clean up after itself.
+        # The last references to what the call made are gone: let it clean up after itself.
         isolation.reset_trainer_state()
         gc.collect()
     os.chdir(home)
     isolation.reset_torch()
-    isolation.leaked_environment(before)  # a call may set variables: they end with it
+    isolation.leaked_environment(before)  # a call may set variables: they are reset after it
     leaks = isolation.leaks(before, folder)
     if reply.failure is None and (crashes or leaks):
         lines = [*crashes, *(f"left behind: {leak}" for leak in leaks)]
@@ -378,7 +378,7 @@ def _run(message: bytes) -> tuple[Reply, Path | None]:
 
 @contextlib.contextmanager
 def _collected_crashes() -> Iterator[list[str]]:
-    """Collect the errors of threads and destructors, which nobody else would see."""
+    """Collect the errors of threads and destructors, which would otherwise go unnoticed."""
     crashes: list[str] = []
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
@@ -401,7 +401,7 @@ def _text(error: BaseException | None) -> str:
 
 
 def _mark() -> tuple[object, ...]:
-    """Return what is equal on ranks that have run the same collectives; empty with no group."""
+    """Return a value that is equal on ranks after the same collectives; empty without a group."""
     if not dist.is_initialized():
         return ()
     group = dist.distributed_c10d._get_default_group()

@@ -9,11 +9,11 @@ NO_CUDA = "needs a CUDA device"
 
 
 def skip_reason(item: pytest.Item) -> str | None:
-    """Return why `item` cannot run on this machine, or None where it can."""
+    """Return why `item` cannot run on this machine, or None if it can."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         return NO_CUDA
     return None
 
 
 requires_cuda = pytest.mark.gpu
-"""Marks a test that needs a CUDA device: `@requires_cuda`. It is skipped only where none is."""
+"""Marks a test that needs a CUDA device: `@requires_cuda`. Without one it is skipped."""

@@ -1,4 +1,4 @@
-"""What the SDKs of the services wrote in their offline modes, read back from the disk."""
+"""Read back from disk what the SDKs of the services wrote in their offline modes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class WandBRun(NamedTuple):
     exit_code: int | None
 
     def series(self, name: str) -> list[tuple[int, Any]]:
-        """The values of a metric with the updates that they belong to."""
+        """Return the values of a metric, each with its update."""
         return [(row["global_step"], row[name]) for row in self.rows if name in row]
 
 
 def wandb_runs(folder: Path) -> list[WandBRun]:
-    """The runs below a folder in the order in which they began."""
+    """Return the runs below a folder in the order in which they began."""
     import wandb
 
-    wandb.teardown()  # its process writes on for a moment when a run is finished
+    wandb.teardown()  # its process still writes for a moment after a run has finished
     found = sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_ctime_ns)
     return [_read_run(path) for path in found]
 
@@ -81,7 +81,7 @@ def _put(into: dict[str, Any], items: Any) -> None:
 
 
 def _records(path: Path) -> Iterator[Any]:
-    """The records of the file, a log as LevelDB writes it, in the SDK's own protocol buffers."""
+    """Yield the records of the file, a LevelDB log of the SDK's protocol buffers."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data = path.read_bytes()
@@ -89,7 +89,7 @@ def _records(path: Path) -> Iterator[Any]:
     at, message = _HEAD, b""
     while at + _HEAD <= len(data):
         left = _BLOCK - at % _BLOCK
-        if left < _HEAD:  # a block ends with padding that no head fits into
+        if left < _HEAD:  # a block ends with padding when no record header fits into it
             at += left
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
@@ -113,17 +113,17 @@ class CometRun(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What Comet knows the experiment by."""
+        """The experiment's key at Comet."""
         return str(self.experiment["offline_id"])
 
     def content(self, upload: dict[str, Any]) -> bytes:
-        """The bytes of an upload."""
+        """Return the bytes of an upload."""
         with zipfile.ZipFile(self.path) as archive:
             return archive.read(upload["file_path"])
 
 
 def comet_runs(folder: Path) -> list[CometRun]:
-    """The archives in a folder in the order in which they were made."""
+    """Return the archives in a folder in the order in which they were written."""
     found = sorted(folder.glob("*.zip"), key=lambda path: path.stat().st_ctime_ns)
     return [_read_archive(path) for path in found]
 

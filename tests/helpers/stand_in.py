@@ -1,4 +1,4 @@
-"""A trainer without a loop: the surface that callbacks read, set by hand in their tests."""
+"""A trainer without a loop: the attributes that callbacks read, set directly by their tests."""
 
 import json
 import shutil
@@ -62,7 +62,7 @@ class TrainerStandIn:
     optimizers: list[Any] = field(default_factory=list)
     optimizer_names: list[str] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
-    states: dict[str, list[Any]] = field(default_factory=dict)  # by name of the checkpoint
+    states: dict[str, list[Any]] = field(default_factory=dict)  # by checkpoint name
     kinds: dict[str, tuple[bool, bool, bool]] = field(default_factory=dict)
     saved: bool = True
     space_asked: list[Path] = field(default_factory=list)
@@ -123,7 +123,7 @@ class TrainerStandIn:
         shutil.rmtree(path)
 
     def resume(self, name: str) -> None:
-        """Set up the callbacks as a new process does that loads the checkpoint ``name``."""
+        """Load the callbacks' states from the checkpoint ``name``, as a new process does."""
         self.global_step = int(name.removeprefix("step-"))
         for callback, state in zip(self.callbacks, self.states[name], strict=True):
             callback.load_state_dict(state)
@@ -135,7 +135,7 @@ class TrainerStandIn:
             callback.on_train_start(self, self.module)
 
     def update(self, **metrics: float) -> None:
-        """One update, at whose boundary ``metrics`` were reduced."""
+        """Make one update, at whose boundary ``metrics`` were reduced."""
         self.global_step += 1
         for name, value in metrics.items():
             self.callback_metrics[name] = value
@@ -144,7 +144,7 @@ class TrainerStandIn:
             callback.on_boundary(self, self.module)
 
     def updates(self, values: Iterable[float | None], name: str = "loss") -> None:
-        """One update per value; None is an update without a fresh value."""
+        """Make one update per value; None is an update without a new value."""
         for value in values:
             self.update(**({} if value is None else {name: value}))
 

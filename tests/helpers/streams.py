@@ -1,7 +1,7 @@
-"""Two streams for a device that has none: they note what is asked of them, and copies come late.
+"""Two streams for the simulated device: they record their calls, and their copies arrive late.
 
-What is put on the device of `tests.helpers.device` inside `on_side` holds nonsense from then on,
-until a stream waits for an event that was recorded behind it. Whoever uses a batch before its time
+A tensor that is put on the device of `tests.helpers.device` inside `on_side` holds nonsense until a
+stream waits for an event that was recorded after the copy. Code that uses a batch too early thus
 computes with nonsense.
 """
 
@@ -45,13 +45,13 @@ class Stream:
 
 
 class LateStreams:
-    """See `trainer.data.prefetch.Streams`.
+    """A stand-in for `trainer.data.prefetch.Streams`.
 
     Attributes:
-        log: What was asked for, with what, and the name of the stream.
-        kept: What is not to be overwritten before the computing stream is done with it.
-        late: What was copied since the last event, with its values.
-        events: How many were recorded.
+        log: The calls, with their arguments and the name of the stream.
+        kept: What must not be overwritten before the computing stream has used it.
+        late: The tensors copied since the last event, each with its values.
+        events: The number of recorded events.
     """
 
     def __init__(self) -> None:
@@ -86,15 +86,15 @@ class LateStreams:
         self.kept.append(held)
 
     def note_arrival(self, stream: Stream) -> None:
-        """The host of a device that is none cannot be ahead of it."""
+        """Do nothing: the host cannot run ahead of a simulated device."""
 
     def copying(self, device: torch.device) -> LateStreams | None:
-        """In place of `trainer.data.prefetch.streams_for`."""
+        """Replace `trainer.data.prefetch.streams_for`."""
         return self if device.type == "meta" else None
 
 
 class _Made(TorchDispatchMode):
-    """Finds the values behind everything that is put on the device."""
+    """Collect the host values of all tensors that are put on the device."""
 
     def __init__(self, made: dict[int, torch.Tensor]) -> None:
         super().__init__()

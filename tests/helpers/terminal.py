@@ -1,4 +1,4 @@
-"""A terminal for progress bars, what it shows, and the hooks in the order of the loop."""
+"""A terminal for progress bars, its screen, and the hooks called in the order of the loop."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ TOKENS = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|[\r\n]|[^\r\n\x1b]+")
 
 
 def screen(written):
-    """What a terminal shows after ``written``; colours do not matter, other codes are an error."""
+    """Return the screen of a terminal after ``written``; colours are ignored, other codes fail."""
     rows, row, column = [""], 0, 0
     for token in TOKENS.finditer(written):
         number, code = token[1], token[2]
@@ -40,7 +40,7 @@ def screen(written):
 
 
 class Terminal:
-    """A pseudo-terminal in the place of standard error, and of standard output if asked."""
+    """A pseudo-terminal that replaces standard error, and standard output if requested."""
 
     def __init__(self, monkeypatch):
         self.monkeypatch = monkeypatch
@@ -52,14 +52,14 @@ class Terminal:
         self.written = ""
 
     def loop(self, *, stdout=False, **arguments):
-        # here and not in the fixture: pytest sets its own standard error between the two
+        # not in the fixture: pytest sets its own standard error after fixtures have run
         self.monkeypatch.setattr(sys, "stderr", self.stderr)
         if stdout:
             self.monkeypatch.setattr(sys, "stdout", self.stderr)
         return Loop(**arguments)
 
     def read(self):
-        """What was written since the last call."""
+        """Return what was written since the last call."""
         self.stderr.flush()
         new = b""
         try:
@@ -80,7 +80,7 @@ class Terminal:
 
 
 class Loop:
-    """The hooks of the bar in the order of the loop."""
+    """Call the hooks of a progress bar in the order of the loop."""
 
     def __init__(self, *, kind=ProgressBar, stage="fit", refresh_rate=1e9, **trainer):
         self.trainer = TrainerStandIn(**trainer)

@@ -357,7 +357,9 @@ def test_another_configuration_of_the_optimizer_is_refused_on_resume():
 
     fit(BackboneFinetuning(1), max_epochs=2, checkpointing=True)
     trainer = quiet_trainer(max_epochs=3, callbacks=BackboneFinetuning(1))
-    with pytest.raises(CheckpointError, match=r"backbone\.0\.weight, which the optimizer already has"):
+    with pytest.raises(
+        CheckpointError, match=r"backbone\.0\.weight, which the optimizer already has"
+    ):
         trainer.fit(All(), loader(), ckpt_path="auto")
 
 

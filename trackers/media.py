@@ -39,12 +39,13 @@ def one_level(values: dict[str, Any], separator: str = "/") -> dict[str, Any]:
 
 
 def array_of(value: Any) -> Any:
-    """Return a tensor, an array or a list as a NumPy array; tensors of floats as float32."""
+    """Return a tensor, an array or a list as a NumPy array; floats of fewer bits become float32."""
     import numpy as np
 
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value
+        if value.is_floating_point() and value.itemsize < 4:  # NumPy has no bfloat16 or float8
+            value = value.float()
     return np.asarray(value)
 
 

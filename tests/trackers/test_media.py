@@ -64,6 +64,7 @@ def test_arrays():
     assert array_of(torch.tensor([1.5], dtype=torch.bfloat16, requires_grad=True)).tolist() == [1.5]
     assert array_of(torch.tensor([3])).dtype == np.int64
     assert array_of([1, 2]).tolist() == [1, 2]
+    assert array_of(torch.tensor([1e300], dtype=torch.float64)).tolist() == [1e300]
 
 
 def test_a_figure_is_drawn_and_left_as_it_is():

@@ -211,7 +211,7 @@ def test_a_table_is_aligned_markdown():
 def test_a_result_comes_back_from_its_file(tmp_path):
     result = small_result(steps=3)
     assert Result.load(result.save(tmp_path / "new")) == result
-    assert result.versions["torch"] == torch.__version__
+    assert torch.__version__.startswith(result.versions["torch"])  # without the build, as "+cpu"
     assert "steps 3" in result.about()
     assert json.loads((tmp_path / "new" / "small.json").read_text())["made"] == result.made
 

@@ -245,7 +245,7 @@ class TensorBoardTracker(GeneralTracker):
         """
         with warnings.catch_warnings():
             # torch's writer has no other way to see a graph.
-            warnings.filterwarnings("ignore", r"`torch\.jit\.trace", DeprecationWarning)
+            warnings.filterwarnings("ignore", r"`torch\.jit\.trace")
             self.tracker.add_graph(model, example)
         self.tracker.flush()
 

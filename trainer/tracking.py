@@ -93,7 +93,7 @@ class RunTrackers:
         self._end: weakref.finalize[Any, RunTrackers] | None = None
         self._warned = False
         self._number = next(_numbers)
-        self._starts = itertools.count()
+        self._starts = 0
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -131,9 +131,10 @@ class RunTrackers:
                 "init_trackers was called while its trackers are running. Call end_training() "
                 "first."
             )
+        self._starts += 1
         self._trackers = _main_first(
             lambda: self._make(project_name, init_kwargs),
-            key=f"cadence/trackers/{self._number}/{next(self._starts)}",
+            key=f"cadence/trackers/{self._number}/{self._starts}",
         )
         self._end = weakref.finalize(self, _end_unasked, self._trackers, os.getpid())
         self._warned = False

@@ -571,6 +571,9 @@ def test_a_list_of_objects_is_broadcast_in_place(ranks2, source):
     assert ranks2(broadcast) == [([source, {"from": source}] + ["more"] * source, True)] * 2
 
 
+UNFIT = "local object"  # Python's words for a lambda that cannot be pickled
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_object_that_cannot_be_sent_is_an_error_of_all(ranks3, number):
     def send() -> None:
@@ -582,10 +585,10 @@ def test_an_object_that_cannot_be_sent_is_an_error_of_all(ranks3, number):
 
     found = failures(ranks3, send)
     assert "RuntimeError" not in found[1]
-    assert "pickle" in found[1]
+    assert UNFIT in found[1]
     assert found[0] == found[2]
     assert found[0].startswith("RuntimeError: Rank 1 could not send its object: ")
-    assert "pickle" in found[0]
+    assert UNFIT in found[0]
 
 
 @pytest.mark.gpu

@@ -262,7 +262,7 @@ def test_who_has_not_come_is_named_in_a_warning(ranks3, own_group):
 def test_who_has_not_come_is_named_where_the_groups_own_limit_is_shorter(ranks2):
     def body() -> tuple[list[str], str]:
         group = dist.new_group()
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), group)
+        group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=0.2))
         heard, said = _Heard(), ""
         logger = logging.getLogger("trainer.distributed.meeting")
         with pytest.MonkeyPatch.context() as patch:

@@ -178,9 +178,8 @@ def test_every_argument_of_the_trainer_is_one_or_the_other():
 
 
 def test_the_documentation_has_the_same_arguments():
-    told = re.search("        barebones: .*?\n        slurm_requeue:", Trainer.__doc__, re.DOTALL)[
-        0
-    ]
+    said = inspect.getdoc(Trainer)
+    told = re.search("    barebones: .*?\n    slurm_requeue:", said, re.DOTALL)[0]
     guide = (Path(__file__).parents[2] / "docs/guides/speed.md").read_text(encoding="utf-8")
     told_there = guide.partition("## Barebones training")[2].partition("\n## ")[0]
     for name in LEFT_OUT:

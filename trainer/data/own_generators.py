@@ -316,6 +316,7 @@ def _descriptors(kind: type) -> list[tuple[str, Any]]:
         for name, value in list(vars(each).items())
         if type(value) in (GetSetDescriptorType, MemberDescriptorType)
         and (name == "__dict__" or "__slots__" in vars(each))
+        and name != "__weakref__"  # a dataclass with slots has another class's in Python 3.10
     ]
 
 

@@ -265,6 +265,20 @@ def test_what_is_found_stays_found_where_samples_come_and_go():
     assert held_by(decoding=Decoding([rngs[0]])) == {"decoding.[0]": rngs[0]}
 
 
+def test_slots_are_read_where_a_dataclass_has_the_descriptor_of_another_class():
+    """As each has in Python 3.10, whose `dataclass(slots=True)` copies it to the class it makes."""
+
+    class Copied:
+        pass
+
+    Slotted.__weakref__ = vars(Copied)["__weakref__"]
+    try:
+        rng = random.Random(1)
+        assert held_by(dataset=Slotted(rng)) == {"dataset.rng": rng}
+    finally:
+        del Slotted.__weakref__
+
+
 class Paired(Jittered):
     """An image and its mask, changed alike by generators that were made alike."""
 

@@ -70,7 +70,7 @@ class Precision:
             _check_device(mode, device)
         self.mode = mode
         self._device_type = device.type
-        self._autocast = autocast or AutocastKwargs()
+        self._autocast = (autocast or AutocastKwargs()).to_kwargs()
         self._unscaled: set[int] = set()  # ids of optimizers unscaled since the last scale update
         self._stepped: set[int] = set()  # ids of optimizers that stepped under the current scale
         self._known: WeakSet[Optimizer] = WeakSet()  # may hold gradients that carry the scale
@@ -107,7 +107,7 @@ class Precision:
             if not torch.amp.is_autocast_available(self._device_type):
                 return _NO_CONTEXT  # no autocast to disable
             return torch.autocast(self._device_type, **handler.to_kwargs())
-        kwargs = (handler or self._autocast).to_kwargs()
+        kwargs = self._autocast if handler is None else handler.to_kwargs()
         return torch.autocast(self._device_type, dtype=_DTYPES[self.mode], **kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -444,8 +444,8 @@ def python_after(seed: int | None) -> list:
     for number in range(4):
         drawn += [random.random() for _ in range(300 * number)]  # all places among the words
         with isolated_rng(seed):
-            drawn.append([random.getstate(), random.gauss(), random.random()])
-        drawn += [random.getstate(), random.gauss()]
+            drawn.append([random.getstate(), random.gauss(0, 1), random.random()])
+        drawn += [random.getstate(), random.gauss(0, 1)]
     return drawn
 
 
@@ -456,10 +456,10 @@ def test_python_is_put_back_alike_by_its_words_and_by_its_state(monkeypatch, see
     monkeypatch.setattr(generators, "_memory_of", lambda generator: None)
     assert python_after(seed) == by_words
     plain = random.Random(3)
-    assert by_words[1:3] == [plain.getstate(), plain.gauss()]
+    assert by_words[1:3] == [plain.getstate(), plain.gauss(0, 1)]
     if seed is not None:
         plain.seed(seed)
-        assert by_words[0] == [plain.getstate(), plain.gauss(), plain.random()]
+        assert by_words[0] == [plain.getstate(), plain.gauss(0, 1), plain.random()]
 
 
 def test_the_words_of_python_are_found_only_where_they_are():

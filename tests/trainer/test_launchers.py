@@ -108,11 +108,17 @@ def fail(how):
     raise LookupError("a fault of mine")
 
 
+# Python's words for an exception without any
+UNPRINTABLE = (
+    "<exception str() failed>" if sys.version_info >= (3, 11) else "<unprintable {} object>"
+)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ("raise", "LookupError: a fault of mine"),
-        ("odd", "Odd: <exception str() failed>"),
+        ("odd", f"Odd: {UNPRINTABLE.format('Odd')}"),
         ("exit", "SystemExit: exit code 7"),
         ("kill", "it was ended by SIGKILL"),
     ],

@@ -176,6 +176,32 @@ def test_a_store_that_does_not_answer_is_told(ranks2):
     assert "that of rank 0, is gone or cannot be reached." in texts[0]
 
 
+def test_a_store_that_falls_silent_behind_a_note_is_told(ranks2):
+    """The run goes on for a moment, before the training too waits for the process that is gone."""
+
+    def body():
+        said, locked, asked = Path("said"), Path("locked"), []
+
+        def place():
+            if locked.exists():
+                asked.append(1)
+            return "before" if len(asked) < 2 else "after"
+
+        with listening(said.touch) as texts, watched(place):
+            if dist.get_rank() == 1:
+                with silent_store():
+                    locked.touch()
+                    wait_for(said)
+            else:
+                wait_for(said)
+        dist.barrier()
+        return texts
+
+    texts = [text for each in ranks2(body) for text in each]
+    assert "has been in after for 0" in texts[0]
+    assert "that of rank 0, is gone or cannot be reached." in texts[0]
+
+
 def test_of_several_who_wait_one_speaks(ranks3):
     first, *others = ranks3(stalled, ("train", 1))
     assert others == [[], []]

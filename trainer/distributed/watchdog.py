@@ -222,7 +222,9 @@ class _Watchdog:
         """Write and read notes until the run has ended."""
         speaks_at = self._patience
         try:
-            self._leave(self._note())
+            first = self._note()
+            with self._told_if_silent():
+                self._leave(first)
             while not self.ended.wait(self._patience / _LOOKS):
                 note = self._note()
                 with self._told_if_silent():
@@ -248,23 +250,27 @@ class _Watchdog:
         It takes a thread of its own. The watchdog's may block until the system gives up the
         connection to a machine that is gone or unreachable.
         """
-        timer = threading.Timer(self._patience / 2, self._tell_of_silence)
-        timer.daemon = True
-        timer.start()
+        answered = threading.Event()
+        teller = threading.Thread(target=self._tell_of_silence, args=(answered,), daemon=True)
+        teller.start()
         try:
             yield
         finally:
-            timer.cancel()
-            timer.join()
+            answered.set()
+            teller.join()
 
-    def _tell_of_silence(self) -> None:
-        since, place = self._since
-        if self._place() == place and not environment.read_int(
-            "LOCAL_RANK"
-        ):  # one process per machine
+    def _tell_of_silence(self, answered: threading.Event) -> None:
+        if environment.read_int("LOCAL_RANK"):  # one process per machine
+            return
+        while not answered.wait(self._patience / 2):
+            since, place = self._since
+            if (now := self._place()) != place:  # the training has gone on since the note
+                self._since = time.monotonic(), now
+                continue
             seconds = time.monotonic() - since
             told = "rank %d has been in %s for %.0f seconds, and %s."
             logger.warning(told, self._rank, place, seconds, _NO_STORE)
+            return
 
     def explain(self) -> None:
         """Set the cause where the backend has failed and the store could not be asked."""

@@ -222,9 +222,8 @@ class _Watchdog:
         """Write and read notes until the run has ended."""
         speaks_at = self._patience
         try:
-            first = self._note()
             with self._told_if_silent():
-                self._leave(first)
+                self._leave(self._note())
             while not self.ended.wait(self._patience / _LOOKS):
                 note = self._note()
                 with self._told_if_silent():

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,15 +21,23 @@ from trainer.data.own_generators import (
     seed_all,
     set_aside,
 )
-from trainer.data.rebuild import LastingLoader, end_workers, loader_kwargs, reads_as_torchs
-from trainer.data.rounds import Round, absent_round, ahead, own_round
-from trainer.data.sampling import ShardedSampler, Share
+from trainer.data.rebuild import (
+    LastingLoader,
+    batches_of,
+    end_workers,
+    loader_kwargs,
+    reads_as_torchs,
+)
+from trainer.data.rounds import Round, absent_rounds, ahead, own_round
+from trainer.data.sampling import ShardedSampler
 from trainer.data.seeding import draws_nothing, tell_epoch
-from trainer.data.stateful import Item
-from trainer.data.streams import Stream, knows_where_it_is, say_what_it_costs
-from trainer.distributed.collectives import all_gather_object
+from trainer.data.streams import (
+    Stream,
+    knows_where_it_is,
+    refuse_different,
+    say_what_it_costs,
+)
 from trainer.rng import mix
-from trainer.tree import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -340,7 +348,7 @@ class Feed:
             return
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
         shares = self.sampler.shares = deque()  # this pass's: another may begin before it ends
-        batches = iter(_batches_of(self.loader))
+        batches = iter(batches_of(self.loader))
         read = 0
         try:
             for batch in batches:
@@ -355,7 +363,7 @@ class Feed:
         if not getattr(self.loader, "persistent_workers", False):
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
         if self.world_size > 1:
-            yield from self._without_batch(shares, read)
+            yield from absent_rounds(shares, self._rounds_from(read))
         elif shares:
             logger.warning(
                 "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches. If that "
@@ -366,26 +374,12 @@ class Feed:
                 "an unknown number of" if self.num_batches is None else self.num_batches,
             )
 
-    def _without_batch(self, shares: deque[Share], read: int) -> Iterator[Round]:
-        """Yield the rounds after this process's last batch, in which the others may have one.
-
-        There is at most one, unless the dataset has ended the epoch early. Then there are as many
-        as the others have, which would otherwise wait for this process.
-
-        Args:
-            shares: The shares of the rounds requested so far; workers request ahead.
-            read: How many batches have been read.
-        """
-        ended = any(share.present for share in shares)
-        for share in shares:
-            yield absent_round(share, ended=ended)
-        total = self.num_batches
-        if not ended or total is None:
-            return
+    def _rounds_from(self, read: int) -> int | None:
+        """Return how many rounds this pass still has after `read` of them; None if unknown."""
+        if (total := self.num_batches) is None:
+            return None
         batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
-        rounds = batches + (rest > 0 and not self.drop_last) - self.start_round
-        for _ in range(rounds - read - len(shares)):
-            yield absent_round(shares[-1], ended=True)
+        return batches + (rest > 0 and not self.drop_last) - self.start_round - read
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
         assert self._stream is not None
@@ -393,7 +387,7 @@ class Feed:
             say_what_it_costs(self.start_round * (1 if self.split else self.world_size))
         stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._limit)
         if self.world_size > 1:
-            stream = _refuse_different(stream)
+            stream = refuse_different(stream)
         rounds = self._dealing().rounds(stream)
         for batches, real, place in islice(rounds, self.start_round, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
@@ -404,41 +398,3 @@ class Feed:
                 yield Round(True, batch, sizes[self.rank], *known, place=place)
             else:
                 yield Round(False, None, 0, *known, place=place)
-
-
-def _batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
-    """Return the batches of a loader built from `loader_kwargs`, whose dataset is map-style.
-
-    Without workers the dataset is called directly: torch's iterator would do no more, apart from
-    pinning memory, and takes longer than a step of a small model. As with torch's, a dataset may
-    end the epoch by raising ``StopIteration``, which a generator could not pass on.
-    """
-    if loader.num_workers or loader.pin_memory or loader.timeout:
-        return loader
-    dataset: Any = loader.dataset
-    if loader.batch_sampler is not None:
-        return map(dataset.__getitems__, loader.batch_sampler)
-
-    def fetch(index: Any) -> Any:
-        return loader.collate_fn(dataset[index])
-
-    return map(fetch, loader.sampler)
-
-
-def _refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
-    """Return the stream if it starts with the same batch on all processes; collective.
-
-    Raises:
-        ValueError: On all processes, if it does not: of streams that differ, most batches would be
-            discarded.
-    """
-    first = list(islice(stream, 1))
-    batches = [batch for batch, _ in first]
-    seen = [leaf.detach().cpu() for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
-    sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
-    if len({repr(each) for each in all_gather_object(sums)}) > 1:
-        raise ValueError(
-            "The stream starts with a different batch on each process. Every process reads the "
-            "whole stream and keeps its own batches: give all the same stream, not a part of it."
-        )
-    return chain(first, stream)

@@ -235,3 +235,22 @@ def loader_kwargs(
         worker = LastingWorker(loader.worker_init_fn, wrapped=True)
         kwargs |= {"dataset": wrapper, "collate_fn": as_fetched, "worker_init_fn": worker}
     return kwargs | what_kwargs(loader, sampler)
+
+
+def batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
+    """Return the batches of a loader built from `loader_kwargs`, whose dataset is map-style.
+
+    Without workers the dataset is called directly: torch's iterator would do no more, apart from
+    pinning memory, and takes longer than a step of a small model. As with torch's, a dataset may
+    end the epoch by raising ``StopIteration``, which a generator could not pass on.
+    """
+    if loader.num_workers or loader.pin_memory or loader.timeout:
+        return loader
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is not None:
+        return map(dataset.__getitems__, loader.batch_sampler)
+
+    def fetch(index: Any) -> Any:
+        return loader.collate_fn(dataset[index])
+
+    return map(fetch, loader.sampler)

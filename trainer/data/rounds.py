@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,10 +41,23 @@ class Round:
     place: Place | None = None
 
 
-def absent_round(share: Share, *, ended: bool) -> Round:
-    """Return a round in which this process has no batch; see `Round.ended`."""
-    known = share.round_samples, share.real_samples, share.batches
-    return Round(False, None, 0, *known, ended=ended)
+def absent_rounds(shares: Sequence[Share], left: int | None) -> Generator[Round, None, None]:
+    """Yield the rounds after this process's last batch, in which the others may have one.
+
+    There is at most one, unless the dataset has ended the epoch early. Then there are as many as
+    the others have, which would otherwise wait for this process.
+
+    Args:
+        shares: The shares of the rounds requested and not read; workers request ahead.
+        left: How many rounds the epoch still has; None if unknown.
+    """
+    ended = any(share.present for share in shares)
+    absent = list(shares)
+    if ended and left is not None:
+        absent += [shares[-1]] * (left - len(shares))
+    for share in absent:
+        known = share.round_samples, share.real_samples, share.batches
+        yield Round(False, None, 0, *known, ended=ended)
 
 
 def own_round(batch: Any, share: Share, fetched: Any) -> Round:

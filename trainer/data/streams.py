@@ -7,15 +7,17 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterDataPipe
 
 from trainer.data.stateful import DatasetReading, Item, Place, PlainReading, Reading, SourceReading
+from trainer.distributed.collectives import all_gather_object
 from trainer.errors import CheckpointError
 from trainer.rng import mix
+from trainer.tree import leaves
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +241,22 @@ def _progress(batches: Iterator[Any], total: int, *, shown: bool) -> Iterator[An
     # tqdm's monitor thread would outlive the bar.
     kind = type("Bar", (tqdm,), {"monitor_interval": 0})
     yield from kind(batches, total=total, desc="replay", unit="batch", leave=False)
+
+
+def refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
+    """Return the stream if it starts with the same batch on all processes; collective.
+
+    Raises:
+        ValueError: On all processes, if it does not: of streams that differ, most batches would be
+            discarded.
+    """
+    first = list(islice(stream, 1))
+    batches = [batch for batch, _ in first]
+    seen = [leaf.detach().cpu() for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
+    sums = [float(leaf.double().sum()) for leaf in seen if not leaf.is_complex()]
+    if len({repr(each) for each in all_gather_object(sums)}) > 1:
+        raise ValueError(
+            "The stream starts with a different batch on each process. Every process reads the "
+            "whole stream and keeps its own batches: give all the same stream, not a part of it."
+        )
+    return chain(first, stream)

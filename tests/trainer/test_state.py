@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import io
 import os
 import pickle
 import socket
@@ -223,6 +224,15 @@ def test_print_is_heard_once_a_machine(capsys):
     state.__dict__["local_process_index"] = 1
     state.print("three")
     assert capsys.readouterr().out == "one-two\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_print_escapes_what_the_output_cannot_show(monkeypatch, encoding):
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    PartialState(cpu=True).print("Resuming from runs/木", 3, end="!")
+    output.flush()
+    assert output.buffer.getvalue() == rb"Resuming from runs/\u6728 3!"
 
 
 def test_gradient_state_starts_with_windows_of_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -283,9 +284,19 @@ class PartialState(Shared):
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print``, on the local main process of each machine only."""
-        if self.is_local_main_process:
+        """``print``, on the local main process of each machine only.
+
+        Characters that the output's encoding lacks are printed as escapes: a folder's name must not
+        end a run.
+        """
+        if not self.is_local_main_process:
+            return
+        try:
             builtins.print(*args, **kwargs)  # noqa: T201 - printing is what this method is for
+        except UnicodeEncodeError:
+            known = (kwargs.get("file") or sys.stdout).encoding
+            args = tuple(str(arg).encode(known, "backslashreplace").decode(known) for arg in args)
+            builtins.print(*args, **kwargs)  # noqa: T201
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the process group, if there is one.

@@ -58,7 +58,7 @@ class MemorySnapshot(Callback):
         ):
             if value is not None and (value < least or value % 1):
                 raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else Path(dirpath).expanduser().absolute()
         self.skip_steps, self.steps = skip_steps, steps
         self.all_ranks = all_ranks
         self.max_entries = int(max_entries)  # torch requires an int
@@ -123,7 +123,7 @@ class MemorySnapshot(Callback):
             torch.cuda.memory._record_memory_history(None)
 
     def _write(self, trainer: Trainer, suffix: str) -> None:
-        folder = Path(self.dirpath or trainer.project_dir / "memory").expanduser()
+        folder = self.dirpath or trainer.project_dir / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         rank = trainer.accelerator.process_index
         name = f"memory-step-{trainer.global_step:08d}-rank-{rank:05d}{suffix}.pickle"

@@ -182,7 +182,7 @@ class ModelCheckpoint(Callback):
         """Choose the folder."""
         if stage != "fit":
             return
-        self.directory = Path(self.dirpath or trainer.checkpoint_dir).expanduser()
+        self.directory = Path(self.dirpath or trainer.checkpoint_dir).expanduser().absolute()
         for other in trainer.callbacks:
             if (
                 isinstance(other, ModelCheckpoint)
@@ -325,10 +325,12 @@ class ModelCheckpoint(Callback):
     def _forget_missing(self, trainer: Trainer) -> None:
         """Forget checkpoints that do not exist: the run may resume in another folder.
 
-        A folder counts as missing if any rank lacks it, so that all ranks decide alike.
+        A folder counts as missing if any machine lacks it, so that all ranks decide alike. One
+        process of each machine looks: the others may have other working directories.
         """
+        looks = trainer.accelerator.is_local_main_process
         names = sorted({*self._scores, *self._newest, *self._displaced})
-        lacking = torch.tensor([float(not self._path(name).is_dir()) for name in names])
+        lacking = torch.tensor([float(looks and not self._path(name).is_dir()) for name in names])
         lacking = trainer.accelerator.reduce(lacking.to(trainer.accelerator.device), "sum")
         missing = {name for name, ranks in zip(names, lacking.tolist(), strict=True) if ranks}
         self._scores = {name: s for name, s in self._scores.items() if name not in missing}

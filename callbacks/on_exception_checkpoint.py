@@ -28,7 +28,7 @@ class OnExceptionCheckpoint(Callback):
     """
 
     def __init__(self, dirpath: str | os.PathLike[str] | None = None) -> None:
-        self.dirpath = None if dirpath is None else Path(dirpath).expanduser()
+        self.dirpath = None if dirpath is None else Path(dirpath).expanduser().absolute()
         self._training = False
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

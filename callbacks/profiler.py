@@ -69,7 +69,7 @@ class Profiler(Callback):
         ):
             if value < least or value % 1:
                 raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
-        self.dirpath = dirpath
+        self.dirpath = None if dirpath is None else Path(dirpath).expanduser().absolute()
         self.all_ranks = all_ranks
         self.top_operators = top_operators
         self.traces: list[Path] = []
@@ -136,7 +136,7 @@ class Profiler(Callback):
                 self._write(stopped, trainer)
 
     def _write(self, finished: profile, trainer: Trainer) -> None:
-        folder = Path(self.dirpath or trainer.project_dir / "profile").expanduser()
+        folder = self.dirpath or trainer.project_dir / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         rank = trainer.accelerator.process_index
         name = f"step-{trainer.global_step:08d}-rank-{rank:05d}"

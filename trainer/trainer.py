@@ -133,8 +133,9 @@ class Trainer:
         log_every: When to record the values of an update, an interval.
         project_name: The project name for trackers; by default the project folder's name.
         run_name: The name of the run for trackers.
-        project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files. None creates
-            a new folder under ``runs/`` for each Trainer.
+        project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files; a relative
+            one is in the working directory of this call. None creates a new folder under ``runs/``
+            for each Trainer.
         progress_bar: Show a progress bar, on the main process, in a terminal or notebook.
         callbacks: Called in this order, except that callbacks that save come last.
         profile: ``"simple"`` prints at the end of a fit, validation, test or prediction where its
@@ -987,7 +988,7 @@ class Trainer:
 
     @property
     def project_dir(self) -> Path:
-        """The folder of this Trainer's files."""
+        """The folder of this Trainer's files, as an absolute path."""
         return self._parts.project.folder
 
     @property

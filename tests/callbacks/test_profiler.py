@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,8 +66,8 @@ def test_the_updates_of_the_schedule_are_recorded_and_no_other():
         "operators-step-00000006-rank-00000.txt",
         "trace-step-00000006-rank-00000.json.gz",
     ]
-    assert [str(path) for path in profiler.traces] == [
-        "run/profile/trace-step-00000006-rank-00000.json.gz"
+    assert profiler.traces == [
+        Path("run/profile/trace-step-00000006-rank-00000.json.gz").absolute()
     ]
     assert steps_in(profiler.traces[0]) == [3, 4, 5]
     assert seeing.recording[6:] == [False] * 6

@@ -139,16 +139,21 @@ def test_callbacks_that_decide_otherwise_are_named_on_all(ranks2, own, others, s
         assert shown in text
 
 
-def test_processes_in_different_working_directories_save_to_that_of_rank_0(ranks2, tmp_path):
-    def run(working):
+def test_processes_in_different_working_directories_save_to_that_of_rank_0_and_resume(
+    ranks2, tmp_path
+):
+    def run(working, epochs, ckpt_path=None):
         os.chdir(working[PartialState(cpu=True).process_index])
-        fit(({}, {}))
+        fit(({"max_epochs": epochs},) * 2, (ckpt_path, ckpt_path))
 
     folders = [tmp_path / "10-15-00", tmp_path / "10-15-01"]  # as Hydra makes them
     for folder in folders:
         folder.mkdir()
-    ranks2(run, folders)
+    ranks2(run, folders, 2)
     assert [each.name for each in (folders[0] / "run/checkpoints").iterdir()] == ["step-00000008"]
+    assert not any(folders[1].iterdir())
+    ranks2(run, folders, 3, "auto")
+    assert [each.name for each in (folders[0] / "run/checkpoints").iterdir()] == ["step-00000012"]
     assert not any(folders[1].iterdir())
 
 

@@ -73,6 +73,11 @@ def load_example(name: str) -> ModuleType:
     return example
 
 
+def results(output: str) -> list[str]:
+    """The lines that a script prints, without those of the Trainer on what it starts from."""
+    return re.sub(r"^(No checkpoint in|Resuming from) .*\n", "", output, flags=re.M).splitlines()
+
+
 def printed(output: str, name: str) -> str:
     """The rest of the line that begins with `name`."""
     (value,) = re.findall(rf"^{name}\s+(.*)$", output, re.MULTILINE)
@@ -110,8 +115,8 @@ def test_digits_reaches_its_accuracy_and_a_second_start_adds_nothing(tmp_path):
     assert list(logs.rglob("events.out.tfevents.*"))
 
     again = run("digits.py", "--project-dir", "runs/digits")
-    assert again.startswith("Resuming from runs/digits/checkpoints/step-")
-    assert again.partition("\n")[2] == output
+    assert again.startswith(f"Resuming from {tmp_path}/runs/digits/checkpoints/step-")
+    assert results(again) == results(output)
     assert series(tmp_path / "runs/digits", "val/accuracy") == accuracies
 
 
@@ -140,7 +145,7 @@ def test_transfer_learning_unfreezes_and_a_second_start_adds_nothing(tmp_path):
     assert not series(tmp_path / "runs/transfer/scratch", "lr-AdamW/pg2")
 
     again = run("transfer_learning.py", "--project-dir", "runs/transfer")
-    assert [line for line in again.splitlines() if " from " not in line] == output.splitlines()
+    assert results(again) == results(output)
 
 
 def test_transfer_learning_has_the_same_schedule_on_two_processes():
@@ -251,7 +256,7 @@ def test_predictions_in_files_are_in_the_order_of_the_dataset_on_any_number_of_p
         options = ("--project-dir", project, "--batch-size", batch_size)
         output = run("predict_to_files.py", *options, processes=processes)
         folder = tmp_path / project / "predictions"
-        assert printed(output, "files") == str(folder.relative_to(tmp_path))
+        assert printed(output, "files") == str(folder)
         lines = (folder / "predictions.jsonl").read_text().splitlines()
         words = [json.loads(line)["word"] for line in lines]
         assert printed(output, "first") == ", ".join(words[:5])
@@ -421,11 +426,13 @@ def test_cross_validation_goes_on_in_the_fold_that_was_killed(tmp_path):
     first = tmp_path / "killed/fold-1"
     done = {path: path.stat().st_mtime_ns for path in first.rglob("*.safetensors")}
     again = run(*options, "--project-dir", "killed")
-    gone_on_from = re.findall(r"^Resuming from killed/(\S+)/checkpoints/(\S+)", again, re.MULTILINE)
+    gone_on_from = re.findall(
+        r"^Resuming from \S+/killed/(\S+)/checkpoints/(\S+)", again, re.MULTILINE
+    )
     assert gone_on_from == [("fold-1", "step-00000076"), ("fold-2", "step-00000038")]
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*.safetensors")} == done
     assert folds(tmp_path / "killed") == folds(tmp_path / "whole")
-    assert [line for line in again.splitlines() if " from " not in line] == output.splitlines()
+    assert results(again) == results(output)
 
 
 def test_cross_validation_is_the_same_estimate_on_two_processes(tmp_path):
@@ -433,7 +440,7 @@ def test_cross_validation_is_the_same_estimate_on_two_processes(tmp_path):
     for processes in (1, 2):
         split = ("--project-dir", processes, "--batch-size", 64 // processes)
         output = run(*options, *split, processes=processes)
-        assert len(output.splitlines()) == 3
+        assert len(results(output)) == 3
     for fold in ("fold-1", "fold-2"):
         one, two = (series(tmp_path / str(n) / fold, "val/accuracy") for n in (1, 2))
         assert two == pytest.approx(one, abs=1e-7)
@@ -493,8 +500,8 @@ def test_language_model_learns_more_than_frequencies_and_writes_the_same_again(t
     assert output.count("-" * 80) == 3
 
     again = run(*options)
-    assert again.startswith("Resuming from runs/lm/checkpoints/step-00000032")
-    assert again.partition("\n")[2] == output
+    assert again.startswith(f"Resuming from {tmp_path}/runs/lm/checkpoints/step-00000032")
+    assert results(again) == results(output)
     assert series(folder, "val/loss") == [*losses, losses[-1]]  # it was evaluated once more
 
 

@@ -115,12 +115,12 @@ def test_a_signal_to_everybody_saves_and_the_next_start_goes_on(tmp_path, number
     assert f"{number.name}: stopping after this update" in errors
     saved = re.search(r"Saved to (\S+); fit\(ckpt_path='auto'\) resumes from there", output)
     assert saved is not None
-    assert saved[1] == "run/checkpoints/step-00000018"
+    assert saved[1] == f"{tmp_path}/run/checkpoints/step-00000018"
     assert "done" not in output
 
     code, output, errors = finish(start(tmp_path, workers, -1, "run", context))
     assert code == 0, errors
-    assert "Resuming from run/checkpoints/step-00000018" in output
+    assert f"Resuming from {tmp_path}/run/checkpoints/step-00000018" in output
     assert record(tmp_path / "run") == record(tmp_path / "whole")
     # What was saved for the restart alone is gone, what was due is there.
     names = [

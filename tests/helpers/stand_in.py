@@ -15,6 +15,7 @@ from callbacks import Callback, Progress
 @dataclass
 class AcceleratorStandIn:
     is_main_process: bool = True
+    is_local_main_process: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     printed: list[str] = field(default_factory=list)
 

@@ -86,9 +86,9 @@ def test_the_best_and_the_last_stay():
     best = ModelCheckpoint(monitor="score", mode="max", save_top_k=2)
     fit(Net([1.0, 5.0, 3.0, 4.0, 2.0]), best, max_epochs=5)
     assert on_disk() == [4, 8, 10]  # scores 5 and 4, and the last
-    assert best.best_model_path == Path("run/checkpoints/step-00000004")
+    assert best.best_model_path == Path("run/checkpoints/step-00000004").absolute()
     assert best.best_model_score == 5.0
-    assert best.last_model_path == Path("run/checkpoints/step-00000010")
+    assert best.last_model_path == Path("run/checkpoints/step-00000010").absolute()
     assert manifest(4)["metrics"]["score"] == 5.0
     assert manifest(4)["epoch"] == 1
 
@@ -222,7 +222,7 @@ def test_a_run_resumed_after_an_epoch_equals_one_that_was_not_interrupted(tmp_pa
             (
                 losses(),
                 on_disk(),
-                best.best_k_models,
+                {path.name: score for path, score in best.best_k_models.items()},
                 (trainer.global_step, trainer.current_epoch, trainer.samples_seen),
                 {name: value.tolist() for name, value in module.state_dict().items()},
             )
@@ -562,3 +562,22 @@ def test_a_hook_may_leave_the_working_directory_while_a_save_is_written(tmp_path
     trainer.fit(Net(), loader())
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000004"]
     assert not any(elsewhere.iterdir())
+
+
+def test_a_hook_may_leave_the_working_directory_for_good(tmp_path, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    class Away(Callback):
+        def on_train_start(self, trainer, module):
+            os.chdir(elsewhere)
+
+    savers = ModelCheckpoint(every=1), ModelCheckpoint(every=2, dirpath="best")
+    trainer = Trainer(
+        max_epochs=2, project_dir="run", callbacks=[*savers, Away()], progress_bar=False, cpu=True
+    )
+    trainer.fit(Net(), loader())
+    assert not any(elsewhere.iterdir())
+    for folder in (tmp_path / "run/checkpoints", tmp_path / "best"):
+        assert [path.name for path in folder.iterdir()] == ["step-00000004"]
+    assert json.loads((tmp_path / "run/run.json").read_text())["starts"][0]["status"] == "finished"
+    assert trainer.project_dir == tmp_path / "run"

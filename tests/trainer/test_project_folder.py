@@ -90,7 +90,7 @@ def names(folder=CHECKPOINTS):
 
 
 def step(number, root=CHECKPOINTS):
-    return root / disk.checkpoint_name(number)
+    return root.absolute() / disk.checkpoint_name(number)
 
 
 def contents(folder):

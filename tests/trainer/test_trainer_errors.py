@@ -216,7 +216,7 @@ def test_a_ready_accelerator_says_where_and_how_many_micro_batches(monkeypatch):
     config = ProjectConfiguration(project_dir="there", save_on_each_node=True)
     ready = Accelerator(cpu=True, gradient_accumulation_steps=3, project_config=config)
     trainer = make(project_dir=None, accelerator=ready)
-    assert (str(trainer.project_dir), trainer.gradient_accumulation_steps) == ("there", 3)
+    assert (trainer.project_dir.name, trainer.gradient_accumulation_steps) == ("there", 3)
     assert trainer._parts.project.on_each_node
     assert make(accelerator=ready, gradient_accumulation_steps=1).gradient_accumulation_steps == 1
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
@@ -226,8 +226,8 @@ def test_a_ready_accelerator_says_where_and_how_many_micro_batches(monkeypatch):
 
 def test_the_project_configuration_says_where():
     config = ProjectConfiguration(project_dir="there", automatic_checkpoint_naming=True)
-    assert str(make(project_dir=None, project_config=config).project_dir) == "there"
-    assert str(make(project_dir="here", project_config=config).project_dir) == "here"
+    assert make(project_dir=None, project_config=config).project_dir.name == "there"
+    assert make(project_dir="here", project_config=config).project_dir.name == "here"
 
 
 def test_two_callbacks_that_a_checkpoint_could_not_tell_apart():

@@ -238,7 +238,8 @@ def newest_sound(
         on_each_node: The machines share no disk.
 
     Returns:
-        The checkpoint, or None if there are no checkpoints.
+        The checkpoint, on all ranks in rank 0's `root` unless the machines share no disk, or None
+        if there are no checkpoints.
 
     Raises:
         CheckpointError: If there are checkpoints but none is intact, since starting from scratch
@@ -247,7 +248,7 @@ def newest_sound(
     """
     keeper, what = keeps(state, on_each_node), f"Choosing a checkpoint in {root}"
 
-    def list_() -> dict[int, tuple[Path, Any]] | None:
+    def list_() -> dict[int, tuple[Path, Any]]:
         for path in without_manifest(root) if keeper else ():
             logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
         here = [path for path in committed(root) if not holds_weights_only(path)]
@@ -262,7 +263,9 @@ def newest_sound(
             if state.is_main_process:
                 logger.warning("Step %d of %s is not used: %s.", step, root, problem)
             continue
-        path, _ = listed[first][step]
+        path, _ = listed[first][step]  # of rank 0, whose working directory may be another one
+        if on_each_node:
+            path = root / path.name
         verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(

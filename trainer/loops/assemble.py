@@ -82,7 +82,9 @@ class Parts:
     def roots(self) -> list[Path]:
         """Return the folders of callbacks that save outside the project's folder."""
         savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
-        return [Path(one.dirpath).expanduser() for one in savers if one.dirpath is not None]
+        return [
+            Path(one.dirpath).expanduser().absolute() for one in savers if one.dirpath is not None
+        ]
 
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
         """Return the checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""
@@ -233,6 +235,9 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))
     else:
+        if ckpt_path == "auto":  # a folder that is not the one meant would go unnoticed
+            empty = ", ".join(map(str, parts.project.looks_in(parts.roots())))
+            parts.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
         run.recorder.begin_anew()
         if run.rank > 0:
             # Rank 0 draws as a single process would; the others must draw other dropout masks.

@@ -26,7 +26,7 @@ def choose_checkpoint(
     on_each_node: bool,
     instead: str,
 ) -> Path | None:
-    """Return the checkpoint that ``ckpt_path`` means, the same on all processes; collective.
+    """Return the checkpoint that ``ckpt_path`` means, alike on all processes; collective.
 
     Args:
         ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
@@ -108,12 +108,17 @@ def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_no
     keeper = disk.keeps(state, on_each_node)
     found = disk.together(
         "Choosing the best checkpoint",
-        lambda: scores_of(roots, monitor) if keeper else None,
+        lambda: [(root, scores_of(root, monitor)) for root in roots] if keeper else None,
         state,
     )
-    scores = [each for each in found if each is not None]
-    everywhere = set.intersection(*map(set, scores))
-    best = best_of({path: scores[0][path] for path in everywhere}, mode)
+    scores: dict[Path, float] = {}
+    for root, *machines in zip(roots, *filter(None, found), strict=True):
+        (of_first, first), *others = machines
+        here = root if on_each_node else of_first
+        for name, value in first.items():
+            if all(name in of_machine for _, of_machine in others):
+                scores[here / name] = value
+    best = best_of(scores, mode)
     if best is None:
         raise CheckpointError(
             f"ckpt_path='best', but no checkpoint in {_all(roots)} has a value of {monitor!r}."
@@ -148,20 +153,20 @@ def _all(roots: Sequence[Path]) -> str:
     return ", ".join(map(str, roots))
 
 
-def scores_of(roots: Sequence[Path], monitor: str) -> dict[Path, float]:
-    """Return the value of a metric in each checkpoint whose manifest has a finite one.
+def scores_of(root: Path, monitor: str) -> dict[str, float]:
+    """Return the value of a metric in each checkpoint, by name, whose manifest has a finite one.
 
     A damaged manifest is skipped with a warning.
     """
     scores = {}
-    for path in (path for root in roots for path in disk.committed(root)):
+    for path in disk.committed(root):
         try:
             value = disk.read_manifest(path)["metrics"].get(monitor)
         except CheckpointError as error:
             logger.warning("%s is not used: %s", path, error)
             continue
         if value is not None and math.isfinite(value):
-            scores[path] = value
+            scores[path.name] = value
     return scores
 
 

@@ -66,7 +66,8 @@ class Project:
         on_each_node: Whether each machine keeps checkpoints, since they share no disk.
 
     Attributes:
-        folder: The same on all processes.
+        folder: As an absolute path, from the working directory of the start. Machines may have
+            different working directories.
 
     Raises:
         ValueError: A tracker is unknown.
@@ -88,9 +89,10 @@ class Project:
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
         if folder is None:  # named here, where all processes are; created when it is needed
             name = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
-            self.folder: Path = Path("runs") / broadcast_object(f"{name}-{uuid.uuid4().hex[:4]}")
+            given = Path("runs") / broadcast_object(f"{name}-{uuid.uuid4().hex[:4]}")
         else:
-            self.folder = Path(folder).expanduser()
+            given = Path(folder).expanduser()
+        self.folder: Path = given.absolute()  # hooks may change the working directory
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
@@ -206,6 +208,10 @@ class Project:
                 "fit(ckpt_path='auto'); to start a new one, give another project_dir."
             )
 
+    def looks_in(self, roots: Sequence[Path]) -> list[Path]:
+        """Return the folders of checkpoints: the Trainer's, and those of the run's callbacks."""
+        return list(dict.fromkeys([self.checkpoints, *roots]))
+
     def choose(
         self,
         ckpt_path: Any,
@@ -228,7 +234,7 @@ class Project:
                 word finds only checkpoints that hold nothing but weights.
             ValueError: ``"best"`` without a metric to rank by.
         """
-        roots = list(dict.fromkeys([self.checkpoints, *roots]))
+        roots = self.looks_in(roots)
         if sweeps and self._writes:
             state = PartialState()
             keeper = disk.keeps(state, self.on_each_node)
@@ -267,7 +273,7 @@ class Project:
         Raises:
             CheckpointError: A file could not be copied or renamed.
         """
-        state, roots = PartialState(), list(dict.fromkeys([self.checkpoints, *roots]))
+        state, roots = PartialState(), self.looks_in(roots)
 
         def leave() -> bool:
             if not self._writes or not disk.keeps(state, self.on_each_node):

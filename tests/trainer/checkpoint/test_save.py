@@ -252,13 +252,13 @@ def test_machines_that_share_no_disk_are_told_how_to_save(ranks2):
     assert "ProjectConfiguration(save_on_each_node=True)" in seen[0][0]
 
 
-def newest(state):
-    return newest_sound(Path("checkpoints"), state, on_each_node=True)
+def newest(state, root="checkpoints"):
+    return newest_sound(Path(root), state, on_each_node=True)
 
 
-def second(state, word=None):
+def second(state, word=None, root="checkpoints"):
     """The checkpoint of step 2, asked for by its path or as the best."""
-    path, monitors = Path("checkpoints/step-00000002"), [("loss", "min")]
+    path, monitors = Path(root, "step-00000002"), [("loss", "min")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "PartialState", lambda: state)
         return choosing.choose_checkpoint(
@@ -325,6 +325,17 @@ def test_a_checkpoint_that_is_asked_for_is_of_one_run_on_all_machines(ranks2, wo
     (said, _), (other, _) = ranks2(lambda: chosen(run_ids=("a", "b"), choose=choose))
     assert said == other
     assert f"machines have {path} from different runs (that of rank 0 from a, that" in said
+
+
+@pytest.mark.parametrize("choose", [newest, partial(second, word="best")], ids=["auto", "best"])
+def test_each_machine_takes_the_checkpoint_from_its_own_folder(ranks2, choose):
+    def choose_here(state):
+        return choose(state, root=Path("checkpoints").absolute())
+
+    home = Path.cwd()
+    assert [each for each, _ in ranks2(lambda: chosen(choose=choose_here))] == [
+        str(home / f"disk-{rank}/checkpoints/step-00000002") for rank in range(2)
+    ]
 
 
 def test_a_checkpoint_that_one_machine_lacks_is_refused_on_all(ranks2):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.base import Callback
 
@@ -48,10 +48,10 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
-            train_bn: Leave out batch and instance normalisation, which continue to train.
+            train_bn: Leave out batch normalisation, which continues to train.
         """
         for module in _all_modules(modules):
-            if not (train_bn and isinstance(module, _NormBase)):
+            if not (train_bn and isinstance(module, _BatchNorm)):
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad = False
                 self._asleep[module] = None
@@ -61,10 +61,10 @@ class BaseFinetuning(Callback):
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
-            train_bn: False leaves batch and instance normalisation frozen.
+            train_bn: False leaves batch normalisation frozen.
         """
         for module in _all_modules(modules):
-            if train_bn or not isinstance(module, _NormBase):
+            if train_bn or not isinstance(module, _BatchNorm):
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad = self._trainable.get(parameter, True)
                 self._asleep.pop(module, None)
@@ -88,7 +88,7 @@ class BaseFinetuning(Callback):
             optimizer: As given to :meth:`finetune_function`.
             lr: The group's learning rate.
             initial_denom_lr: Without `lr`, the first group's learning rate is divided by this.
-            train_bn: False leaves batch and instance normalisation frozen.
+            train_bn: False leaves batch normalisation frozen.
         """
         ratio = 1 / initial_denom_lr if lr is None else _ratio(lr, optimizer)
         self._unfreeze_and_add(modules, optimizer, ratio, train_bn)
@@ -198,7 +198,7 @@ class BackboneFinetuning(BaseFinetuning):
         backbone_initial_ratio_lr: The initial fraction.
         backbone_initial_lr: The backbone's initial learning rate, instead of a fraction.
         should_align: False lets the backbone's learning rate grow above the head's.
-        train_bn: Train the backbone's batch and instance normalisation from the start, and update
+        train_bn: Train the backbone's batch normalisation from the start, and update
             the running statistics, although the rest of it is frozen.
         verbose: Print the learning rates when an epoch begins, from the unfreezing on.
         backbone: The path of the backbone in the module, such as ``"model.encoder"``.

@@ -118,6 +118,24 @@ def test_normalisations_may_go_on_training():
     assert not {"backbone", "backbone.3"} & looking.training[0]
 
 
+def test_train_bn_is_of_batch_normalisation_alone():
+    trained: list[bool] = []
+    parts = nn.Sequential(nn.BatchNorm1d(2), nn.InstanceNorm1d(2, affine=True), nn.LayerNorm(2))
+
+    class Freezing(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.unused, train_bn=True)
+            trained.extend(part.weight.requires_grad for part in parts)
+
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = parts
+
+    fit(Freezing(), Normed, max_epochs=1)
+    assert trained == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fractions"),
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -172,11 +172,15 @@ class Precision:
         """Divide the optimizer's gradients by the scale, at most once per update.
 
         An optimizer that has already stepped since the last backward is left alone.
+
+        Raises:
+            ValueError: The scaler cannot unscale gradients of this dtype.
         """
         if self.scaler is None or id(optimizer) in self._stepped:
             return
         if id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
+            with _refusals_explained(optimizer):
+                self.scaler.unscale_(optimizer)
             self._unscaled.add(id(optimizer))
 
     def unscale_together(self, optimizers: Sequence[Optimizer]) -> None:
@@ -209,7 +213,7 @@ class Precision:
             bool tensor of shape (), so that the host need not wait.
 
         Raises:
-            ValueError: A closure is given, which would compute new gradients.
+            ValueError: A closure is given, which would compute new gradients, or see `unscale`.
         """
         assert self.scaler is not None
         if closure is not None:
@@ -219,7 +223,8 @@ class Precision:
         made: list[bool] = []
         handle = optimizer.register_step_post_hook(lambda *_: made.append(True))
         try:
-            self.scaler.step(optimizer)
+            with _refusals_explained(optimizer):  # it unscales first, if `unscale` was not called
+                self.scaler.step(optimizer)
         finally:
             handle.remove()
         self._stepped.add(id(optimizer))
@@ -271,6 +276,26 @@ def unwrap_forward(model: nn.Module) -> None:
     del model.forward  # the wrapper, an instance attribute
     if getattr(original, "__func__", None) is not type(model).forward:
         model.forward = original  # the user's own was an instance attribute too
+
+
+@contextmanager
+def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
+    """Tell which gradients the scaler refused, and what to do about it."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        found = {(each.dtype, each.device.type) for each in parameters if each.grad is not None}
+        # The scaler's kernel takes bfloat16 only on the CPU (pytorch#127176), float16 nowhere.
+        refused = {str(dtype) for dtype, on in found if dtype == torch.float16}
+        refused |= {str(dtype) for dtype, on in found if dtype == torch.bfloat16 and on != "cpu"}
+        if not refused:
+            raise
+        raise ValueError(
+            "mixed_precision='fp16' needs float32 parameters, but some that the optimizer updates "
+            f"are {' and '.join(sorted(refused))} ({error}). Convert them with module.float(): "
+            "autocast computes in float16 all the same. Or pass mixed_precision='no'."
+        ) from error
 
 
 def _to_float32(leaf: Any) -> Any:

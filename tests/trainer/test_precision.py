@@ -111,6 +111,14 @@ def test_fp16_on_the_cpu_says_what_is_done(caplog):
     assert "'bf16'" in caplog.text
 
 
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_weights_that_the_scaler_cannot_train_are_refused_with_the_remedy(max_grad_norm):
+    module = Net().half()
+    module.training_step = lambda batch, _: module.layer(batch[0].half()).float().square().mean()
+    with pytest.raises(ValueError, match=r"but some .* are torch\.float16 .*module\.float\(\)"):
+        fit("fp16", module, max_grad_norm=max_grad_norm)
+
+
 class Watch(Callback):
     """What each update left behind, and the scale that its gradients had."""
 

@@ -213,7 +213,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} is missing: {path} is not a checkpoint, or its save never finished."
         ) from error
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    except ValueError as error:
         raise CheckpointError(f"{file} is damaged: {error}. Use another checkpoint.") from error
     if not isinstance(manifest, dict) or not all(field in manifest for field in _OWN_FIELDS):
         raise CheckpointError(

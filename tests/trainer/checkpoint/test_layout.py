@@ -215,12 +215,21 @@ def strip_the_manifest(path: Path) -> None:
     (path / layout.MANIFEST).write_text("{}")
 
 
+def make_the_manifest_unreadable(path: Path) -> None:
+    (path / layout.MANIFEST).unlink()
+    (path / layout.MANIFEST).mkdir()  # for root too
+
+
 DAMAGE = {
     "truncated": (truncate, r"model\.bin is damaged: it has 4 bytes, but the manifest says 7"),
     "flipped bit": (flip_a_bit, r"0\.bin is damaged: its SHA-256"),
     "missing file": (lambda path: (path / "model.bin").unlink(), r"model\.bin is missing"),
     "missing manifest": (lambda p: (p / layout.MANIFEST).unlink(), r"manifest\.json is missing"),
     "torn manifest": (tear_the_manifest, r"manifest\.json is damaged"),
+    "unreadable manifest": (
+        make_the_manifest_unreadable,
+        r"manifest\.json cannot be read: .*Errno",
+    ),
     "altered manifest": (alter_the_manifest, r"manifest\.json is damaged: its hash differs"),
     "empty manifest": (strip_the_manifest, r"manifest\.json lacks one of the fields"),
     "future version": (from_the_future, r"manifest\.json has format version 2; .* reads 1 to 1"),

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import zipapp
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,26 @@ def test_each_process_runs_the_script_as_python_would(tmp_path):
         assert found["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
         assert found["ACCELERATE_MIXED_PRECISION"] is None
     assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+BESIDE = """
+import json, os, sys
+
+import beside
+
+with open(f"seen-{os.environ['RANK']}.json", "w") as file:
+    json.dump([__name__, beside.RATE, sys.argv[1:], sys.path[0]], file)
+"""
+
+
+@pytest.mark.parametrize("program", ["program", "program.pyz"])
+def test_a_folder_and_an_archive_are_run_as_python_would(program, tmp_path):
+    Path("program").mkdir()
+    write("program/beside.py", "RATE = 3")
+    write("program/__main__.py", BESIDE)
+    zipapp.create_archive("program", "program.pyz")
+    assert launch("--num_processes", "2", program, "--x") == 0
+    assert seen(0) == seen(1) == ["__main__", 3, ["--x"], str(tmp_path / program)]
 
 
 @pytest.mark.parametrize("script", [("train.py",), ("-m", "train")])

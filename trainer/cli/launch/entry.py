@@ -15,6 +15,7 @@ import ctypes
 import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -57,8 +58,13 @@ def main() -> None:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = arguments
-            _import_from(os.path.dirname(os.path.realpath(arguments[0])))
-            _run_file(os.path.abspath(arguments[0]))
+            path = os.path.abspath(arguments[0])
+            if pkgutil.get_importer(path):  # a folder or an archive with a __main__.py
+                _import_from(path)
+                runpy.run_path(path, run_name="__main__")
+            else:
+                _import_from(os.path.dirname(os.path.realpath(path)))
+                _run_file(path)
     except SystemExit as end:
         if _is_a(end, "trainer.errors", "Preempted"):
             # Not a failure, after which torch would end the others in their tear-down, or restart

@@ -111,7 +111,12 @@ def outcome(newest: ModelCheckpoint, best: ModelCheckpoint) -> Any:
         for file in Path(folder).rglob("*")
         if file.suffix == ".safetensors" or file.name.startswith("rank-")
     }
-    return newest.best_k_models, best.best_k_models, files
+    here = Path.cwd()
+    ranked = [
+        {path.relative_to(here): score for path, score in saver.best_k_models.items()}
+        for saver in (newest, best)
+    ]
+    return ranked, files
 
 
 @pytest.mark.parametrize("step", [2, 6, 8, 10])

@@ -299,7 +299,7 @@ def test_validation_test_and_prediction_work_from_the_same_file(capsys):
     tested = capsys.readouterr().out
     words = ["predict", "base.yaml", "--data=Loaders", "--data.predict=fitted.rows_loader", *last]
     assert main(words) == 0
-    folder = Path("runs/configured/predictions")
+    folder = Path("runs/configured/predictions").absolute()
     assert capsys.readouterr().out == f"The predictions are in {folder}.\n"
     shown = error_of(capsys, *words, code=1)
     (line,) = (each for each in shown.splitlines() if each.startswith("(On the command line: "))

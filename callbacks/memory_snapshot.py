@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from callbacks.base import Callback
+from callbacks.folder import given_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -58,7 +59,7 @@ class MemorySnapshot(Callback):
         ):
             if value is not None and (value < least or value % 1):
                 raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
-        self.dirpath = None if dirpath is None else Path(dirpath).expanduser().absolute()
+        self.dirpath = given_folder(dirpath)
         self.skip_steps, self.steps = skip_steps, steps
         self.all_ranks = all_ranks
         self.max_entries = int(max_entries)  # torch requires an int

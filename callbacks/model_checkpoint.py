@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 
 from callbacks.base import Callback
+from callbacks.folder import given_folder
 from callbacks.interval import Interval, Progress
 from callbacks.monitor import Mode, Monitor
 from callbacks.on_exception_checkpoint import save_weights_at
@@ -130,6 +132,16 @@ class ModelCheckpoint(Callback):
         self._training = False
 
     @property
+    def dirpath(self) -> Path | None:
+        """The given folder, as an absolute path; None for the Trainer's."""
+        return self._dirpath
+
+    @dirpath.setter
+    def dirpath(self, dirpath: str | os.PathLike[str] | None) -> None:
+        self._dirpath = given_folder(dirpath)
+        self._folder_name = Path(dirpath).name if dirpath else None  # "." stays "" where it moves
+
+    @property
     def best_k_models(self) -> dict[Path, float]:
         """The ranked checkpoints that are kept, best first, with their scores (or steps)."""
         return {self._path(name): score for name, score in self._scores.items()}
@@ -154,7 +166,7 @@ class ModelCheckpoint(Callback):
         """The name of the class with what identifies the instance, even in a resumed run."""
         ranked = f"{self.monitor.name}, {self.monitor.mode}" if self.monitor else "newest"
         # Not the folder's whole path: a project may move.
-        folder = "" if self.dirpath is None else f", in {Path(self.dirpath).name}"
+        folder = "" if self._folder_name is None else f", in {self._folder_name}"
         return f"{super().state_key}({ranked}{folder})"
 
     def state_dict(self) -> dict[str, Any]:
@@ -182,7 +194,7 @@ class ModelCheckpoint(Callback):
         """Choose the folder."""
         if stage != "fit":
             return
-        self.directory = Path(self.dirpath or trainer.checkpoint_dir).expanduser().absolute()
+        self.directory = self.dirpath or trainer.checkpoint_dir
         for other in trainer.callbacks:
             if (
                 isinstance(other, ModelCheckpoint)
@@ -325,10 +337,10 @@ class ModelCheckpoint(Callback):
     def _forget_missing(self, trainer: Trainer) -> None:
         """Forget checkpoints that do not exist: the run may resume in another folder.
 
-        A folder counts as missing if any machine lacks it, so that all ranks decide alike. One
-        process of each machine looks: the others may have other working directories.
+        A folder counts as missing if a process that keeps checkpoints lacks it, so that all ranks
+        decide alike. The others do not look: they may have other working directories.
         """
-        looks = trainer.accelerator.is_local_main_process
+        looks = trainer.keeps_checkpoints
         names = sorted({*self._scores, *self._newest, *self._displaced})
         lacking = torch.tensor([float(looks and not self._path(name).is_dir()) for name in names])
         lacking = trainer.accelerator.reduce(lacking.to(trainer.accelerator.device), "sum")

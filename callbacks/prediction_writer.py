@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
+from callbacks.folder import given_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -53,7 +54,7 @@ class PredictionWriter(Callback):
     ) -> None:
         if write_interval not in get_args(WriteInterval):
             raise ValueError(f"write_interval must be 'batch' or 'epoch', got {write_interval!r}.")
-        self.dirpath = dirpath
+        self.dirpath = given_folder(dirpath)
         self.write_interval = write_interval
         self.overwrite = overwrite
         self.directories: list[Path] = []
@@ -64,7 +65,7 @@ class PredictionWriter(Callback):
         self.directories = []
         if trainer.fast_dev_run:
             return
-        folder = Path(self.dirpath or trainer.project_dir / "predictions").expanduser()
+        folder = self.dirpath or trainer.project_dir / "predictions"
         loaders = len(trainer.num_eval_batches)
         self.directories = [
             folder / f"dataloader_idx_{index}" if loaders > 1 else folder

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from callbacks.base import Callback
+from callbacks.folder import given_folder
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -69,7 +70,7 @@ class Profiler(Callback):
         ):
             if value < least or value % 1:
                 raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
-        self.dirpath = None if dirpath is None else Path(dirpath).expanduser().absolute()
+        self.dirpath = given_folder(dirpath)
         self.all_ranks = all_ranks
         self.top_operators = top_operators
         self.traces: list[Path] = []

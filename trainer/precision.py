@@ -21,6 +21,7 @@ from trainer.tree import map_tree
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NARROW = {str(dtype) for dtype in _DTYPES.values()}
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 
 
@@ -284,16 +285,15 @@ def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError) as error:
+        # Torch names no parameter: "Attempting to unscale FP16 gradients", and for bfloat16 on CUDA
+        # "…_unscale_cuda not implemented" (pytorch#127176). Any other error is the optimizer's own.
         parameters = (each for group in optimizer.param_groups for each in group["params"])
-        found = {(each.dtype, each.device.type) for each in parameters if each.grad is not None}
-        # The scaler's kernel takes bfloat16 only on the CPU (pytorch#127176), float16 nowhere.
-        refused = {str(dtype) for dtype, on in found if dtype == torch.float16}
-        refused |= {str(dtype) for dtype, on in found if dtype == torch.bfloat16 and on != "cpu"}
-        if not refused:
+        narrow = {str(each.dtype) for each in parameters if each.grad is not None} & _NARROW
+        if not narrow or "unscale" not in str(error):
             raise
         raise ValueError(
             "mixed_precision='fp16' needs float32 parameters, but some that the optimizer updates "
-            f"are {' and '.join(sorted(refused))} ({error}). Convert them with module.float(): "
+            f"are {' and '.join(sorted(narrow))} ({error}). Convert them with module.float(): "
             "autocast computes in float16 all the same. Or pass mixed_precision='no'."
         ) from error
 

@@ -676,13 +676,18 @@ class Trainer:
         """
         require_readable(self._fit_run("check_batch_norm"))
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether this process removes and looks for checkpoints: one per disk does."""
+        return disk.keeps(self.accelerator.state, self._parts.project.on_each_node)
+
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint; every process may call it, but only one per disk removes it.
 
         A failure is logged, not raised: it must not end the run, and an error here would not reach
         the other processes.
         """
-        if disk.keeps(self.accelerator.state, self._parts.project.on_each_node):
+        if self.keeps_checkpoints:
             disk.remove_or_tell(Path(path))
 
     # -- state of the run ----------------------------------------------------------------------

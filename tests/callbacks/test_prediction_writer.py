@@ -72,7 +72,7 @@ def lines(path):
 def write(samples, size, interval, module=Predicting):
     writer = PredictionWriter("out", write_interval=interval)
     returned = make(writer).predict(module(), loader(samples, size))
-    return returned, [str(path) for path in writer.directories]
+    return returned, [str(path.relative_to(Path.cwd())) for path in writer.directories]
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -150,7 +150,7 @@ def test_tuples_are_columns_by_their_number_and_empty_batches_have_no_rows():
 def write_several():
     writer = PredictionWriter("out")
     make(writer).predict(Bare(), [loader(3, 2), loader(5, 2)])
-    return [str(path) for path in writer.directories]
+    return [str(path.relative_to(Path.cwd())) for path in writer.directories]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -24,7 +24,12 @@ class Line(TrainModule):
 
     def training_step(self, batch, batch_idx):
         self.seen += batch[:, 0].tolist()
-        return self.layer(batch).square().mean()
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def test_step(self, batch, batch_idx):
+        self.log("score", self.layer(batch).mean())
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.0)
@@ -155,6 +160,60 @@ def test_processes_in_different_working_directories_save_to_that_of_rank_0_and_r
     ranks2(run, folders, 3, "auto")
     assert [each.name for each in (folders[0] / "run/checkpoints").iterdir()] == ["step-00000012"]
     assert not any(folders[1].iterdir())
+
+
+def in_folders_of_their_own(tmp_path):
+    """Enter another working directory on each of two processes, and return that of rank 0."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    os.chdir(tmp_path / ("first", "second")[PartialState(cpu=True).process_index])
+    return tmp_path / "first"
+
+
+@pytest.mark.parametrize("word", ["auto", "best"])
+def test_folders_that_are_one_on_rank_0_alone_are_looked_at_once_on_all(ranks2, tmp_path, word):
+    def run():
+        project = in_folders_of_their_own(tmp_path) / "run"
+        for epochs in (1, 2):
+            saver = ModelCheckpoint(monitor="loss_epoch", dirpath="run/checkpoints")
+            told = {"project_dir": project, "callbacks": [saver], "max_epochs": epochs}
+            fit((told, told), (word,) * 2 if epochs > 1 else (None, None))
+        return sorted(path.name for path in (project / "checkpoints").glob("step-*"))
+
+    assert "step-00000008" in ranks2(run)[0]
+
+
+def test_machines_that_share_a_disk_keep_what_rank_0_finds(ranks2, tmp_path):
+    def run():
+        rank = os.environ["LOCAL_RANK"]
+        os.environ["LOCAL_RANK"] = "0"  # as on machines of one process each
+        try:
+            PartialState._reset_state()
+            in_folders_of_their_own(tmp_path)
+            for epochs in (2, 3):
+                saver = ModelCheckpoint(monitor="loss_epoch", save_top_k=-1)
+                told = {"callbacks": [saver], "max_epochs": epochs}
+                fit((told, told), ("auto", "auto"))
+            return [path.name for path in saver.best_k_models]
+        finally:
+            os.environ["LOCAL_RANK"] = rank
+
+    names = [f"step-{step:08d}" for step in (4, 8, 12)]
+    assert [sorted(each) for each in ranks2(run)] == [names, names]
+
+
+def test_a_word_after_a_fit_in_a_folder_that_nobody_named_is_asked_of_rank_0(ranks2, tmp_path):
+    def run():
+        in_folders_of_their_own(tmp_path)
+        trainer = Trainer(max_epochs=1, progress_bar=False, cpu=True)
+        data = DataLoader(torch.arange(16.0)[:, None].expand(16, 2), 2)
+        with pytest.raises(ValueError, match="every start has a new folder"):
+            trainer.test(Line(), data, ckpt_path="last")
+        trainer.fit(Line(), data)
+        return trainer.test(Line(), data, ckpt_path="last")
+
+    first, second = ranks2(run)
+    assert first == second
 
 
 def test_another_place_to_go_on_from_is_named_on_all(ranks2):

@@ -15,7 +15,6 @@ from callbacks import Callback, Progress
 @dataclass
 class AcceleratorStandIn:
     is_main_process: bool = True
-    is_local_main_process: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     printed: list[str] = field(default_factory=list)
 
@@ -45,6 +44,7 @@ class TrainerStandIn:
     module: ModuleStandIn = field(default_factory=ModuleStandIn)
     steps_per_epoch: int = 10
     global_step: int = 0
+    keeps_checkpoints: bool = True
     seconds: float = 0.0
     max_epochs: int | None = None
     num_training_batches: int | None = 10

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
+    PredictionWriter,
+    Profiler,
     ProgressBar,
 )
 from trackers import read_metrics
@@ -564,20 +567,41 @@ def test_a_hook_may_leave_the_working_directory_while_a_save_is_written(tmp_path
     assert not any(elsewhere.iterdir())
 
 
-def test_a_hook_may_leave_the_working_directory_for_good(tmp_path, tmp_path_factory):
+@pytest.mark.parametrize("hook", ["prepare_data", "setup", "on_train_start"])
+def test_a_hook_may_leave_the_working_directory_for_good(hook, tmp_path, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
 
-    class Away(Callback):
-        def on_train_start(self, trainer, module):
-            os.chdir(elsewhere)
+    class Leaving(Net):
+        def predict_step(self, batch, batch_idx):
+            return batch[0]
 
-    savers = ModelCheckpoint(every=1), ModelCheckpoint(every=2, dirpath="best")
-    trainer = Trainer(
-        max_epochs=2, project_dir="run", callbacks=[*savers, Away()], progress_bar=False, cpu=True
-    )
-    trainer.fit(Net(), loader())
-    assert not any(elsewhere.iterdir())
-    for folder in (tmp_path / "run/checkpoints", tmp_path / "best"):
-        assert [path.name for path in folder.iterdir()] == ["step-00000004"]
-    assert json.loads((tmp_path / "run/run.json").read_text())["starts"][0]["status"] == "finished"
-    assert trainer.project_dir == tmp_path / "run"
+    setattr(Leaving, hook, lambda self, *stage: os.chdir(elsewhere))
+    for epochs in (2, 3):
+        os.chdir(tmp_path)
+        savers = ModelCheckpoint(), ModelCheckpoint(monitor="score", dirpath="best")
+        writer = PredictionWriter("outputs")
+        trainer = make(*savers, writer, Profiler(dirpath="traces"), max_epochs=epochs)
+        module = Leaving([3.0, 1.0, 2.0])
+        trainer.fit(module, loader(), loader(1), ckpt_path="auto")
+        trainer.predict(module, loader(1), ckpt_path="best", return_predictions=False)
+        written = safetensors.torch.load_file(tmp_path / "outputs/predictions.safetensors")
+        assert len(written["predictions"]) == 4
+        assert not any(elsewhere.iterdir())
+        assert trainer.project_dir == tmp_path / "run"
+        assert savers[1].best_model_path == tmp_path / "best/step-00000004"
+        shutil.rmtree(tmp_path / "outputs")
+    assert trainer.global_step == 6
+    starts = json.loads((tmp_path / "run/run.json").read_text())["starts"]
+    assert [(each["step"], each["status"]) for each in starts] == [(0, "finished"), (4, "finished")]
+
+
+def test_a_start_that_finds_nothing_to_resume_says_where_it_looked(tmp_path, capsys):
+    savers = ModelCheckpoint(), ModelCheckpoint(every=2, dirpath="best")
+    fit(Net([0.0]), *savers, max_epochs=1)
+    assert capsys.readouterr().out == ""
+    fit(Net([0.0]), *savers, max_epochs=1, ckpt_path="auto", project_dir="other")
+    assert "Resuming from" in capsys.readouterr().out  # from the best
+    savers = ModelCheckpoint(), ModelCheckpoint(every=2, dirpath="others")
+    fit(Net([0.0]), *savers, max_epochs=1, ckpt_path="auto", project_dir="third")
+    where = f"{tmp_path}/third/checkpoints, {tmp_path}/others"
+    assert capsys.readouterr().out == f"No checkpoint in {where}: starting a new run.\n"

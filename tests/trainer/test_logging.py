@@ -546,6 +546,16 @@ def test_tensorboard_holds_what_was_logged():
     }
 
 
+def test_the_name_of_a_project_stays_without_a_folder_of_ones_own():
+    log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
+    for name in ("digits", None):
+        arguments = {"max_epochs": 1, "log_every": 1, "progress_bar": False}
+        trainer = Trainer(project_name=name, log_with="tensorboard", **arguments)
+        trainer.fit(Net(log), loader(2))
+        folder = trainer.project_dir / "logs" / (name or trainer.project_dir.name)
+        assert scalars(folder)["x"] == [(1, 1.0), (2, 2.0)]
+
+
 def test_tensorboard_goes_on_where_a_run_is_resumed(monkeypatch):
     log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
     for epochs in (1, 2):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +118,24 @@ def test_weights_that_the_scaler_cannot_train_are_refused_with_the_remedy(max_gr
     module.training_step = lambda batch, _: module.layer(batch[0].half()).float().square().mean()
     with pytest.raises(ValueError, match=r"but some .* are torch\.float16 .*module\.float\(\)"):
         fit("fp16", module, max_grad_norm=max_grad_norm)
+
+
+def test_an_optimizer_steps_as_far_as_the_scaler_goes_and_is_told_of_its_own_errors():
+    def train(lr):
+        accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+        module = torch.nn.Linear(2, 1).half()
+        module, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr))
+        accelerator.backward(module(torch.ones(1, 2)).sum())
+        optimizer.step()
+
+    with pytest.raises(ValueError, match=r"some .* are torch\.float16 \(Attempting"):
+        train(0.1)
+    for text in ("out of memory", "state is missing"):
+        with (
+            mock.patch.object(torch.amp.GradScaler, "step", side_effect=RuntimeError(text)),
+            pytest.raises(RuntimeError, match=f"^{text}$"),
+        ):
+            train(0.1)
 
 
 class Watch(Callback):

@@ -230,9 +230,9 @@ def test_print_is_heard_once_a_machine(capsys):
 def test_print_escapes_what_the_output_cannot_show(monkeypatch, encoding):
     output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr(sys, "stdout", output)
-    PartialState(cpu=True).print("Resuming from runs/木", 3, end="!")
+    PartialState(cpu=True).print("from", "runs/木", 3, sep="→", end="木")
     output.flush()
-    assert output.buffer.getvalue() == rb"Resuming from runs/\u6728 3!"
+    assert output.buffer.getvalue() == rb"from\u2192runs/\u6728\u21923\u6728"
 
 
 def test_gradient_state_starts_with_windows_of_one():

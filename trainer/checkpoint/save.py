@@ -224,7 +224,7 @@ def newest_sound(
     group: dist.ProcessGroup | None = None,
     on_each_node: bool = False,
 ) -> Path | None:
-    """Return the newest intact checkpoint of a run, the same on all ranks; collective.
+    """Return the newest intact checkpoint of a run, alike on all ranks; collective.
 
     The candidates are read in full and verified, newest first, until one is intact (on all
     machines, if each has its own disk). Damage is logged as a warning. A later release's checkpoint

@@ -363,7 +363,7 @@ class Feed:
         if not getattr(self.loader, "persistent_workers", False):
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
         if self.world_size > 1:
-            yield from absent_rounds(shares, self._rounds_from(read))
+            yield from absent_rounds(shares, self._rounds_left(read))
         elif shares:
             logger.warning(
                 "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches. If that "
@@ -374,7 +374,7 @@ class Feed:
                 "an unknown number of" if self.num_batches is None else self.num_batches,
             )
 
-    def _rounds_from(self, read: int) -> int | None:
+    def _rounds_left(self, read: int) -> int | None:
         """Return how many rounds this pass still has after `read` of them; None if unknown."""
         if (total := self.num_batches) is None:
             return None

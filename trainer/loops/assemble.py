@@ -82,9 +82,7 @@ class Parts:
     def roots(self) -> list[Path]:
         """Return the folders of callbacks that save outside the project's folder."""
         savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
-        return [
-            Path(one.dirpath).expanduser().absolute() for one in savers if one.dirpath is not None
-        ]
+        return [one.dirpath for one in savers if one.dirpath is not None]
 
     def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
         """Return the checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""

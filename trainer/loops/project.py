@@ -88,8 +88,8 @@ class Project:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
         if folder is None:  # named here, where all processes are; created when it is needed
-            name = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
-            given = Path("runs") / broadcast_object(f"{name}-{uuid.uuid4().hex[:4]}")
+            start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
+            given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
             given = Path(folder).expanduser()
         self.folder: Path = given.absolute()  # hooks may change the working directory
@@ -132,7 +132,7 @@ class Project:
         return self.folder / "logs"
 
     def check_ckpt_path(self, ckpt_path: Any) -> None:
-        """Refuse values that name no checkpoint, and words without a fixed folder to look in.
+        """Refuse values that name no checkpoint, and words where there is none to find; collective.
 
         Raises:
             TypeError: It is not None, a string or a path.
@@ -143,7 +143,9 @@ class Project:
                 f"ckpt_path is {ckpt_path!r} of type {type(ckpt_path).__name__}; it is None, the "
                 "folder of a checkpoint, 'last', 'best' or 'auto'."
             )
-        if ckpt_path in WORDS and not self._fixed and not self.checkpoints.exists():
+        # Asked of rank 0: a process with another working directory has no such folder.
+        found = self._fixed or ckpt_path not in WORDS or broadcast_object(self.checkpoints.exists())
+        if not found:
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
                 "without project_dir every start has a new folder. Pass "
@@ -209,8 +211,15 @@ class Project:
             )
 
     def looks_in(self, roots: Sequence[Path]) -> list[Path]:
-        """Return the folders of checkpoints: the Trainer's, and those of the run's callbacks."""
-        return list(dict.fromkeys([self.checkpoints, *roots]))
+        """Return the folders of checkpoints: the Trainer's, and those of callbacks; collective.
+
+        They are those of rank 0, which may have another working directory, or on machines that
+        share no disk as many of each one's own.
+        """
+        own = [self.checkpoints, *roots]
+        of_first: list[Path] = broadcast_object(own)
+        kept = [of_first.index(root) for root in dict.fromkeys(of_first)]
+        return [(own if self.on_each_node else of_first)[index] for index in kept]
 
     def choose(
         self,
@@ -220,7 +229,7 @@ class Project:
         *,
         sweeps: bool = False,
     ) -> Path | None:
-        """Return the checkpoint that ``ckpt_path`` means, the same on all processes; collective.
+        """Return the checkpoint that ``ckpt_path`` means, alike on all processes; collective.
 
         Args:
             ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.

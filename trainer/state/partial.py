@@ -289,14 +289,13 @@ class PartialState(Shared):
         Characters that the output's encoding lacks are printed as escapes: a folder's name must not
         end a run.
         """
-        if not self.is_local_main_process:
-            return
-        try:
-            builtins.print(*args, **kwargs)  # noqa: T201 - printing is what this method is for
-        except UnicodeEncodeError:
-            known = (kwargs.get("file") or sys.stdout).encoding
-            args = tuple(str(arg).encode(known, "backslashreplace").decode(known) for arg in args)
-            builtins.print(*args, **kwargs)  # noqa: T201
+        if self.is_local_main_process:
+            file = kwargs.get("file") or sys.stdout
+            texts = [_printable(str(arg), file) for arg in args]
+            for name in {"sep", "end"} & kwargs.keys():
+                if isinstance(kwargs[name], str):
+                    kwargs[name] = _printable(kwargs[name], file)
+            builtins.print(*texts, **kwargs)  # noqa: T201 - printing is what this method is for
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Leave the process group, if there is one.
@@ -343,3 +342,11 @@ def _check_index(name: str, index: object, count: int, distributed: bool) -> Non
         raise TypeError(f"{name} is {index!r}; it must be an int.")
     if index < 0 or (distributed and index >= count):
         raise ValueError(f"{name} is {index}; it must be at least 0 and below {count}.")
+
+
+def _printable(text: str, file: Any) -> str:
+    """Return the text with escapes for what a file cannot encode and would refuse."""
+    encoding = getattr(file, "encoding", None)
+    if encoding is None or getattr(file, "errors", "strict") != "strict":
+        return text
+    return str(text.encode(encoding, "backslashreplace").decode(encoding))

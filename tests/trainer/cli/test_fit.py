@@ -325,7 +325,7 @@ def test_a_prediction_writer_of_ones_own_is_the_only_one():
         ["base.yaml", "--trainer.callbacks+=PredictionWriter", "--trainer.callbacks.dirpath=out"]
     )
     writers = [c for c in line.make(config).trainer.callbacks if isinstance(c, PredictionWriter)]
-    assert [writer.dirpath for writer in writers] == ["out"]
+    assert [writer.dirpath for writer in writers] == [Path("out").absolute()]
 
 
 def test_what_is_printed_is_a_configuration(capsys):

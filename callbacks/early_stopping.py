@@ -42,7 +42,8 @@ class EarlyStopping(Callback):
         reason: Why it asked to stop.
 
     Raises:
-        ValueError: If an argument is invalid; during ``fit``, if the metric is never logged.
+        ValueError: If an argument is invalid; during ``fit``, if the metric was never logged when
+            an epoch ends. In a run whose epoch never ends, that is a warning at the end.
     """
 
     decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes
@@ -126,14 +127,14 @@ class EarlyStopping(Callback):
         """Warn if there was no value to judge."""
         if self.best_score is None and self.reason is None and trainer.global_step > 0:
             name = self.monitor.name
-            hint = ""
+            hint = self.monitor.never_logged(trainer)
             if name in trainer.logged_names:
                 hint = (
-                    " It was logged but never reduced: step values are reduced every log_every, "
+                    "It was logged but never reduced: step values are reduced every log_every, "
                     "validation values every val_every. Use a shorter interval, or log it with "
                     "on_epoch=True."
                 )
-            logger.warning("EarlyStopping saw no value of %r in this run.%s", name, hint)
+            logger.warning(f"EarlyStopping saw no value of {name!r} in this run. {hint}".rstrip())
 
     def _judge(self, value: float) -> str | None:
         """Count ``value``; return the reason to stop, or None to continue."""

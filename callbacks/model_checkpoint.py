@@ -65,7 +65,8 @@ class ModelCheckpoint(Callback):
 
     Raises:
         ValueError: If an argument is invalid, if two instances share a folder, and during ``fit``
-            if the metric is never logged.
+            if the metric was never logged when an epoch ends. In a run whose epoch never ends, that
+            is a warning at the end.
     """
 
     runs_last: ClassVar[bool] = True
@@ -267,12 +268,11 @@ class ModelCheckpoint(Callback):
             self._save(trainer, self._score(trainer))
         self._settle(trainer)
         if self.monitor and self.save_top_k and not self._scores and trainer.global_step > 0:
-            logger.warning(
-                "No checkpoint was ranked by %r: it was never reduced when a save was due (every "
-                "%s), or it was not finite. Make every a multiple of val_every.",
-                self.monitor.name,
-                self.every,
+            why = self.monitor.never_logged(trainer) or (
+                f"It was never reduced when a save was due (every {self.every}), or it was not "
+                "finite. Make every a multiple of val_every."
             )
+            logger.warning("No checkpoint was ranked by %r. %s", self.monitor.name, why)
 
     def _path(self, name: str) -> Path:
         if self.directory is None:

@@ -51,15 +51,25 @@ class Monitor:
         if self.name in trainer.logged_names:
             return None  # logged per step: its value arrives at the next log interval
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
-            of_epoch = f"{self.name}_epoch"  # its name if the step's value is logged too
-            near = [of_epoch] if of_epoch in metrics else []
-            near = near or difflib.get_close_matches(self.name, metrics, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            if not trainer.has_validation:
-                hint += " No validation runs in this fit."
-            raise ValueError(
-                f"The monitored metric {self.name!r} was never logged. "
-                f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "
-                f"Log it with self.log({self.name!r}, value)."
-            )
+            raise ValueError(self.never_logged(trainer))
         return None
+
+    def never_logged(self, trainer: Trainer) -> str:
+        """Return an error message: that the metric was never logged, what was, and what to do.
+
+        It is empty if the metric was logged.
+        """
+        metrics = trainer.callback_metrics
+        if self.name in metrics or self.name in trainer.logged_names:
+            return ""
+        of_epoch = f"{self.name}_epoch"  # its name if the step's value is logged too
+        near = [of_epoch] if of_epoch in metrics else []
+        near = near or difflib.get_close_matches(self.name, metrics, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        if not trainer.has_validation:
+            hint += " No validation runs in this fit."
+        return (
+            f"The monitored metric {self.name!r} was never logged. "
+            f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "
+            f"Log it with self.log({self.name!r}, value)."
+        )

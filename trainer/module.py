@@ -199,6 +199,9 @@ class TrainModule(nn.Module):
     def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
         """Gather and stack the tensors of all processes; collective.
 
+        In `training_step` this needs a batch on every process in each round: set
+        `limit_train_batches` to a multiple of the number of processes.
+
         Args:
             data: Tensors and numbers in nested containers, of the same shapes on every process.
             group: Must be None: all processes take part.
@@ -210,6 +213,7 @@ class TrainModule(nn.Module):
 
         Raises:
             ValueError: `group` or `sync_grads` is given.
+            DistributedOperationException: Other processes do not call it, or have other shapes.
         """
         if group is not None or sync_grads:
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
+from trainer.errors import DistributedOperationException
 
 
 class Net(TrainModule):
@@ -129,3 +130,31 @@ def test_sparse_gradients_are_averaged_in_manual_optimisation_too(ranks2):
     assert sparse[0] == sparse[1]
     assert sparse[0][0] == dense[0][0] == [[True, False, False], [True, True, False]]
     assert sparse[0][1] == pytest.approx(dense[0][1], rel=1e-6)
+
+
+def test_a_collective_in_a_step_that_others_do_not_run_is_refused_at_once(ranks2):
+    """Of 3 batches the second process has none in the second round."""
+
+    class Gathering(Net):
+        told: tuple[str, ...] = ()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            try:
+                assert self.all_gather(batch[0]).shape == (2, 4, 6)
+            except DistributedOperationException as error:
+                self.told += (f"{batch_idx}: {error}",)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_step_end(self) -> None:
+            self.all_gather(self.net.weight)  # where all come
+
+    def body() -> tuple[str, ...]:
+        module = Gathering()
+        data = DataLoader(TensorDataset(torch.ones(12, 6)), 4)
+        Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, data)
+        return module.told
+
+    (told,), other = ranks2(body)
+    assert other == ()
+    assert told.startswith("1: gather is called in training_step, but rank 1 has no batch")
+    assert "Set limit_train_batches to a multiple of 2" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -294,3 +295,20 @@ def test_a_part_of_an_epoch_takes_the_updates_that_the_loop_takes(world, every):
             interval, Length(max_steps=steps), updates=steps, feed=feed, accumulation=lambda _: 3
         )
         assert asked == (steps >= updates), steps
+
+
+def test_a_misspelt_monitor_is_told_at_the_end_where_no_epoch_ends(caplog):
+    class Endless:
+        def __iter__(self):
+            return itertools.cycle(loader())
+
+    savers = ModelCheckpoint(monitor="vall", every=2), EarlyStopping("vall")
+    trainer = quiet_trainer(max_steps=4, val_every=2, callbacks=savers)
+    trainer.fit(Net(), Endless(), loader(1))
+    expected = "The monitored metric 'vall' was never logged. Logged so far: "
+    told = [each.getMessage() for each in caplog.records if expected in each.getMessage()]
+    assert [text.split(expected)[0] for text in told] == [
+        "EarlyStopping saw no value of 'vall' in this run. ",
+        "No checkpoint was ranked by 'vall'. ",
+    ]
+    assert all("Did you mean 'val'?" in text for text in told)

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -102,6 +104,22 @@ def share_bytes(
 
 # -- meetings ------------------------------------------------------------------------------------
 
+_alone: ContextVar[str] = ContextVar("alone", default="")  # of this thread: others may save
+
+
+@contextmanager
+def alone(why: str) -> Iterator[None]:
+    """Inside, refuse meetings on this thread, to which other processes do not come.
+
+    Args:
+        why: The end of the error's first sentence: why they do not, and what to do.
+    """
+    token = _alone.set(why)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
 
 def meet(
     plan: str,
@@ -122,10 +140,13 @@ def meet(
         The numbers of all processes.
 
     Raises:
-        DistributedOperationException: The plans differ, or another process has a problem.
+        DistributedOperationException: The plans differ, another process has a problem, or this one
+            is `alone`.
         Exception: `problem` itself, on the process that has it.
     """
     operation = plan.partition(" (")[0]
+    if why := _alone.get():
+        raise DistributedOperationException(f"{operation} {why}")
     if problem is not None:
         plan = f"{operation} fails with {type(problem).__name__}: {problem}"
     digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.rounds import Round
+from trainer.distributed import meeting
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 _GRADIENT = attrgetter("grad")
 
 
-def train_window(run: FitRun, window: Iterator[Round]) -> bool:
+def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915  # one algorithm
     """Make one update from a window of micro-batches.
 
     Returns:
@@ -51,10 +52,12 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:
             metrics.begin_batch(items)
             hooks.on_train_batch_start(batch, batch_idx)
             with run.precision.autocast():
-                if items:
-                    outputs = engine.step("training_step", batch, batch_idx)
-                else:
+                if not items:
                     outputs = step_without_gradient(run, batch, batch_idx)
+                elif micro.batches < run.world_size:
+                    outputs = step_of_some(run, micro.batches, batch, batch_idx)
+                else:
+                    outputs = engine.step("training_step", batch, batch_idx)
         drop_strange_gradients(run, number)
         if items:
             loss = loss_of(outputs)
@@ -107,6 +110,23 @@ def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
     if run.guard is None:
         return None
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
+
+
+def step_of_some(run: FitRun, present: int, batch: Any, batch_idx: int) -> Any:
+    """Run `training_step` in a round in which only so many processes have a batch, and run it.
+
+    Raises:
+        DistributedOperationException: It calls a collective, which would wait for the others.
+    """
+    lacking = ", ".join(map(str, range(present, run.world_size)))
+    why = (
+        f"is called in training_step, but rank {lacking} has no batch in this round and does not "
+        "call it: the batches of an epoch do not divide evenly among the processes. Set "
+        f"limit_train_batches to a multiple of {run.world_size}, or call it where all processes "
+        "come, such as on_train_step_end."
+    )
+    with meeting.alone(why):
+        return run.engine.step("training_step", batch, batch_idx)
 
 
 def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:

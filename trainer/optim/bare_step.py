@@ -23,15 +23,17 @@ _WRAPPING = Optimizer.profile_hook_step(print).__code__ if _KNOWN else None
 
 
 def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Call ``optimizer.step(closure)``, without torch's wrapper if it would do nothing.
+    """Call ``optimizer.step``, without torch's wrapper if it would do nothing.
 
     Torch's wrapper takes as long as the update of a small model, and does nothing unless there are
     hooks or a profiler is running. (An ``ExecutionTraceObserver`` alone cannot be detected: torch
     reports no other listeners to Python, and opening an unused section takes 1 µs. Its trace has no
-    section for the step unless the optimizer has a hook.)
+    section for the step unless the optimizer has a hook.) Without a closure none is passed: the
+    step of some optimizers takes none.
     """
+    given = () if closure is None else (closure,)
     bare = _bare_step(optimizer)
-    return optimizer.step(closure) if bare is None else bare(optimizer, closure)
+    return optimizer.step(*given) if bare is None else bare(optimizer, *given)
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:

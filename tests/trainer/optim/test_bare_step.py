@@ -11,7 +11,7 @@ from torch.autograd import profiler_legacy
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as module
 
-from trainer import Accelerator
+from trainer import Accelerator, Trainer, TrainModule
 from trainer.optim import bare_step
 from trainer.optim.bare_step import step
 
@@ -248,3 +248,37 @@ def test_another_torch_is_asked_as_usual(sections, monkeypatch):
     del optimizer._optimizer_step_pre_hooks
     assert bare_step._bare_step(optimizer) is None
     assert len(sections) == 1
+
+
+@pytest.mark.parametrize("loop", ["trainer", "accelerator"])
+def test_a_step_need_not_take_a_closure(loop):
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {"lr": 0.5})
+
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= group["lr"] * parameter.grad
+
+    class Net(TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch, batch_idx):
+            return (self.weight * batch).sum()
+
+        def configure_optimizers(self):
+            return Plain(self.parameters())
+
+    module = Net()
+    if loop == "trainer":
+        Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, [torch.ones(1)])
+    else:
+        accelerator = Accelerator(cpu=True)
+        optimizer = accelerator.prepare(Plain(module.parameters()))
+        accelerator.backward(module.training_step(torch.ones(1), 0))
+        optimizer.step()
+    assert module.weight.item() == 0.5

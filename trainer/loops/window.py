@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Iterator
 from itertools import repeat
 from operator import attrgetter, is_not
@@ -154,9 +155,9 @@ def loss_of(outputs: Any) -> Tensor:
         loss = outputs["loss"]
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"training_step returned {loss!r} of type {type(loss).__name__} as its loss; it must "
-            "return a tensor of one element, or a dict with one under 'loss'. (To do backward "
-            "and step yourself set automatic_optimization = False.)"
+            f"training_step returned {reprlib.repr(loss)} of type {type(loss).__name__} as its "
+            "loss; it must return a tensor of one element, or a dict with one under 'loss'. (To do "
+            "backward and step yourself set automatic_optimization = False.)"
         )
     if loss.numel() != 1:
         raise ValueError(

@@ -30,7 +30,7 @@ def choose_checkpoint(
 
     Args:
         ckpt_path: None, a path, ``"last"``, ``"best"`` or ``"auto"``.
-        roots: The folders to look in.
+        roots: The folders to look in; the same on all processes unless `on_each_node`.
         monitors: Metric and mode of each callback that ranks checkpoints.
         on_each_node: Whether each machine has its own checkpoints, since they share no disk.
         instead: For the error: what to do if there are only checkpoints of weights.
@@ -108,16 +108,16 @@ def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_no
     keeper = disk.keeps(state, on_each_node)
     found = disk.together(
         "Choosing the best checkpoint",
-        lambda: [(root, scores_of(root, monitor)) for root in roots] if keeper else None,
+        lambda: [scores_of(root, monitor) for root in roots] if keeper else None,
         state,
     )
-    scores: dict[Path, float] = {}
-    for root, *machines in zip(roots, *filter(None, found), strict=True):
-        (of_first, first), *others = machines
-        here = root if on_each_node else of_first
-        for name, value in first.items():
-            if all(name in of_machine for _, of_machine in others):
-                scores[here / name] = value
+    machines = [each for each in found if each is not None]
+    scores = {
+        root / name: value
+        for root, first, *others in zip(roots, *machines, strict=True)
+        for name, value in first.items()
+        if all(name in each for each in others)
+    }
     best = best_of(scores, mode)
     if best is None:
         raise CheckpointError(

@@ -16,11 +16,11 @@ The format, version 1::
 A folder is a checkpoint if and only if it has a manifest. It gets its name by one rename, after
 every file is on disk and every rank has confirmed it. Reading never runs code from a file.
 
-``layout`` has the names, commit and removal, ``tensors`` the trees, ``weights`` the weights,
-``fitting`` loads them into a module, and ``save`` coordinates the ranks. ``lock`` keeps a second
-run out of a folder, and ``branch`` sets aside the checkpoints after the one that a run resumes
-from. ``portions`` are each rank's part of a save, copied if training continues while ``writer``
-writes.
+``layout`` has the names, commit and removal, ``manifest`` the files' sizes and hashes, ``tensors``
+the trees, ``weights`` the weights, ``fitting`` loads them into a module, and ``save`` coordinates
+the ranks. ``lock`` keeps a second run out of a folder, and ``branch`` sets aside the checkpoints
+after the one that a run resumes from. ``portions`` are each rank's part of a save, copied if
+training continues while ``writer`` writes.
 
 The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads the
 per-process state, ``restore`` puts it into the objects, with the pending gradients from
@@ -43,14 +43,13 @@ if TYPE_CHECKING:
         locate,
         open_staging,
         rank_stem,
-        read_manifest,
         remove,
         step_of,
         sweep,
-        verify,
     )
     from trainer.checkpoint.load import load_checkpoint_in_model
     from trainer.checkpoint.lock import alone_in, holder_of
+    from trainer.checkpoint.manifest import read_manifest, verify
     from trainer.checkpoint.model import save_model
     from trainer.checkpoint.save import (
         keeps,
@@ -83,7 +82,7 @@ _HOME = {
     "newest_sound": "save",
     "open_staging": "layout",
     "rank_stem": "layout",
-    "read_manifest": "layout",
+    "read_manifest": "manifest",
     "refuse_other_runs": "branch",
     "refuse_together": "save",
     "refuse_weights_alone": "save",
@@ -97,7 +96,7 @@ _HOME = {
     "step_of": "layout",
     "sweep": "layout",
     "together": "save",
-    "verify": "layout",
+    "verify": "manifest",
 }
 
 __all__ = [

@@ -1,12 +1,10 @@
-"""Atomic writes of single files."""
+"""Atomic and durable writes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-
-from trainer.checkpoint.layout import sync
 
 _TEMPORARY = ".cadence-writing-"
 
@@ -42,3 +40,20 @@ def sweep_aside(file: Path) -> None:
     """Remove hidden files that killed processes left; no other process may be writing this file."""
     for left in file.parent.glob(f"{_TEMPORARY}*-{file.name}"):
         left.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Sync a file's contents, or a folder's entries, to disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder; its file system orders renames itself
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folders(folder: Path) -> None:
+    """Sync the directory entries of a folder and its subfolders to disk."""
+    for each, _, _ in os.walk(folder, topdown=False):
+        sync(Path(each))

@@ -9,7 +9,8 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.checkpoint.layout import committed, peek, read_manifest, set_aside, step_of
+from trainer.checkpoint.layout import committed, set_aside, step_of
+from trainer.checkpoint.manifest import peek, read_manifest
 
 logger = logging.getLogger(__name__)
 

@@ -20,18 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.layout import (
-    MANIFEST,
-    commit,
-    discard,
-    is_ours,
-    locate,
-    open_staging,
-    read_manifest,
-    seal,
-    sync,
-    sync_folders,
-)
+from trainer.checkpoint.atomic import sync, sync_folders
+from trainer.checkpoint.layout import commit, discard, locate, open_staging, seal
+from trainer.checkpoint.manifest import MANIFEST, is_ours, read_manifest
 from trainer.errors import CheckpointError
 
 STAGING = ".cadence-staging"

@@ -18,8 +18,6 @@ in the way may be the user's: it is renamed and never deleted (:func:`set_aside`
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
@@ -28,10 +26,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from trainer.checkpoint.atomic import sync, sync_folders
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    files_in,
+    is_newer,
+    is_ours,
+    read_manifest,
+    strangers,
+    write_manifest,
+)
 from trainer.errors import CheckpointError
-
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 
 _STAGING = ".cadence-staging-"
 _REPLACED = ".cadence-replaced-"
@@ -40,7 +45,6 @@ LEFTOVER = re.compile(r"\.cadence-(staging|replaced|trash)-(.+)")
 ASIDE = re.compile(r"(damaged|replaced|abandoned)-(step-\d{8,})(-\d+)?")
 NUMBERED = re.compile(r"checkpoint_(\d+)")  # automatic names of the Accelerator's checkpoints
 _STEP_NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-_OWN_FIELDS = ("format_version", "files", "sha256")
 
 logger = logging.getLogger(__name__)
 
@@ -92,16 +96,6 @@ def open_staging(target: Path) -> Path:
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     return staging
-
-
-def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
-    """Return the size in bytes and SHA-256 of every file in a folder, by relative name."""
-    names = sorted(file.relative_to(staging).as_posix() for file in files_in(staging))
-    return {
-        name: {"size": (staging / name).stat().st_size, "sha256": sha256_of(staging / name)}
-        for name in names
-        if name != MANIFEST
-    }
 
 
 def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
@@ -199,97 +193,6 @@ def without_manifest(root: Path) -> list[Path]:
     return sorted(path for path in named if not (path / MANIFEST).is_file())
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of a committed checkpoint.
-
-    Raises:
-        CheckpointError: If it is missing, truncated, altered, or of a newer format. The message
-            names the file.
-    """
-    file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_bytes())
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} is missing: {path} is not a checkpoint, or its save never finished."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: {error}. Use another checkpoint.") from error
-    if not isinstance(manifest, dict) or not all(field in manifest for field in _OWN_FIELDS):
-        raise CheckpointError(
-            f"{file} lacks one of the fields {', '.join(_OWN_FIELDS)}: it is damaged or not ours."
-        )
-    version = manifest["format_version"]
-    if version not in range(1, FORMAT_VERSION + 1):
-        raise CheckpointError(
-            f"{file} has format version {version}; this release reads 1 to {FORMAT_VERSION}. "
-            "Load it with the release that wrote it, or a later one."
-        )
-    digest = manifest.pop("sha256")
-    if digest != _manifest_digest(manifest):
-        raise CheckpointError(f"{file} is damaged: its hash differs. Use another checkpoint.")
-    return manifest
-
-
-def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
-    """Check every file of a checkpoint against the manifest.
-
-    Args:
-        path: The checkpoint.
-        hashes: Check the files' hashes too, not only their sizes; this reads the whole checkpoint.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        CheckpointError: A file is missing, damaged or unreadable; the message names it.
-    """
-    manifest = read_manifest(path)
-    for name, expected in manifest["files"].items():
-        file = path / name
-        try:
-            size = file.stat().st_size
-            sound = size == expected["size"]
-            intact = sound and (not hashes or sha256_of(file) == expected["sha256"])
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing from the checkpoint.") from error
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be read: {error}.") from error
-        if not sound:
-            raise CheckpointError(
-                f"{file} is damaged: it has {size} bytes, but the manifest says {expected['size']}."
-            )
-        if not intact:
-            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the manifest's.")
-    return manifest
-
-
-def is_ours(path: Path) -> bool:
-    """Return whether a folder is a checkpoint of this format, which we may replace or delete."""
-    try:
-        read_manifest(path)
-    except CheckpointError:
-        return False
-    return True
-
-
-def is_newer(path: Path) -> bool:
-    """Return whether a later release wrote a checkpoint: it is intact, but unreadable here."""
-    version = peek(path).get("format_version")
-    return isinstance(version, int) and version > FORMAT_VERSION
-
-
-def peek(path: Path) -> dict[str, Any]:
-    """Return a folder's manifest unchecked, of any version; empty if there is none."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return manifest if isinstance(manifest, dict) else {}
-
-
 def remove(path: Path) -> None:
     """Delete a checkpoint; it disappears atomically for readers.
 
@@ -302,7 +205,7 @@ def remove(path: Path) -> None:
             f"{path} has no manifest of this format, so it is not deleted. Delete it by hand if it "
             "is not needed."
         )
-    if others := _strangers(path):
+    if others := strangers(path, read_manifest(path)):
         raise CheckpointError(
             f"{path} holds files that are not the checkpoint's ({', '.join(others[:3])}), so it is "
             "not deleted. Move them away, or delete it by hand."
@@ -319,12 +222,6 @@ def remove(path: Path) -> None:
         raise CheckpointError(
             f"Deleting {path} failed: {error}. Its remaining files are in {rest}: delete that."
         ) from error
-
-
-def _strangers(path: Path) -> list[str]:
-    """Return the files in a checkpoint's folder that its manifest does not list."""
-    listed = {MANIFEST, *read_manifest(path)["files"]}
-    return sorted({file.relative_to(path).as_posix() for file in files_in(path)} - listed)
 
 
 def sweep(root: Path) -> list[Path]:
@@ -366,7 +263,7 @@ def discard(path: Path) -> None:
 def _discard_replaced(aside: Path) -> None:
     """Delete a replaced checkpoint, unless its folder holds other files."""
     try:
-        if not is_ours(aside) or _strangers(aside):
+        if not is_ours(aside) or strangers(aside, read_manifest(aside)):
             kept = set_aside(aside, "replaced")
             logger.warning("The replaced checkpoint held other files: it is now %s.", kept)
             return
@@ -408,57 +305,3 @@ def _replace(staging: Path, target: Path, aside: Path) -> None:
 def _aside(path: Path) -> Path:
     named = path if path.name else Path(os.path.abspath(path))  # Path(".") has no name
     return named.with_name(_REPLACED + named.name)
-
-
-def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder's files, and sync it to disk.
-
-    Raises:
-        TypeError: If a field is not valid JSON.
-        ValueError: If the name of a field is reserved by the format.
-    """
-    taken = [field for field in _OWN_FIELDS if field in fields]
-    if taken:
-        raise ValueError(f"The manifest's fields {taken} are reserved; use other names.")
-    own = {"format_version": FORMAT_VERSION, **fields, "files": describe_files(staging)}
-    manifest = json.loads(json.dumps(own))  # as a reader will parse it: string keys, lists
-    text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
-    with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
-        stream.write(text + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _manifest_digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def files_in(folder: Path) -> list[Path]:
-    """Return all files in a folder and its subfolders."""
-    return [file for file in folder.rglob("*") if file.is_file()]
-
-
-def sha256_of(file: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def sync_folders(folder: Path) -> None:
-    """Sync the directory entries of a folder and its subfolders to disk."""
-    for each, _, _ in os.walk(folder, topdown=False):
-        sync(Path(each))
-
-
-def sync(path: Path) -> None:
-    """Sync a file's contents, or a folder's entries, to disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder; its file system orders renames itself
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

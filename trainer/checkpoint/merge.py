@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.atomic import write_whole
-from trainer.checkpoint.layout import MANIFEST, locate, read_manifest, sha256_of
+from trainer.checkpoint.layout import locate
+from trainer.checkpoint.manifest import MANIFEST, read_manifest, sha256_of
 from trainer.checkpoint.model import INDEX_SUFFIX
 from trainer.checkpoint.weightfiles import find_weight_files
 from trainer.checkpoint.weights import tied_names

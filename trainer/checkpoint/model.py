@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.atomic import write_aside
-from trainer.checkpoint.layout import sync
+from trainer.checkpoint.atomic import sync, write_aside
 from trainer.checkpoint.tensors import portable
 from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, separate_tied, write_weights
 

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from trainer.checkpoint import state
 from trainer.checkpoint.folder import is_shared
-from trainer.checkpoint.layout import NUMBERED, is_ours, remove
+from trainer.checkpoint.layout import NUMBERED, remove
+from trainer.checkpoint.manifest import is_ours
 from trainer.checkpoint.restore import Prepared, logger
 from trainer.checkpoint.save import Ranks, keeps, refuse_together, together
 from trainer.checkpoint.state import LoadHook, SaveHook, examine

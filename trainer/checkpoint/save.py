@@ -23,15 +23,12 @@ from trainer.checkpoint.layout import (
     commit,
     committed,
     discard,
-    is_newer,
     open_staging,
-    peek,
-    read_manifest,
     remove,
     step_of,
-    verify,
     without_manifest,
 )
+from trainer.checkpoint.manifest import is_newer, peek, read_manifest, verify
 from trainer.distributed.meeting import parted, share
 from trainer.errors import CheckpointError, DistributedOperationException, LaterReleaseError
 

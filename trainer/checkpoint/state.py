@@ -29,7 +29,7 @@ import torch
 
 from trainer.checkpoint import accelerate_format, gradients, ranks
 from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
-from trainer.checkpoint.layout import MANIFEST, verify
+from trainer.checkpoint.manifest import MANIFEST, verify
 from trainer.checkpoint.model import write_weights_file
 from trainer.checkpoint.restore import Prepared, Stored, apply, check, logger
 from trainer.checkpoint.save import Ranks, keeper_of, keeps, refuse_together, together

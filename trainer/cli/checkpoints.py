@@ -17,6 +17,7 @@ from pathlib import Path
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import holder_of
+from trainer.checkpoint.manifest import strangers
 from trainer.cli.inventory import (
     SET_ASIDE,
     Entry,
@@ -27,7 +28,6 @@ from trainer.cli.inventory import (
     monitored,
     read_entry,
     read_folder,
-    strangers,
 )
 from trainer.cli.listing import Plan, amount, listing, plan_report, plan_text, report
 from trainer.cli.parsing import command_parser, count
@@ -219,7 +219,7 @@ def _not_ours(entry: Entry, *, linked: bool) -> str | None:
         return SET_ASIDE
     if entry.state not in ("sound", "damaged") or not entry.manifest:
         return "it is unknown which of its files are ours"
-    if others := strangers(entry):
+    if others := strangers(entry.path, entry.manifest):
         return f"it contains {others[0]}, which is not part of the checkpoint"
     return None
 

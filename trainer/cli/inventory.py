@@ -26,6 +26,13 @@ from typing import Any, Literal
 
 from trainer.checkpoint import layout
 from trainer.checkpoint.folder import STAGING as INNER_STAGING
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    is_newer,
+    is_ours,
+    read_manifest,
+    verify,
+)
 from trainer.errors import CheckpointError
 
 State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
@@ -170,10 +177,10 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     try:
         if _is_unfinished(path):
             state, note = "unfinished", "a killed save only has to be moved; loading does that."
-            manifest = layout.read_manifest(path / INNER_STAGING)
+            manifest = read_manifest(path / INNER_STAGING)
         else:
-            manifest = layout.read_manifest(path)
-            layout.verify(path, hashes=hashes)
+            manifest = read_manifest(path)
+            verify(path, hashes=hashes)
     except CheckpointError as error:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
@@ -182,7 +189,7 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     if not path.is_dir():
         return None
     with suppress(OSError):
-        touched = (path / layout.MANIFEST).stat().st_mtime  # it is written last
+        touched = (path / MANIFEST).stat().st_mtime  # it is written last
     return Entry(
         name=_own_name(path),
         path=path,
@@ -204,7 +211,7 @@ def is_dead(leftover: Leftover) -> bool:
     match = layout.LEFTOVER.fullmatch(leftover.path.name)
     if layout.ASIDE.fullmatch(leftover.path.name):
         return False
-    if match and match[1] == "replaced" and not layout.is_ours(leftover.path.with_name(match[2])):
+    if match and match[1] == "replaced" and not is_ours(leftover.path.with_name(match[2])):
         return False  # it may be the only copy of that checkpoint
     return time.time() - touched >= QUIET
 
@@ -212,13 +219,6 @@ def is_dead(leftover: Leftover) -> bool:
 def is_step(entry: Entry) -> bool:
     """Return whether the Trainer named it, by its step."""
     return layout.step_of(entry.name) is not None
-
-
-def strangers(entry: Entry) -> list[str]:
-    """Return the files in a checkpoint's folder that do not belong to the checkpoint."""
-    own = {layout.MANIFEST, *entry.manifest.get("files", ())}
-    inside = (file.relative_to(entry.path).as_posix() for file in layout.files_in(entry.path))
-    return sorted(set(inside) - own)
 
 
 def monitored(entries: list[Entry]) -> list[str]:
@@ -256,8 +256,8 @@ def _is_candidate(path: Path, name: str) -> bool:
 def _has_manifest(path: Path) -> bool:
     """Return whether there is a manifest of ours, or one too damaged to tell whose it is."""
     try:
-        json.loads((path / layout.MANIFEST).read_bytes())
-        return layout.is_ours(path)
+        json.loads((path / MANIFEST).read_bytes())
+        return is_ours(path)
     except ValueError:
         return True
     except OSError:  # it does not exist or may not be read
@@ -266,7 +266,7 @@ def _has_manifest(path: Path) -> bool:
 
 def _is_unfinished(path: Path) -> bool:
     try:
-        layout.read_manifest(path / INNER_STAGING)
+        read_manifest(path / INNER_STAGING)
     except CheckpointError:
         return False
     return True
@@ -276,10 +276,10 @@ def _state_of(path: Path, error: CheckpointError) -> State:
     cause = error.__cause__
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
         return "unreadable"
-    if not os.path.isfile(path / layout.MANIFEST):
+    if not os.path.isfile(path / MANIFEST):
         # The Trainer's folders are complete when they appear, so there was a manifest.
         return "damaged" if layout.step_of(_own_name(path)) is not None else "foreign"
-    return "unreadable" if layout.is_newer(path) else "damaged"
+    return "unreadable" if is_newer(path) else "damaged"
 
 
 def _inner_leftovers(path: Path) -> list[Leftover]:

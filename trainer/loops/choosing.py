@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from trainer import checkpoint as disk
-from trainer.checkpoint.layout import MANIFEST, peek
+from trainer.checkpoint.manifest import MANIFEST, peek
 from trainer.errors import CheckpointError, LaterReleaseError, choose
 from trainer.state import PartialState
 

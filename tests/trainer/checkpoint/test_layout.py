@@ -13,6 +13,13 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint import layout
+from trainer.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    describe_files,
+    read_manifest,
+    verify,
+)
 from trainer.errors import CheckpointError
 
 
@@ -26,7 +33,7 @@ def make(root: Path, step: int = 100, content: str = "weights", **fields: object
 
 
 def content(path: Path) -> str:
-    layout.verify(path)
+    verify(path)
     return (path / "model.bin").read_text()
 
 
@@ -46,9 +53,9 @@ def test_names_sort_by_step_and_read_back():
 
 def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
     path = make(tmp_path, metrics={"loss": 0.1}, world_size=2)
-    manifest = layout.read_manifest(path)
+    manifest = read_manifest(path)
     assert manifest == {
-        "format_version": layout.FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "step": 100,
         "metrics": {"loss": 0.1},
         "world_size": 2,
@@ -57,14 +64,14 @@ def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
             for name, data in {"model.bin": b"weights", "shards/0.bin": b"weightsweights"}.items()
         },
     }
-    assert layout.verify(path) == manifest
-    assert layout.describe_files(path) == manifest["files"]
+    assert verify(path) == manifest
+    assert describe_files(path) == manifest["files"]
     assert names(tmp_path) == ["step-00000100"]
 
 
 def test_a_metric_that_is_not_a_number_does_not_stop_a_save(tmp_path):
     path = make(tmp_path, metrics={"loss": float("nan"), 3: (float("inf"), None)})
-    metrics = layout.verify(path)["metrics"]
+    metrics = verify(path)["metrics"]
     assert metrics["loss"] != metrics["loss"]
     assert metrics["3"] == [float("inf"), None]
 
@@ -87,8 +94,8 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(tmp_path, m
     before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
     everything = [path, *path.rglob("*")]
     assert {entry.stat().st_ino for entry in everything} <= set(before)
-    manifest = before.index((path / layout.MANIFEST).stat().st_ino)
-    files = [file for file in everything if file.is_file() and file.name != layout.MANIFEST]
+    manifest = before.index((path / MANIFEST).stat().st_ino)
+    files = [file for file in everything if file.is_file() and file.name != MANIFEST]
     assert all(before.index(file.stat().st_ino) < manifest for file in files)
     assert after == [tmp_path.stat().st_ino]
 
@@ -124,8 +131,8 @@ def test_what_is_not_ours_is_neither_replaced_nor_removed(tmp_path, kind):
         target.mkdir()
         (target / "mine").write_text("mine")
     if kind == "newer":
-        newer = {"format_version": layout.FORMAT_VERSION + 1, "files": {}}
-        (target / layout.MANIFEST).write_text(json.dumps(newer))
+        newer = {"format_version": FORMAT_VERSION + 1, "files": {}}
+        (target / MANIFEST).write_text(json.dumps(newer))
     text = "was written by a later release" if kind == "newer" else "mine exists and"
     with pytest.raises(CheckpointError, match=rf"{text}.* not replaced"):
         layout.open_staging(target)
@@ -147,7 +154,7 @@ def test_what_has_the_name_of_a_step_but_no_manifest_is_set_aside(tmp_path, capl
             target.mkdir()
             (target / "mine").write_text(f"{number}")
         if target.is_dir() and manifest is not None:
-            (target / layout.MANIFEST).write_text(manifest)
+            (target / MANIFEST).write_text(manifest)
         kept[f"damaged-step-00000100{f'-{number}' if number > 1 else ''}"] = number
         with pytest.raises(CheckpointError, match="not deleted"):
             layout.remove(target)
@@ -180,7 +187,7 @@ def test_what_a_killed_save_has_replaced_is_kept_where_it_is_more_than_a_checkpo
 ):
     make(tmp_path, content="new")
     aside = make(tmp_path, 7).rename(tmp_path / ".cadence-replaced-step-00000100")
-    (aside / ("notes.txt" if damage == "notes" else layout.MANIFEST)).write_text("mine")
+    (aside / ("notes.txt" if damage == "notes" else MANIFEST)).write_text("mine")
     layout.sweep(tmp_path)
     assert names(tmp_path) == ["replaced-step-00000100", "step-00000100"]
 
@@ -197,34 +204,34 @@ def flip_a_bit(path: Path) -> None:
 
 
 def alter_the_manifest(path: Path) -> None:
-    file = path / layout.MANIFEST
+    file = path / MANIFEST
     file.write_text(file.read_text().replace('"step": 100', '"step": 101'))
 
 
 def from_the_future(path: Path) -> None:
-    file = path / layout.MANIFEST
+    file = path / MANIFEST
     file.write_text(file.read_text().replace('"format_version": 1', '"format_version": 2'))
 
 
 def tear_the_manifest(path: Path) -> None:
-    file = path / layout.MANIFEST
+    file = path / MANIFEST
     file.write_text(file.read_text()[:-20])
 
 
 def strip_the_manifest(path: Path) -> None:
-    (path / layout.MANIFEST).write_text("{}")
+    (path / MANIFEST).write_text("{}")
 
 
 def make_the_manifest_unreadable(path: Path) -> None:
-    (path / layout.MANIFEST).unlink()
-    (path / layout.MANIFEST).mkdir()  # for root too
+    (path / MANIFEST).unlink()
+    (path / MANIFEST).mkdir()  # for root too
 
 
 DAMAGE = {
     "truncated": (truncate, r"model\.bin is damaged: it has 4 bytes, but the manifest says 7"),
     "flipped bit": (flip_a_bit, r"0\.bin is damaged: its SHA-256"),
     "missing file": (lambda path: (path / "model.bin").unlink(), r"model\.bin is missing"),
-    "missing manifest": (lambda p: (p / layout.MANIFEST).unlink(), r"manifest\.json is missing"),
+    "missing manifest": (lambda p: (p / MANIFEST).unlink(), r"manifest\.json is missing"),
     "torn manifest": (tear_the_manifest, r"manifest\.json is damaged"),
     "unreadable manifest": (
         make_the_manifest_unreadable,
@@ -242,7 +249,7 @@ def test_damage_is_found_and_named(tmp_path, kind):
     damage, message = DAMAGE[kind]
     damage(path)
     with pytest.raises(CheckpointError, match=message):
-        layout.verify(path)
+        verify(path)
 
 
 @pytest.mark.parametrize("kind", sorted(DAMAGE.keys() - {"future version"}))
@@ -271,10 +278,10 @@ def test_what_was_set_aside_is_found_by_a_path_of_the_same_kind(tmp_path, monkey
 def test_sizes_alone_are_compared_where_nothing_else_is_wanted(tmp_path):
     path = make(tmp_path)
     flip_a_bit(path)
-    layout.verify(path, hashes=False)
+    verify(path, hashes=False)
     truncate(path)
     with pytest.raises(CheckpointError, match="is damaged: it has"):
-        layout.verify(path, hashes=False)
+        verify(path, hashes=False)
 
 
 def test_only_committed_checkpoints_are_listed_by_step(tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.checkpoint.layout import verify
+from trainer.checkpoint.manifest import verify
 from trainer.checkpoint.project import load_state, save_state
 from trainer.checkpoint.restore import Prepared
 from trainer.configuration import ProjectConfiguration

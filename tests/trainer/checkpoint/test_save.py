@@ -24,6 +24,7 @@ from trainer.checkpoint import (
     verify,
 )
 from trainer.checkpoint import layout as layout_module
+from trainer.checkpoint.manifest import MANIFEST
 from trainer.errors import CheckpointError
 from trainer.loops import choosing
 from trainer.state import PartialState
@@ -111,7 +112,7 @@ def test_the_newest_sound_one_is_taken_and_the_damaged_one_named(caplog):
     assert record.levelno == logging.WARNING
     assert "step-00000010/model.bin is damaged" in record.getMessage()
     caplog.clear()
-    (root / "step-00000002" / layout_module.MANIFEST).unlink()
+    (root / "step-00000002" / MANIFEST).unlink()
     (root / "step-3").mkdir()  # not named as ours are
     assert newest_sound(root, ALONE) == root / "step-00000001"
     first, second = (record.getMessage() for record in caplog.records)
@@ -123,7 +124,7 @@ def test_what_a_later_release_has_written_is_not_gone_back_behind():
     root = Path("checkpoints")
     for step in (1, 2, 3):
         save_step(step)
-    manifest = root / "step-00000002" / layout_module.MANIFEST
+    manifest = root / "step-00000002" / MANIFEST
     of_later = manifest.read_text().replace('"format_version": 1', '"format_version": 2')
     manifest.write_text(of_later)
     assert newest_sound(root, ALONE) == root / "step-00000003"
@@ -141,7 +142,7 @@ def test_what_a_later_release_has_written_is_not_gone_back_behind():
 def test_a_folder_of_damaged_checkpoints_is_not_an_empty_one():
     for step in (1, 2):
         (save_step(step) / "model.bin").unlink()
-    (save_step(3) / layout_module.MANIFEST).unlink()
+    (save_step(3) / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* Move them away"):
         newest_sound(Path("checkpoints"), ALONE)
 

@@ -24,6 +24,7 @@ from trainer import Trainer, TrainModule
 from trainer.checkpoint import layout
 from trainer.checkpoint.folder import open_folder
 from trainer.checkpoint.lock import LOCK, alone_in
+from trainer.checkpoint.manifest import MANIFEST, files_in, write_manifest
 from trainer.checkpoint.project import save_state
 from trainer.checkpoint.restore import Prepared
 from trainer.cli import main
@@ -73,7 +74,7 @@ def interrupt_a_shared_save(folder: Path) -> None:
     (folder / "notes.txt").touch()
     staging = open_folder(folder)
     (staging / "model.safetensors").touch()
-    layout.write_manifest(staging, {"kind": "accelerator", "world_size": 2})
+    write_manifest(staging, {"kind": "accelerator", "world_size": 2})
 
 
 def names(root: Path = ROOT) -> list[str]:
@@ -199,7 +200,7 @@ def test_json_holds_the_same_for_machines(report):
                 "step": 7,
                 "epoch": 1,
                 "metrics": {"loss": 0.25, "nan": None, "inf": None},
-                "size": sum(file.stat().st_size for file in layout.files_in(path)),
+                "size": sum(file.stat().st_size for file in files_in(path)),
                 "saved": "1970-01-02T00:00:00+00:00",
                 "processes": 2,
             }
@@ -298,7 +299,7 @@ def test_torn_checkpoints_under_any_name_are_damaged(states):
 
 
 def test_a_later_format_is_not_called_damaged(states, monkeypatch, table):
-    monkeypatch.setattr(layout, "FORMAT_VERSION", 2)
+    monkeypatch.setattr("trainer.checkpoint.manifest.FORMAT_VERSION", 2)
     make(1)
     monkeypatch.undo()
     assert states("run", code=1) == {"step-00000001": "unreadable"}
@@ -343,7 +344,7 @@ def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, ta
         make(step, metrics={"loss": 1.0 - step / 10})
     (ROOT / "step-00000001" / "notes.txt").touch()
     make(1)
-    (ROOT / "step-00000002" / layout.MANIFEST).unlink()
+    (ROOT / "step-00000002" / MANIFEST).unlink()
     make(2)
     for _ in range(2):
         layout.set_aside(ROOT / "step-00000004", "abandoned")
@@ -370,7 +371,7 @@ def test_what_was_set_aside_is_listed_blames_nobody_and_stays(report, states, ta
 
 @pytest.mark.parametrize("text", ["{}", '{"format_version": 0}'])
 def test_a_manifest_of_something_else_is_damage(states, text):
-    (make(1) / layout.MANIFEST).write_text(text)
+    (make(1) / MANIFEST).write_text(text)
     assert states("run", code=1) == {"step-00000001": "damaged"}
 
 
@@ -485,7 +486,7 @@ def test_what_is_not_ours_to_remove_stays_with_the_reason(report, monkeypatch):
     notes.touch()
     tear_manifest(make(2))
     (make(3) / "manifest.json").unlink()
-    monkeypatch.setattr(layout, "FORMAT_VERSION", 2)
+    monkeypatch.setattr("trainer.checkpoint.manifest.FORMAT_VERSION", 2)
     make(4)
     monkeypatch.undo()
     make(5)
@@ -573,7 +574,7 @@ def test_a_dry_run_shows_and_changes_nothing(table):
         ["remove", "step-00000001", "sound"],
         ["keep", "step-00000002", "among the last"],
     ]
-    size = sum(file.stat().st_size for file in layout.files_in(ROOT / "step-00000001"))
+    size = sum(file.stat().st_size for file in files_in(ROOT / "step-00000001"))
     assert lines[-1] == f"To remove: 1 checkpoint and 1 leftover, {size} B."
 
 

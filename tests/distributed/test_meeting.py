@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from trainer import Accelerator
+from trainer.checkpoint.jointly import keeper_of, refuse_together, together
 from trainer.checkpoint.project import load_state as load_project
 from trainer.checkpoint.project import save_state as save_project
 from trainer.checkpoint.restore import Prepared
-from trainer.checkpoint.save import keeper_of, refuse_together, together
 from trainer.checkpoint.state import load_state, save_state
 from trainer.configuration import ProjectConfiguration
 from trainer.distributed import meeting

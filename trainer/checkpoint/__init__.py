@@ -17,10 +17,10 @@ A folder is a checkpoint if and only if it has a manifest. It gets its name by o
 every file is on disk and every rank has confirmed it. Reading never runs code from a file.
 
 ``layout`` has the names, commit and removal, ``manifest`` the files' sizes and hashes, ``tensors``
-the trees, ``weights`` the weights, ``fitting`` loads them into a module, and ``save`` coordinates
-the ranks. ``lock`` keeps a second run out of a folder, and ``branch`` sets aside the checkpoints
-after the one that a run resumes from. ``portions`` are each rank's part of a save, copied if
-training continues while ``writer`` writes.
+the trees, ``weights`` the weights, and ``fitting`` loads them into a module. ``save`` writes on all
+ranks and ``newest`` chooses for all, both by the steps of ``jointly``. ``lock`` keeps a second run
+out of a folder, and ``branch`` sets aside the checkpoints after the one that a run resumes from.
+``portions`` are each rank's part of a save, copied if training continues while ``writer`` writes.
 
 The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads the
 per-process state, ``restore`` puts it into the objects, with the pending gradients from
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.checkpoint.branch import later_than, leave_branch, refuse_other_runs
     from trainer.checkpoint.fitting import load_into
+    from trainer.checkpoint.jointly import keeps, refuse_together, together
     from trainer.checkpoint.layout import (
         checkpoint_name,
         commit,
@@ -51,16 +52,8 @@ if TYPE_CHECKING:
     from trainer.checkpoint.lock import alone_in, holder_of
     from trainer.checkpoint.manifest import read_manifest, verify
     from trainer.checkpoint.model import save_model
-    from trainer.checkpoint.save import (
-        keeps,
-        newest_sound,
-        refuse_together,
-        refuse_weights_alone,
-        remove_or_tell,
-        require_space,
-        save_checkpoint,
-        together,
-    )
+    from trainer.checkpoint.newest import newest_sound, refuse_weights_alone
+    from trainer.checkpoint.save import remove_or_tell, require_space, save_checkpoint
     from trainer.checkpoint.tensors import load_tree, save_tree
     from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights, save_weights
 
@@ -71,7 +64,7 @@ _HOME = {
     "commit": "layout",
     "committed": "layout",
     "holder_of": "lock",
-    "keeps": "save",
+    "keeps": "jointly",
     "later_than": "branch",
     "leave_branch": "branch",
     "load_checkpoint_in_model": "load",
@@ -79,13 +72,13 @@ _HOME = {
     "load_tree": "tensors",
     "load_weights": "weights",
     "locate": "layout",
-    "newest_sound": "save",
+    "newest_sound": "newest",
     "open_staging": "layout",
     "rank_stem": "layout",
     "read_manifest": "manifest",
     "refuse_other_runs": "branch",
-    "refuse_together": "save",
-    "refuse_weights_alone": "save",
+    "refuse_together": "jointly",
+    "refuse_weights_alone": "newest",
     "remove": "layout",
     "remove_or_tell": "save",
     "require_space": "save",
@@ -95,7 +88,7 @@ _HOME = {
     "save_weights": "weights",
     "step_of": "layout",
     "sweep": "layout",
-    "together": "save",
+    "together": "jointly",
     "verify": "manifest",
 }
 

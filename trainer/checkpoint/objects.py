@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import torch
 
 from trainer.checkpoint.atomic import write_whole
-from trainer.checkpoint.save import keeps
+from trainer.checkpoint.jointly import keeps
 from trainer.checkpoint.tensors import read_tensors
 from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import separate_tied, tied_names, write_weights

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from trainer.checkpoint import state
 from trainer.checkpoint.folder import is_shared
+from trainer.checkpoint.jointly import Ranks, keeps, refuse_together, together
 from trainer.checkpoint.layout import NUMBERED, remove
 from trainer.checkpoint.manifest import is_ours
 from trainer.checkpoint.restore import Prepared, logger
-from trainer.checkpoint.save import Ranks, keeps, refuse_together, together
 from trainer.checkpoint.state import LoadHook, SaveHook, examine
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError

@@ -29,10 +29,10 @@ import torch
 
 from trainer.checkpoint import accelerate_format, gradients, ranks
 from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
+from trainer.checkpoint.jointly import Ranks, keeper_of, keeps, refuse_together, together
 from trainer.checkpoint.manifest import MANIFEST, verify
 from trainer.checkpoint.model import write_weights_file
 from trainer.checkpoint.restore import Prepared, Stored, apply, check, logger
-from trainer.checkpoint.save import Ranks, keeper_of, keeps, refuse_together, together
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import bare_names, load_weights, separate_tied

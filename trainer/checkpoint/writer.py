@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from trainer.checkpoint.jointly import Ranks
 from trainer.checkpoint.portions import HostCopies
-from trainer.checkpoint.save import Ranks
 from trainer.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,186 @@
+"""Steps that succeed on all ranks or fail on all, and which rank keeps the checkpoints.
+
+Either all ranks share one disk and rank 0 writes the checkpoints, or each machine has its own disk
+and its first rank writes there.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from trainer.distributed.meeting import parted, share
+from trainer.errors import CheckpointError
+
+T = TypeVar("T")
+
+CHECKPOINT = "checkpoint"  # the operation's name in errors, where no public name is known
+
+
+class Ranks(Protocol):
+    """The required attributes of the processes; ``PartialState`` has them."""
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its machine."""
+
+    @property
+    def process_index(self) -> int:
+        """The rank."""
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank within its machine."""
+
+    @property
+    def num_processes(self) -> int:
+        """The number of ranks."""
+
+    def set_device(self) -> None:
+        """Make the rank's device the current one of the calling thread."""
+
+
+def keeps(state: Ranks, on_each_node: bool) -> bool:
+    """Return whether this rank writes and removes the checkpoints on its disk."""
+    return state.is_local_main_process if on_each_node else state.is_main_process
+
+
+def keeper_of(
+    state: Ranks,
+    on_each_node: bool,
+    group: dist.ProcessGroup | None = None,
+    *,
+    operation: str = CHECKPOINT,
+) -> int:
+    """Return the rank that writes the checkpoints on this rank's disk.
+
+    With ``on_each_node`` this is collective: launchers assign ranks in any order, for example
+    SLURM's ``--distribution=cyclic`` one to each machine in turn.
+
+    Args:
+        state: The ranks.
+        on_each_node: The machines share no disk.
+        group: The process group of the collectives.
+        operation: See :func:`together`.
+
+    Raises:
+        CheckpointError: If a machine has no local rank 0; raised on every rank.
+    """
+    if not on_each_node or state.num_processes == 1:
+        return 0
+    homes = together(
+        "Finding the processes of each machine",
+        lambda: (socket.gethostname(), state.local_process_index),
+        state,
+        group,
+        operation=operation,
+    )
+    if lacking := {host for host, _ in homes} - {host for host, local in homes if local == 0}:
+        raise CheckpointError(
+            f"No process on {', '.join(sorted(lacking))} has the local rank 0, so none would save "
+            "there. Make the launcher set LOCAL_RANK, as torchrun does."
+        )
+    host, _ = homes[state.process_index]
+    firsts = [rank for rank, home in enumerate(homes) if home == (host, 0)]
+    # Machines may share a host name (containers do); their ranks are then consecutive.
+    before = [rank for rank in firsts if rank <= state.process_index]
+    return before[-1] if before else firsts[0]
+
+
+def together(
+    what: str,
+    work: Callable[[], T],
+    state: Ranks,
+    group: dist.ProcessGroup | None = None,
+    *,
+    operation: str = CHECKPOINT,
+) -> list[T]:
+    """Run ``work`` on each rank and return all ranks' results; if one fails, raise on all.
+
+    Args:
+        what: A description of the action, which begins the error message.
+        work: This rank's part. Its result is sent to the other ranks and must be picklable.
+        state: The ranks.
+        group: The process group of the collectives.
+        operation: The function that users called and, in parentheses, its step; the same on all
+            ranks.
+
+    Raises:
+        CheckpointError: Some rank failed; raised on every rank, with each failed rank's error.
+        DistributedOperationException: A rank called another operation; raised on every rank.
+    """
+    outcome: tuple[T | None, str | None]
+    cause, payload = None, b""
+    try:
+        outcome = work(), None
+        if state.num_processes > 1:
+            payload = pickle.dumps(outcome)
+    except Exception as error:  # of any type: the other ranks are waiting for the outcome
+        if parted(error, operation):
+            raise
+        cause = error
+        outcome = None, _told(error)
+        payload = pickle.dumps(outcome)
+    outcomes: list[Any] = [outcome]
+    if state.num_processes > 1:
+        payloads = share(operation, payload, group)
+        outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
+    told: dict[str, list[str]] = {}  # each text once: a hundred ranks may have the same
+    for rank, (_, text) in enumerate(outcomes):
+        if text is not None:
+            told.setdefault(text.rstrip("."), []).append(str(rank))
+    failures = [
+        f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}"
+        for text, ranks in told.items()
+    ]
+    if failures:
+        raise CheckpointError(f"{what} failed {'; '.join(failures)}.") from cause
+    return [result for result, _ in outcomes]
+
+
+def refuse_together(
+    check: Callable[[], object], state: Ranks, *, here: bool, operation: str = CHECKPOINT
+) -> None:
+    """Check the user's input on some ranks, and raise on all ranks if one refuses it; collective.
+
+    Args:
+        check: Raises a ``ValueError`` to refuse.
+        state: The ranks.
+        here: Whether this rank checks.
+        operation: See :func:`together`.
+
+    Raises:
+        ValueError: If any rank refused; raised on every rank.
+    """
+
+    def refusal() -> str | None:
+        try:
+            if here:
+                check()
+        except ValueError as error:
+            return str(error)
+        return None
+
+    refusals = together("Checking the arguments", refusal, state, operation=operation)
+    if refused := [text for text in refusals if text]:
+        raise ValueError(refused[0])
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return (
+            f"{error!r}. The disk is full or its quota is exhausted; earlier checkpoints are "
+            "unchanged. Free some space, or keep fewer: ModelCheckpoint(save_top_k=…)"
+        )
+    return repr(error)

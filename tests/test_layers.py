@@ -22,6 +22,7 @@ FLOORS = {
     "callbacks": 0,
     "trackers": 0,
     "trainer._siblings": 1,
+    "trainer.choices": 1,
     "trainer.environment": 1,
     "trainer.errors": 1,
     "trainer.generators": 1,

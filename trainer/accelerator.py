@@ -25,19 +25,17 @@ from trainer.checkpoint import project as states
 from trainer.checkpoint.model import parse_size, save_model
 from trainer.checkpoint.objects import save
 from trainer.checkpoint.restore import Prepared
+from trainer.choices import DistributedType, RNGType, SchedulerTick
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    DistributedType,
     FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
-    RNGType,
-    SchedulerTick,
     refuse_fp8,
 )
 from trainer.data.loader import PreparedLoader

@@ -1,168 +1,18 @@
-"""Configurations and enumerations: keyword-only dataclasses that validate their values."""
+"""Configurations: keyword-only dataclasses that validate their values."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import inspect
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, EnumMeta
 from os import PathLike
 from typing import Any
 
 from trainer import environment
+from trainer.choices import DDPCommunicationHookType
 from trainer.errors import choose
-
-
-class _Choices(EnumMeta):
-    """Makes ``"fp16" in PrecisionType`` work on Python 3.10 and 3.11, where it raises."""
-
-    def __contains__(cls, value: object) -> bool:
-        try:
-            cls(value)
-        except ValueError:
-            return False
-        return True
-
-
-class Choice(str, Enum, metaclass=_Choices):
-    """A string enumeration: members compare, print and are looked up as their values."""
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    @classmethod
-    def list(cls) -> list[str]:
-        """Return all values."""
-        return [member.value for member in cls]
-
-    @classmethod
-    def parse(cls, value: object, what: str) -> str:
-        """Return `value` as a string if it is the value of a member.
-
-        Raises:
-            ValueError: No member has this value; the message lists the choices.
-        """
-        if str(value) not in cls.list():
-            raise ValueError(choose(what, value, cls.list()))
-        return str(value)
-
-
-class _Renamed:
-    """Deprecated alias of an enumeration member."""
-
-    def __init__(self, earlier: str, now: str) -> None:
-        self.earlier, self.now = earlier, now
-
-    def __get__(self, instance: Any, owner: Any) -> Any:
-        warnings.warn(
-            f"{owner.__name__}.{self.earlier} is the earlier name of {owner.__name__}.{self.now}; "
-            "use the new name.",
-            FutureWarning,
-            stacklevel=2,
-        )
-        return getattr(owner, self.now)
-
-
-class DistributedType(Choice):
-    """The kind of distributed run: the device type of its processes, or ``NO`` with one process.
-
-    Cadence uses ``MULTI_CPU``, ``MULTI_GPU``, ``MULTI_XPU`` and ``NO``; the others are names of the
-    documented API that scripts compare with.
-    """
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    MULTI_NPU = "MULTI_NPU"
-    MULTI_MLU = "MULTI_MLU"
-    MULTI_XPU = "MULTI_XPU"
-    DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
-    XLA = "XLA"
-    MEGATRON_LM = "MEGATRON_LM"
-    TPU = _Renamed("TPU", "XLA")
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"  # as the documented API prints this one
-
-
-class PrecisionType(Choice):
-    """The precision of the forward pass; ``fp8`` is recognised but not supported yet."""
-
-    NO = "no"
-    FP8 = "fp8"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
-class RNGType(Choice):
-    """A random number generator whose state can be synchronised across processes."""
-
-    TORCH = "torch"
-    CUDA = "cuda"
-    MLU = "mlu"
-    NPU = "npu"
-    XLA = "xla"
-    XPU = "xpu"
-    MPS = "mps"
-    GENERATOR = "generator"
-
-
-class LoggerType(Choice):
-    """An experiment tracker of the documented API."""
-
-    ALL = "all"
-    AIM = "aim"
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    COMETML = "comet_ml"
-    MLFLOW = "mlflow"
-    CLEARML = "clearml"
-    DVCLIVE = "dvclive"
-
-
-class DynamoBackend(Choice):
-    """A backend of ``torch.compile``; ``NO`` does not compile the model."""
-
-    NO = "NO"
-    EAGER = "EAGER"
-    AOT_EAGER = "AOT_EAGER"
-    INDUCTOR = "INDUCTOR"
-    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
-    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
-    CUDAGRAPHS = "CUDAGRAPHS"
-    OFI = "OFI"
-    FX2TRT = "FX2TRT"
-    ONNXRT = "ONNXRT"
-    TENSORRT = "TENSORRT"
-    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
-    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
-    IPEX = "IPEX"
-    TVM = "TVM"
-
-
-class DDPCommunicationHookType(Choice):
-    """How ``DistributedDataParallel`` compresses gradients to send them; ``NO`` does not.
-
-    ``FP16`` and ``BF16`` cast to 16 bits; ``POWER_SGD`` sends a low-rank approximation of each
-    layer's gradient, ``BATCHED_POWER_SGD`` of each bucket's.
-    """
-
-    NO = "no"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    POWER_SGD = "power_sgd"
-    BATCHED_POWER_SGD = "batched_power_sgd"
-
-
-class SchedulerTick(Choice):
-    """How often a prepared scheduler advances per update."""
-
-    PROCESS = "process"
-    UPDATE = "update"
 
 
 def _at_least(minimum: int, what: str, value: object) -> None:

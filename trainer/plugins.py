@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import environment
-from trainer.configuration import DynamoBackend
+from trainer.choices import DynamoBackend
 from trainer.errors import choose
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")

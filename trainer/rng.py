@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy
 import torch
 
-from trainer.configuration import RNGType
+from trainer.choices import RNGType
 from trainer.distributed.collectives import broadcast
 from trainer.errors import choose
 from trainer.generators import (

@@ -27,11 +27,7 @@ from trackers.base import Status
 from trackers.registry import TrackerChoice
 from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
-from trainer.configuration import (
-    DataLoaderConfiguration,
-    KwargsHandler,
-    ProjectConfiguration,
-)
+from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
 from trainer.data.feed import Feed
 from trainer.distributed.watchdog import watched
 from trainer.errors import Preempted

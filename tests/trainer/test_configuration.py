@@ -8,23 +8,25 @@ from datetime import timedelta
 import pytest
 import torch
 
+from trainer.choices import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+    SchedulerTick,
+)
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    DistributedType,
-    DynamoBackend,
     FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    LoggerType,
-    PrecisionType,
     ProjectConfiguration,
-    RNGType,
-    SchedulerTick,
     refuse_fp8,
 )
 from trainer.errors import choose

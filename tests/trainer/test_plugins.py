@@ -7,7 +7,7 @@ import json
 import pytest
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 
-from trainer.configuration import DynamoBackend
+from trainer.choices import DynamoBackend
 from trainer.plugins import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,

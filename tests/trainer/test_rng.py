@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from trainer import generators
 from trainer.checkpoint.tensors import load_tree, save_tree
-from trainer.configuration import RNGType
+from trainer.choices import RNGType
 from trainer.rng import (
     isolated_rng,
     load_rng_state,

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from trainer import Accelerator
-from trainer.configuration import DistributedType, GradientAccumulationPlugin
+from trainer.choices import DistributedType
+from trainer.configuration import GradientAccumulationPlugin
 from trainer.environment import Launch
 from trainer.plugins import TorchDynamoPlugin
 from trainer.state import AcceleratorState, GradientState, PartialState, network

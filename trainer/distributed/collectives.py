@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.configuration import Choice
+from trainer.choices import Choice
 from trainer.distributed import meeting, transport
 from trainer.distributed.debug import describe, is_checked
 from trainer.distributed.meeting import meet

@@ -9,7 +9,8 @@ from typing import Any
 
 from callbacks import Callback, Interval, ModelCheckpoint, ProgressBar
 from trainer.accelerator import Accelerator
-from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration, RNGType
+from trainer.choices import RNGType
+from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration
 from trainer.hooks import is_overridden
 from trainer.state import AcceleratorState, is_initialized
 

@@ -4,7 +4,7 @@ These are three singletons: all instances of a class share one state, created by
 They are read-only; for other values start another process (tests call ``_reset_state``).
 """
 
-from trainer.configuration import DistributedType
+from trainer.choices import DistributedType
 from trainer.state.accelerator import AcceleratorState
 from trainer.state.gradient import GradientState
 from trainer.state.partial import PartialState

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from trainer import environment
-from trainer.configuration import PrecisionType, refuse_fp8
+from trainer.choices import PrecisionType
+from trainer.configuration import refuse_fp8
 from trainer.plugins import TorchDynamoPlugin
 from trainer.state.partial import PartialState
 

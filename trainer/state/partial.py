@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import environment
-from trainer.configuration import DistributedType
+from trainer.choices import DistributedType
 from trainer.distributed.control import going_first, run_where
 from trainer.distributed.meeting import meet
 from trainer.distributed.split import split

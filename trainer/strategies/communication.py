@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.configuration import DDPCommunicationHookType as Kind
+from trainer.choices import DDPCommunicationHookType as Kind
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.strategies.zeros import sparse_weights
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.configuration import DynamoBackend
+from trainer.choices import DynamoBackend
 from trainer.errors import choose
 from trainer.plugins import TorchDynamoPlugin
 

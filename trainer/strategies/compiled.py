@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from trainer.configuration import DynamoBackend
+from trainer.choices import DynamoBackend
 from trainer.distributed.control import on_all
 from trainer.plugins import TorchDynamoPlugin
 from trainer.strategies.compile import torch_arguments

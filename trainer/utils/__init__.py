@@ -13,22 +13,24 @@ from trainer.checkpoint.model import BIN_NAME as WEIGHTS_NAME
 from trainer.checkpoint.model import INDEX_SUFFIX
 from trainer.checkpoint.objects import load, save
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from trainer.choices import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
 from trainer.configuration import (
     AutocastKwargs,
     DataLoaderConfiguration,
-    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
-    DistributedType,
-    DynamoBackend,
     FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    LoggerType,
-    PrecisionType,
     ProjectConfiguration,
-    RNGType,
 )
 from trainer.distributed.collectives import (
     broadcast,

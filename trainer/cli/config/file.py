@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 
 from trainer import environment
-from trainer.configuration import DynamoBackend, PrecisionType, refuse_fp8
+from trainer.choices import DynamoBackend, PrecisionType
+from trainer.configuration import refuse_fp8
 from trainer.errors import choose
 
 _SUPPORTED = (

@@ -46,6 +46,7 @@ from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.loaders import check_hooks, check_module, steps_of, take_datamodule
 from trainer.loops.modes import detecting_anomalies, deterministic, sharing_the_process
+from trainer.loops.parts import Parts
 from trainer.loops.predict import predict
 from trainer.loops.predictions import PredictionFiles
 from trainer.loops.project import Project
@@ -308,7 +309,7 @@ class Trainer:
             progress_bar=progress_bar and not barebones,
             checkpointing=checkpointing and settings.writes,
         )
-        self._parts = assemble.Parts(
+        self._parts = Parts(
             settings=settings,
             accelerator=accelerator,
             project=Project(

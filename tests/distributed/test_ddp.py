@@ -19,8 +19,9 @@ from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.state import PartialState
 from trainer.strategies import ddp
+from trainer.strategies.averaging import average_gradients
 from trainer.strategies.choose import choose_engine
-from trainer.strategies.ddp import DataParallel, Replicas, average_gradients
+from trainer.strategies.ddp import DataParallel, Replicas
 from trainer.strategies.single import SingleDevice
 from trainer.strategies.static import StaticDataParallel
 from trainer.strategies.zeros import sparse_weights

@@ -5,14 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
-from callbacks import Callback, Interval, ModelCheckpoint
+from callbacks import Interval
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.writer import Writer
 from trainer.data.feed import Feed
@@ -26,11 +25,11 @@ from trainer.loops.about import name_of, versions
 from trainer.loops.asked import AskedSaves
 from trainer.loops.differing import refuse_differing
 from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
-from trainer.loops.lengths import Length, Schedule
+from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
 from trainer.loops.moving import counts_items
 from trainer.loops.optimizers import prepare_optimizers
-from trainer.loops.project import Project
+from trainer.loops.parts import Parts
 from trainer.loops.record import Recorder
 from trainer.loops.reload import Origin, Sources
 from trainer.loops.resume import load_datamodule, load_run, load_weights
@@ -45,53 +44,6 @@ from trainer.optim.finite import FiniteGuard
 from trainer.optim.weighting import LossWeighting
 from trainer.rng import mix, seed_generators
 from trainer.strategies.choose import choose_engine
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a Trainer is made of, for assembling its runs.
-
-    Attributes:
-        settings: Its arguments.
-        accelerator: Its devices and processes.
-        project: Its folder.
-        callbacks: In the order in which they are called.
-        trainer: The Trainer itself, for the hooks.
-        trial_steps: Updates of a `Tuner`'s trial; None if the Trainer is not for a trial.
-    """
-
-    settings: Settings
-    accelerator: Accelerator
-    project: Project
-    callbacks: list[Callback]
-    trainer: Any
-    trial_steps: int | None = None
-
-    @property
-    def tells(self) -> bool:
-        """Whether to warn the user of what is missing, which trials do not."""
-        return self.trial_steps is None
-
-    @property
-    def length(self) -> Length:
-        """When a fit ends; a trial's settings keep the user's length, which schedules depend on."""
-        if self.trial_steps is not None:
-            return Length(max_steps=self.trial_steps)
-        return self.settings.length
-
-    def roots(self) -> list[Path]:
-        """Return the folders of callbacks that save outside the project's folder."""
-        savers = [one for one in self.callbacks if isinstance(one, ModelCheckpoint)]
-        return [one.dirpath for one in savers if one.dirpath is not None]
-
-    def choose(self, ckpt_path: Any, *, sweeps: bool = False) -> Path | None:
-        """Return the checkpoint that ``ckpt_path`` means; see `Project.choose`; collective."""
-        monitors = [
-            (callback.monitor.name, callback.monitor.mode)
-            for callback in self.callbacks
-            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None
-        ]
-        return self.project.choose(ckpt_path, self.roots(), monitors, sweeps=sweeps)
 
 
 def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:

@@ -12,7 +12,7 @@ from trainer.distributed.control import on_all
 from trainer.module import TrainModule
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
-from trainer.strategies.ddp import average_gradients
+from trainer.strategies.averaging import average_gradients
 from trainer.strategies.zeros import sparse_weights
 
 

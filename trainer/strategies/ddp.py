@@ -8,21 +8,17 @@ optimizer averages its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Set
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.distributed.collectives import broadcast
-from trainer.optim.optimizer import parameters_of
 from trainer.state import PartialState
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
@@ -30,7 +26,6 @@ from trainer.strategies.single import SingleDevice
 from trainer.strategies.zeros import (
     give_nothing,
     look_up_nothing,
-    no_rows,
     sparse_weights,
     zeros_for,
 )
@@ -332,83 +327,3 @@ class Replicas(SingleDevice):
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""
         broadcast(list(self.module.buffers()))
-
-
-def average_gradients(optimizer: Optimizer, sparse: Set[int] = frozenset()) -> None:
-    """Average an optimizer's gradients over the processes; see `average_gradients_of`."""
-    average_gradients_of(parameters_of([optimizer]), sparse)
-
-
-def average_gradients_of(
-    parameters: Iterable[nn.Parameter], sparse: Set[int] = frozenset()
-) -> None:
-    """Average the gradients of parameters over the processes.
-
-    A missing gradient counts as zero; a parameter without a gradient on any process keeps none. The
-    number of processes that have one is reduced together with the gradients, and read back only
-    where one is missing.
-
-    Args:
-        parameters: In the same order on all processes.
-        sparse: The ids of those that may have sparse gradients, see `sparse_weights`; their layout
-            on the other processes must be asked for.
-    """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    tables = [parameter for parameter in trained if id(parameter) in sparse]
-    layouts = dict(zip(map(id, tables), _layouts(tables), strict=True))
-    by_type: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in trained:
-        layout = layouts.get(id(parameter), _layout(parameter) or _DENSE)
-        if layout == _ROWS:
-            _average_rows(parameter)
-        elif layout == _DENSE:
-            by_type.setdefault(parameter.dtype, []).append(parameter)
-    for alike in by_type.values():
-        _average_alike(alike)
-
-
-_NO_GRADIENT, _ROWS, _DENSE = range(3)  # layouts of a gradient; over processes the maximum counts
-
-
-def _layout(parameter: nn.Parameter) -> int:
-    gradient = parameter.grad
-    return _NO_GRADIENT if gradient is None else _ROWS if gradient.is_sparse else _DENSE
-
-
-def _layouts(tables: list[nn.Parameter]) -> list[int]:
-    """Return each gradient's layout over all processes: dense where it is dense on any."""
-    if not tables:
-        return []
-    layouts = torch.tensor(list(map(_layout, tables)), device=tables[0].device)
-    dist.all_reduce(layouts, dist.ReduceOp.MAX)
-    return layouts.tolist()
-
-
-def _average_rows(parameter: nn.Parameter) -> None:
-    """Average a gradient that is sparse or missing on every process."""
-    total = no_rows(parameter) if parameter.grad is None else parameter.grad.coalesce()
-    dist.all_reduce(total)
-    parameter.grad = total / dist.get_world_size()
-
-
-def _average_alike(parameters: list[nn.Parameter]) -> None:
-    """Average gradients of one dtype in a single all-reduce; they are dense afterwards."""
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.is_sparse:  # dense on another process
-            parameter.grad = parameter.grad.to_dense()
-    present = [parameter.grad is not None for parameter in parameters]
-    parts = [
-        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for parameter in parameters
-    ]
-    # Creating it on the accelerator directly would synchronise.
-    counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
-    flat = _flatten_dense_tensors([*parts, counts])
-    dist.all_reduce(flat)
-    means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
-    anywhere = present if all(present) else flat[-len(present) :].tolist()
-    for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
-        if parameter.grad is not None:
-            parameter.grad.copy_(mean)
-        elif used:
-            parameter.grad = mean.clone()

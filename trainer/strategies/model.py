@@ -16,6 +16,7 @@ from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
 from trainer.strategies import communication, ddp
+from trainer.strategies.averaging import average_gradients_of
 from trainer.strategies.buckets import fix_layout
 from trainer.strategies.compile import compile_model, uncompiled
 from trainer.strategies.zeros import sparse_weights
@@ -168,7 +169,7 @@ def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         yield
     elif wrapped.find_unused_parameters or wrapped.static_graph:
         yield
-        ddp.average_gradients_of(wrapped.parameters(), sparse_weights(wrapped))
+        average_gradients_of(wrapped.parameters(), sparse_weights(wrapped))
     else:
         before = wrapped.require_backward_grad_sync
         wrapped.require_backward_grad_sync = True

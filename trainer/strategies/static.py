@@ -15,8 +15,9 @@ from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed import collectives
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.strategies import communication
+from trainer.strategies.averaging import average_gradients_of
 from trainer.strategies.buckets import fix_layout
-from trainer.strategies.ddp import DataParallel, average_gradients_of
+from trainer.strategies.ddp import DataParallel
 from trainer.strategies.zeros import add_zeros, give_nothing, sparse_weights
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from trainer.data.skip import skip_first_batches
     from trainer.datamodule import DataModule
-    from trainer.distributed.collectives import gather_object
+    from trainer.distributed.objects import gather_object
     from trainer.errors import (
         CheckpointError,
         DistributedOperationException,
@@ -91,7 +91,7 @@ _HOME = {
     "Tuner": "tuning",
     "debug_launcher": "launchers",
     "find_executable_batch_size": "memory",
-    "gather_object": "distributed.collectives",
+    "gather_object": "distributed.objects",
     "get_logger": "logs",
     "load_checkpoint_in_model": "checkpoint",
     "notebook_launcher": "launchers",

@@ -17,6 +17,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 from tests.helpers.ranks import RankError
 from trainer.distributed import collectives, debug, meeting, transport
+from trainer.distributed.objects import (
+    all_gather_object,
+    broadcast_object,
+    broadcast_object_list,
+    gather_object,
+)
 from trainer.state import PartialState
 
 
@@ -137,8 +143,8 @@ def test_objects_are_gathered_in_the_order_of_ranks(ranks3):
     def gather() -> tuple[Any, Any]:
         rank = dist.get_rank()
         return (
-            collectives.gather_object(["a"] * rank + [{"rank": rank}]),
-            collectives.all_gather_object((rank, None)),
+            gather_object(["a"] * rank + [{"rank": rank}]),
+            all_gather_object((rank, None)),
         )
 
     expected = (
@@ -151,7 +157,7 @@ def test_objects_are_gathered_in_the_order_of_ranks(ranks3):
 @pytest.mark.parametrize("source", [0, 2])
 def test_an_object_is_broadcast(ranks3, source):
     def broadcast() -> Any:
-        return collectives.broadcast_object({"from": dist.get_rank()}, from_process=source)
+        return broadcast_object({"from": dist.get_rank()}, from_process=source)
 
     assert ranks3(broadcast) == [{"from": source}] * 3
 
@@ -404,10 +410,8 @@ def test_every_rank_is_told_what_does_not_fit(ranks2, mode, name, plans):
             "reduction": lambda: collectives.reduce(torch.tensor(1.0), "sum" if rank else "mean"),
             "source": lambda: collectives.broadcast(two, from_process=rank),
             "other": lambda: collectives.broadcast([two] if rank else [two, "text"]),
-            "objects": lambda: (collectives.gather if rank else collectives.gather_object)(two),
-            "box": lambda: (
-                collectives.all_gather_object(1) if rank else collectives.broadcast_object(1)
-            ),
+            "objects": lambda: (collectives.gather if rank else gather_object)(two),
+            "box": lambda: all_gather_object(1) if rank else broadcast_object(1),
             "pad": lambda: collectives.pad_across_processes(
                 torch.ones((2,) if rank else (2, 2)), 1
             ),
@@ -482,7 +486,7 @@ def test_what_cannot_be_sent_is_refused_with_the_reason(ranks2, make, text):
 def test_a_rank_that_is_not_there_is_refused(ranks2, source):
     for function in (
         lambda: collectives.broadcast(torch.ones(1), source),
-        lambda: collectives.broadcast_object_list([1], source),
+        lambda: broadcast_object_list([1], source),
     ):
         for each in failures(ranks2, function):
             assert each.startswith(f"ValueError: from_process is {source}; it must be a rank from")
@@ -510,7 +514,7 @@ def test_what_is_a_sequence_gives_its_elements(ranks2):
             torch.tensor(rank),
             None,
         ]
-        found = [collectives.gather_object(each) for each in objects]
+        found = [gather_object(each) for each in objects]
         return [[item.tolist() if hasattr(item, "tolist") else item for item in x] for x in found]
 
     expected = [
@@ -534,8 +538,8 @@ def test_what_is_a_sequence_gives_its_elements(ranks2):
 def test_objects_of_any_size_travel(ranks3):
     def gather() -> list[Any]:
         rank = dist.get_rank()
-        parts = collectives.all_gather_object("x" * (100_000 * rank))
-        text = collectives.broadcast_object("y" * (100_000 * rank), from_process=2)
+        parts = all_gather_object("x" * (100_000 * rank))
+        text = broadcast_object("y" * (100_000 * rank), from_process=2)
         return [[len(part) for part in parts], len(text)]
 
     assert ranks3(gather) == [[[0, 100_000, 200_000], 200_000]] * 3
@@ -544,7 +548,7 @@ def test_objects_of_any_size_travel(ranks3):
 def test_sets_come_in_the_same_order_everywhere(ranks2):
     def gather() -> Any:
         own = {f"{dist.get_rank()}-{i}" for i in range(30)}
-        return list(own), collectives.gather_object(own)
+        return list(own), gather_object(own)
 
     (first, found), (second, other) = ranks2(gather)
     assert found == other == first + second
@@ -565,7 +569,7 @@ def test_a_list_of_objects_is_broadcast_in_place(ranks2, source):
     def broadcast() -> tuple[Any, bool]:
         rank = dist.get_rank()
         own = [rank, {"from": rank}] + ["more"] * rank
-        result = collectives.broadcast_object_list(own, source)
+        result = broadcast_object_list(own, source)
         return own, result is own
 
     assert ranks2(broadcast) == [([source, {"from": source}] + ["more"] * source, True)] * 2
@@ -579,9 +583,9 @@ def test_an_object_that_cannot_be_sent_is_an_error_of_all(ranks3, number):
     def send() -> None:
         value = (lambda: 0) if dist.get_rank() == 1 else 0
         if number:
-            collectives.gather_object([value])
+            gather_object([value])
         else:
-            collectives.broadcast_object_list([value], from_process=1)
+            broadcast_object_list([value], from_process=1)
 
     found = failures(ranks3, send)
     assert "RuntimeError" not in found[1]
@@ -606,15 +610,15 @@ def test_one_process_answers_at_once():
     tensor = torch.tensor([1.0])
     assert collectives.gather(tensor) is tensor
     assert collectives.broadcast([tensor])[0] is tensor
-    assert collectives.gather_object([1, 2]) == [1, 2]
-    assert collectives.gather_object((1, 2)) == [1, 2]
-    assert collectives.gather_object("ab") == ["ab"]
+    assert gather_object([1, 2]) == [1, 2]
+    assert gather_object((1, 2)) == [1, 2]
+    assert gather_object("ab") == ["ab"]
     assert collectives.gather(["any", 1]) == ["any", 1]
     assert collectives.pad_across_processes([tensor])[0] is tensor
     objects = [1, "a"]
-    assert collectives.broadcast_object_list(objects) is objects
-    assert collectives.all_gather_object(3) == [3]
-    assert collectives.broadcast_object("x") == "x"
+    assert broadcast_object_list(objects) is objects
+    assert all_gather_object(3) == [3]
+    assert broadcast_object("x") == "x"
     assert collectives.reduce(tensor, "mean", 2.0).tolist() == [2.0]
     assert collectives.reduce(tensor, "none") is not tensor
     flags = collectives.reduce(torch.tensor([True, False]))
@@ -625,4 +629,4 @@ def test_one_process_answers_at_once():
     with pytest.raises(ValueError, match="from_process is 1; it must be a rank from 0 to 0"):
         collectives.broadcast(tensor, 1)
     with pytest.raises(TypeError, match="changes a list in place; it got tuple"):
-        collectives.broadcast_object_list((1,))
+        broadcast_object_list((1,))

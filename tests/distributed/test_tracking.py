@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.helpers.ranks import RankError
 from trackers import GeneralTracker
 from trainer import PartialState, Trainer, TrainModule
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 from trainer.tracking import RunTrackers, on_main_process
 
 

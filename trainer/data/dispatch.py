@@ -16,7 +16,8 @@ from trainer.data.feed import Feed
 from trainer.data.loader import PreparedLoader
 from trainer.data.prefetch import InFlight
 from trainer.data.rounds import ahead
-from trainer.distributed import collectives
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.objects import broadcast_object
 from trainer.tree import find_batch_size, to_device
 
 Slice = Callable[..., Any]
@@ -125,20 +126,20 @@ class DataLoaderDispatcher(PreparedLoader):
             RuntimeError: Reading failed on rank 0, which raises the error itself.
         """
         if self.rank != 0:
-            message: Message = pickle.loads(collectives.broadcast_object(b""))  # noqa: S301
+            message: Message = pickle.loads(broadcast_object(b""))  # noqa: S301
             if message.error is not None:
                 raise RuntimeError(f"Reading the data failed on rank 0: {message.error}")
             batch, tensors = unpacked(message.skeleton, self.device)
-            collectives.broadcast(tensors)
+            broadcast(tensors)
             return message, batch
         try:
             message, batch, tensors, sent = self._next(plans)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            collectives.broadcast_object(pickle.dumps(Message(error=text)))
+            broadcast_object(pickle.dumps(Message(error=text)))
             raise
-        collectives.broadcast_object(sent)
-        collectives.broadcast(tensors)
+        broadcast_object(sent)
+        broadcast(tensors)
         return message, batch
 
     def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any, Any, bytes]:

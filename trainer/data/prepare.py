@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.loader import DataLoaderShard, PreparedLoader
 from trainer.data.own_generators import of_order
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.objects import broadcast_object
 from trainer.rng import next_seed
 from trainer.state import PartialState
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from trainer.data.stateful import DatasetReading, Item, Place, PlainReading, Reading, SourceReading
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 from trainer.errors import CheckpointError
 from trainer.rng import mix
 from trainer.tree import leaves

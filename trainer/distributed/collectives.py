@@ -1,4 +1,4 @@
-"""Collectives over trees of tensors and over plain objects; trivial with one process.
+"""Collectives over trees of tensors; trivial with one process.
 
 Every process must call each function. Tensors must be on the process's device; results carry no
 autograd graph. Calls that do not match are an error on all processes where they are checked (see
@@ -8,12 +8,8 @@ autograd graph. Calls that do not match are an error on all processes where they
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Set
-from itertools import chain
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,8 +21,6 @@ from trainer.distributed.meeting import meet
 from trainer.state import PartialState
 from trainer.tree import leaves, map_tree
 
-_ARRAYS = (Tensor, numpy.ndarray)
-_SEQUENCES = (list, tuple, range, deque, Set)
 # The dtypes that are summed as they are. Others are summed in a wider one: the backends lack some,
 # and sums of small integers would overflow.
 _SUMMED = {
@@ -51,9 +45,6 @@ class Reduction(Choice):
 
 class CannotPadNestedTensorWarning(UserWarning):
     """Warns that a nested tensor was not padded."""
-
-
-# -- tensors -------------------------------------------------------------------------------------
 
 
 def gather(tensor: Any) -> Any:
@@ -177,7 +168,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
             send from.
         DistributedOperationException: The processes' calls do not match.
     """
-    _check_rank(from_process)
+    check_rank(from_process)
     if PartialState().num_processes == 1:
         return tensor
     _agree(f"broadcast from {from_process}", tensor, others=True)
@@ -308,119 +299,11 @@ def _problem(
     return None
 
 
-def _check_rank(rank: int) -> None:
+def check_rank(rank: int) -> None:
+    """Raise a ValueError if there is no process of this rank."""
     world_size = PartialState().num_processes
     if not 0 <= rank < world_size:
         raise ValueError(
             f"from_process is {rank}; it must be a rank from 0 to {world_size - 1}, one of the "
             f"{world_size} process(es)."
         )
-
-
-# -- objects -------------------------------------------------------------------------------------
-
-
-def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API's name
-    """Return the objects of all processes in one list, in the order of their ranks.
-
-    A list, tuple, range, deque or set, and an array or tensor with a first dimension, contributes
-    its elements; anything else (a string, a number, a dict, a named tuple) itself. The result is a
-    list with any number of processes. Objects are pickled between the processes of one run, never
-    through a file; tensors on an accelerator arrive on the receiver's device.
-
-    Args:
-        object: Its length and type may differ between processes.
-
-    Raises:
-        Exception: The pickling error, on the process whose object cannot be pickled.
-        RuntimeError: On the other processes in that case.
-        DistributedOperationException: The processes' calls do not match.
-    """
-    # A set's order differs between processes, so it is fixed here; an array is sent in one piece.
-    own = object if isinstance(object, _ARRAYS) else _elements(object)
-    return list(chain.from_iterable(map(_elements, _exchange("gather_object", own))))
-
-
-def _elements(thing: Any) -> list[Any]:
-    return list(thing) if is_sequence(thing) else [thing]
-
-
-def is_sequence(thing: Any) -> bool:
-    """Return whether `gather_object` gathers its elements rather than the object itself."""
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return False
-    if isinstance(thing, _ARRAYS):
-        return thing.ndim > 0
-    return isinstance(thing, _SEQUENCES)
-
-
-def all_gather_object(value: Any) -> list[Any]:
-    """Return one value per process, in the order of their ranks.
-
-    Raises:
-        Exception: See `gather_object`.
-    """
-    return _exchange("all_gather_object", value)
-
-
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace the elements of every process's list with those of one process.
-
-    Args:
-        object_list: Changed in place, and returned.
-        from_process: The rank that sends.
-
-    Raises:
-        TypeError: It is not a list.
-        ValueError: There is no such rank.
-    """
-    if not isinstance(object_list, list):
-        raise TypeError(
-            f"broadcast_object_list changes a list in place; it got {type(object_list).__name__}."
-        )
-    values = broadcast_object(object_list, from_process)
-    if values is not object_list:
-        object_list[:] = values
-    return object_list
-
-
-def broadcast_object(value: Any, from_process: int = 0) -> Any:
-    """Return the value of one process, on every process.
-
-    Raises:
-        Exception: See `gather_object`.
-        ValueError: There is no such rank.
-    """
-    _check_rank(from_process)
-    state = PartialState()
-    if state.num_processes == 1:
-        return value
-    payload, error = transport.dump(value) if state.process_index == from_process else (b"", None)
-    size = meet(f"broadcast_object from {from_process}", len(payload))[from_process]
-    own = torch.zeros(size, dtype=torch.uint8)
-    if payload:
-        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    own = own.to(meeting.side_device())
-    transport.send(own, from_process)
-    if error is not None:
-        raise error
-    if state.process_index == from_process:
-        return value
-    return _received(transport.load(own.cpu().numpy().tobytes()), from_process)
-
-
-def _exchange(operation: str, value: Any) -> list[Any]:
-    if PartialState().num_processes == 1:
-        return [value]
-    payload, error = transport.dump(value)
-    sizes = meet(operation, len(payload))
-    payloads = meeting.share_bytes(payload, sizes)
-    if error is not None:
-        raise error
-    return [_received(transport.load(each), rank) for rank, each in enumerate(payloads)]
-
-
-def _received(value: Any, rank: int) -> Any:
-    if isinstance(value, transport.Unsendable):
-        raise RuntimeError(f"Rank {rank} could not send its object: {value.reason}")
-    return value

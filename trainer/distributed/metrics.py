@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.distributed.collectives import gather_object, gather_uneven, is_sequence
+from trainer.distributed.collectives import gather_uneven
 from trainer.distributed.debug import is_checked
 from trainer.distributed.meeting import meet
+from trainer.distributed.objects import gather_object, is_sequence
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, leaves, map_tree, rebuild
 

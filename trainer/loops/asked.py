@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,9 @@ from trainer.checkpoint.writer import Writer
 from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
 from trainer.distributed.agreement import Agreement
-from trainer.distributed.collectives import broadcast, broadcast_object
+from trainer.distributed.collectives import broadcast
 from trainer.distributed.control import on_all, on_main
+from trainer.distributed.objects import broadcast_object
 from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.about import name_of, versions

@@ -8,7 +8,7 @@ from typing import Any
 
 from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
 from callbacks.monitor import Monitor
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 from trainer.loops.settings import Settings
 
 # may differ between processes: affects neither the decisions nor the numbers of a fit

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.feed import Feed
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 from trainer.loops.moving import items_of
 from trainer.loops.run import Run
 from trainer.metrics import Scope

@@ -9,8 +9,8 @@ from itertools import chain, islice
 from typing import NoReturn
 
 from trainer.data.rounds import Round
-from trainer.distributed.collectives import all_gather_object
 from trainer.distributed.meeting import meet
+from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
 from trainer.loops.due import refuse_missed, tell_of_missed
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate

@@ -9,7 +9,7 @@ from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 from trainer.hooks import is_overridden
 from trainer.loops.lengths import apply_limit
 from trainer.loops.settings import Settings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.rounds import Round
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.objects import broadcast_object
 from trainer.loops.evaluate import ENDED_EARLY, kept
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun

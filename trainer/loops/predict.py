@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import Any
 
 from trainer.data.feed import Feed
-from trainer.distributed.collectives import all_gather_object
+from trainer.distributed.objects import all_gather_object
 from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_missing
 from trainer.loops.run import Run
 from trainer.tree import to_host

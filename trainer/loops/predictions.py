@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.tensors import portable, write_tensors
-from trainer.distributed.collectives import all_gather_object
 from trainer.distributed.control import on_main
+from trainer.distributed.objects import all_gather_object
 from trainer.tree import children
 
 NAME = "predictions"  # of the merged files, and of the column where there is only one

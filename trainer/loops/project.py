@@ -22,8 +22,8 @@ from trackers import (
 )
 from trackers.jsonl import unused_name
 from trainer import checkpoint as disk
-from trainer.distributed.collectives import all_gather_object, broadcast_object
 from trainer.distributed.control import on_main
+from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.loops.about import AboutRun
 from trainer.loops.choosing import WORDS, choose_checkpoint
 from trainer.loops.record import Recorder

@@ -13,8 +13,8 @@ from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.data.feed import Feed
 from trainer.data.own_generators import set_aside
-from trainer.distributed.collectives import broadcast_object
 from trainer.distributed.control import on_all
+from trainer.distributed.objects import broadcast_object
 from trainer.loops.lengths import require_length
 from trainer.loops.loaders import check_step, feeds_for, loaders_for, validation_loaders
 from trainer.loops.randomness import kept_by

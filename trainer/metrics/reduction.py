@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.collectives import all_gather_object, broadcast_object
+from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.errors import MetricError
 from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
 

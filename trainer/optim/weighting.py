@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from trainer.distributed.collectives import broadcast_object
+from trainer.distributed.objects import broadcast_object
 
 
 class LossWeighting:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.configuration import DistributedDataParallelKwargs
-from trainer.distributed import collectives
 from trainer.distributed.agreement import Agreement, Tally
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.objects import all_gather_object
 from trainer.strategies import communication
 from trainer.strategies.averaging import average_gradients_of
 from trainer.strategies.buckets import fix_layout
@@ -79,7 +80,7 @@ class StaticDataParallel(DataParallel):
         self.graph = {}
         self._hook = None
         self._wrapped = {id(parameter) for parameter in self._trained()}
-        collectives.broadcast([*self.module.parameters(), *self.module.buffers()])
+        broadcast([*self.module.parameters(), *self.module.buffers()])
 
     def _fix_layout(self, order: list[nn.Parameter]) -> None:
         """Lay out the buckets and make the graph known to DDP."""
@@ -147,7 +148,7 @@ class StaticDataParallel(DataParallel):
         items = self._agreement.count(total)
         if not items:
             give_nothing(self.module)
-        if all(collectives.all_gather_object(bool(self._seen))):
+        if all(all_gather_object(bool(self._seen))):
             self.graph = dict(zip(self._names(), self._seen, strict=True))
             kept = [] if self._sends_buffers else [(b, b.clone()) for b in self.module.buffers()]
             self.begin_epoch()

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from callbacks import Callback
 from trainer.data.feed import Feed
 from trainer.data.rebuild import reads_as_torchs, users_kwargs
-from trainer.distributed.collectives import all_gather_object
 from trainer.distributed.control import exchange
+from trainer.distributed.objects import all_gather_object
 from trainer.errors import choose
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.predict import predict

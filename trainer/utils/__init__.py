@@ -32,14 +32,9 @@ from trainer.configuration import (
     KwargsHandler,
     ProjectConfiguration,
 )
-from trainer.distributed.collectives import (
-    broadcast,
-    broadcast_object_list,
-    gather,
-    gather_object,
-    pad_across_processes,
-)
+from trainer.distributed.collectives import broadcast, gather, pad_across_processes
 from trainer.distributed.collectives import reduce as _reduce
+from trainer.distributed.objects import broadcast_object_list, gather_object
 from trainer.environment import clear_environment, patch_environment
 from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher

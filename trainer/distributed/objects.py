@@ -1,0 +1,126 @@
+"""Collectives over plain objects; trivial with one process. Every process must call each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Set
+from itertools import chain
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from trainer.distributed import meeting, transport
+from trainer.distributed.collectives import check_rank
+from trainer.distributed.meeting import meet
+from trainer.state import PartialState
+
+_ARRAYS = (Tensor, numpy.ndarray)
+_SEQUENCES = (list, tuple, range, deque, Set)
+
+
+def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API's name
+    """Return the objects of all processes in one list, in the order of their ranks.
+
+    A list, tuple, range, deque or set, and an array or tensor with a first dimension, contributes
+    its elements; anything else (a string, a number, a dict, a named tuple) itself. The result is a
+    list with any number of processes. Objects are pickled between the processes of one run, never
+    through a file; tensors on an accelerator arrive on the receiver's device.
+
+    Args:
+        object: Its length and type may differ between processes.
+
+    Raises:
+        Exception: The pickling error, on the process whose object cannot be pickled.
+        RuntimeError: On the other processes in that case.
+        DistributedOperationException: The processes' calls do not match.
+    """
+    # A set's order differs between processes, so it is fixed here; an array is sent in one piece.
+    own = object if isinstance(object, _ARRAYS) else _elements(object)
+    return list(chain.from_iterable(map(_elements, _exchange("gather_object", own))))
+
+
+def _elements(thing: Any) -> list[Any]:
+    return list(thing) if is_sequence(thing) else [thing]
+
+
+def is_sequence(thing: Any) -> bool:
+    """Return whether `gather_object` gathers its elements rather than the object itself."""
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return False
+    if isinstance(thing, _ARRAYS):
+        return thing.ndim > 0
+    return isinstance(thing, _SEQUENCES)
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """Return one value per process, in the order of their ranks.
+
+    Raises:
+        Exception: See `gather_object`.
+    """
+    return _exchange("all_gather_object", value)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Replace the elements of every process's list with those of one process.
+
+    Args:
+        object_list: Changed in place, and returned.
+        from_process: The rank that sends.
+
+    Raises:
+        TypeError: It is not a list.
+        ValueError: There is no such rank.
+    """
+    if not isinstance(object_list, list):
+        raise TypeError(
+            f"broadcast_object_list changes a list in place; it got {type(object_list).__name__}."
+        )
+    values = broadcast_object(object_list, from_process)
+    if values is not object_list:
+        object_list[:] = values
+    return object_list
+
+
+def broadcast_object(value: Any, from_process: int = 0) -> Any:
+    """Return the value of one process, on every process.
+
+    Raises:
+        Exception: See `gather_object`.
+        ValueError: There is no such rank.
+    """
+    check_rank(from_process)
+    state = PartialState()
+    if state.num_processes == 1:
+        return value
+    payload, error = transport.dump(value) if state.process_index == from_process else (b"", None)
+    size = meet(f"broadcast_object from {from_process}", len(payload))[from_process]
+    own = torch.zeros(size, dtype=torch.uint8)
+    if payload:
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    own = own.to(meeting.side_device())
+    transport.send(own, from_process)
+    if error is not None:
+        raise error
+    if state.process_index == from_process:
+        return value
+    return _received(transport.load(own.cpu().numpy().tobytes()), from_process)
+
+
+def _exchange(operation: str, value: Any) -> list[Any]:
+    if PartialState().num_processes == 1:
+        return [value]
+    payload, error = transport.dump(value)
+    sizes = meet(operation, len(payload))
+    payloads = meeting.share_bytes(payload, sizes)
+    if error is not None:
+        raise error
+    return [_received(transport.load(each), rank) for rank, each in enumerate(payloads)]
+
+
+def _received(value: Any, rank: int) -> Any:
+    if isinstance(value, transport.Unsendable):
+        raise RuntimeError(f"Rank {rank} could not send its object: {value.reason}")
+    return value

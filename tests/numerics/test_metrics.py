@@ -124,6 +124,34 @@ def test_evaluation_of_any_dataset_size(ranks, world, stage, objects):
             assert_metrics(result[0], expected(numbers(samples), size, objects=objects))
 
 
+def fitted_with_an_object() -> dict[str, float]:
+    class Averaging(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+            self.average = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.average.update(batch[0].sum(-1))
+            self.log("average", self.average, on_step=True, on_epoch=True)
+            return self.weight * 0.0
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    trainer = quiet_trainer(max_epochs=1, log_every=1)
+    trainer.fit(Averaging(), DataLoader(numbers(13), batch_size=2))
+    return dict(trainer.callback_metrics)
+
+
+@every_world
+def test_a_process_without_a_last_batch_computes_an_object_with_the_others(ranks, world):
+    """Of 7 batches; torchmetrics keeps what it computed for the step until the next update."""
+    mean = numbers(13).tensors[0].sum(-1).mean().item()
+    for actual in on_processes(ranks, world, fitted_with_an_object):
+        assert actual == pytest.approx({"average_step": mean, "average_epoch": mean}, rel=1e-6)
+
+
 @every_world
 def test_values_are_returned_in_the_order_of_logging(ranks, world):
     """The same on a process without a batch."""

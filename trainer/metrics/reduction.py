@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.errors import MetricError
-from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
+from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, forget_computed, owes
 
 
 class Reduction:
@@ -45,6 +45,8 @@ class Reduction:
             reduced = {name: found[name] for name, _ in cells.agreed if name in found}
         for name, kind in self.pairs(cells):
             if kind == "object":
+                if self._world_size > 1:
+                    forget_computed(cells.known[name])
                 reduced[name] = computed(name, cells.known[name].compute())
         return reduced
 

@@ -257,6 +257,7 @@ class MetricStore:
             if kind == "object":
                 cells.known[name].reset()
         if phase == "train":
+            self._keep_last(cells, values)
             for metric in self._stepwise.values():
                 metric.reset()
             self._stepwise.clear()
@@ -264,6 +265,17 @@ class MetricStore:
         cells.objects.clear()
         cells.ran.clear()
         return self._renamed(values)
+
+    def _keep_last(self, cells: Cells, values: dict[str, Value]) -> None:
+        """Replace objects of the epoch's last update, which are reset, by their values so far.
+
+        That is the epoch's value; objects that were not logged over the epoch are dropped.
+        """
+        for key, metric in self.step.objects.items():
+            for name, of_epoch in cells.objects.items():
+                if of_epoch is metric and name in values:
+                    self._keep(_Place(self.step, key), values[name], 1.0, "mean", prog_bar=False)
+        self.step.objects.clear()
 
     def _renamed(self, values: dict[str, Value]) -> dict[str, Value]:
         """Return the values under their public names."""

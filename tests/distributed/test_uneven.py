@@ -132,29 +132,106 @@ def test_sparse_gradients_are_averaged_in_manual_optimisation_too(ranks2):
     assert sparse[0][1] == pytest.approx(dense[0][1], rel=1e-6)
 
 
-def test_a_collective_in_a_step_that_others_do_not_run_is_refused_at_once(ranks2):
-    """Of 3 batches the second process has none in the second round."""
+def gathering(where: str, *, manual: bool = False, items: int | None = None) -> type[Net]:
+    """A module that gathers in one of its hooks, and notes what it is told."""
 
     class Gathering(Net):
-        told: tuple[str, ...] = ()
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[str] = []
+            self.automatic_optimization = not manual
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            try:
-                assert self.all_gather(batch[0]).shape == (2, 4, 6)
-            except DistributedOperationException as error:
-                self.told += (f"{batch_idx}: {error}",)
-            return super().training_step(batch, batch_idx)
+        def count_items(self, batch: Any) -> Any:
+            return len(batch[0]) if items is None or batch[0].max() < 2 else items
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch[0].sum()
 
         def on_train_step_end(self) -> None:
             self.all_gather(self.net.weight)  # where all come
 
-    def body() -> tuple[str, ...]:
-        module = Gathering()
-        data = DataLoader(TensorDataset(torch.ones(12, 6)), 4)
-        Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, data)
+    own = getattr(Gathering, where)
+
+    def gather(self: Gathering, *arguments: Any) -> Any:
+        try:
+            self.all_gather(torch.ones(()))
+        except DistributedOperationException as error:
+            self.told.append(str(error))
+        return own(self, *arguments)
+
+    setattr(Gathering, where, gather)
+    return Gathering
+
+
+def three_batches() -> DataLoader[Any]:
+    """Of which the second process has none in the second round."""
+    return DataLoader(TensorDataset(torch.ones(12, 6) * torch.arange(12)[:, None].ge(8).add(1)), 4)
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("training_step", {}),
+        ("training_step", {"items": 0}),
+        ("on_train_batch_start", {}),
+        ("on_before_backward", {}),
+        ("on_after_backward", {}),
+        ("on_train_batch_end", {}),
+        ("on_train_batch_start", {"manual": True}),
+        ("on_train_batch_end", {"manual": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
+    ranks2, where, options, checked
+):
+    def body() -> list[str]:
+        module = gathering(where, **options)()
+        with pytest.MonkeyPatch.context() as patch:
+            # As on accelerators, where the calls of collectives are not compared.
+            patch.setattr("trainer.distributed.collectives.is_checked", lambda: checked)
+            Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, three_batches())
         return module.told
 
     (told,), other = ranks2(body)
-    assert other == ()
-    assert told.startswith("1: gather is called in training_step, but rank 1 has no batch")
+    assert other == []
+    assert "but rank 1 has no batch in this round" in told
     assert "Set limit_train_batches to a multiple of 2" in told
+    assert told.startswith("gather is called in ")
+
+
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [
+        ("validate", "validation_step"),
+        ("validate", "on_validation_batch_start"),
+        ("validate", "on_validation_batch_end"),
+        ("predict", "predict_step"),
+        ("predict", "on_predict_batch_start"),
+        ("predict", "on_predict_batch_end"),
+    ],
+)
+def test_so_it_is_in_an_evaluation(ranks2, stage, where):
+    def body() -> list[str]:
+        module = gathering(where)()
+        getattr(Trainer(cpu=True, barebones=True), stage)(module, three_batches())
+        return module.told
+
+    (told,), other = ranks2(body)
+    phase = "validation" if stage == "validate" else stage
+    assert other == []
+    assert told.startswith(f"gather is called in {phase}_step or a hook of a batch, but rank 1 has")
+    assert f"Set limit_{'val' if stage == 'validate' else stage}_batches to a multiple of 2" in told
+    assert f"such as on_{phase}_epoch_end." in told

@@ -104,21 +104,27 @@ def share_bytes(
 
 # -- meetings ------------------------------------------------------------------------------------
 
-_alone: ContextVar[str] = ContextVar("alone", default="")  # of this thread: others may save
+_unaccompanied: ContextVar[str] = ContextVar("unaccompanied", default="")  # other threads may save
 
 
 @contextmanager
-def alone(why: str) -> Iterator[None]:
+def unaccompanied(why: str) -> Iterator[None]:
     """Inside, refuse meetings on this thread, to which other processes do not come.
 
     Args:
         why: The end of the error's first sentence: why they do not, and what to do.
     """
-    token = _alone.set(why)
+    token = _unaccompanied.set(why)
     try:
         yield
     finally:
-        _alone.reset(token)
+        _unaccompanied.reset(token)
+
+
+def refuse_unaccompanied(operation: str) -> None:
+    """Raise a DistributedOperationException in a block that is `unaccompanied`."""
+    if why := _unaccompanied.get():
+        raise DistributedOperationException(f"{operation} {why}")
 
 
 def meet(
@@ -141,12 +147,11 @@ def meet(
 
     Raises:
         DistributedOperationException: The plans differ, another process has a problem, or this one
-            is `alone`.
+            is `unaccompanied`.
         Exception: `problem` itself, on the process that has it.
     """
     operation = plan.partition(" (")[0]
-    if why := _alone.get():
-        raise DistributedOperationException(f"{operation} {why}")
+    refuse_unaccompanied(operation)
     if problem is not None:
         plan = f"{operation} fails with {type(problem).__name__}: {problem}"
     digest = hashlib.blake2b(plan.encode(), digest_size=8).digest()

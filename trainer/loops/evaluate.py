@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from trainer.data.feed import Feed
+from trainer.data.rounds import Round
+from trainer.distributed import meeting
 from trainer.distributed.objects import all_gather_object
+from trainer.loops.apart import reason
 from trainer.loops.moving import items_of
 from trainer.loops.run import Run
 from trainer.metrics import Scope
@@ -110,11 +113,25 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
             batch, items = items_of(current)
             run.metrics.begin_batch(items, suffix)
             where = (batch_idx, index) if several else (batch_idx,)
-            start(batch, *where)
-            with run.precision.autocast():
-                outputs = step(batch, *where)
-            end(outputs, batch, *where)
+            with apart(run, phase, current):
+                start(batch, *where)
+                with run.precision.autocast():
+                    outputs = step(batch, *where)
+                end(outputs, batch, *where)
     return rounds_here
+
+
+def apart(run: Run, phase: str, current: Round) -> AbstractContextManager[None]:
+    """Inside, the hooks and the step of a batch run; collectives are refused if not all have one.
+
+    Raises:
+        DistributedOperationException: See `trainer.loops.apart`.
+    """
+    limit = f"limit_{'val' if phase == VALIDATION else phase}_batches"
+    where = f"{phase}_step or a hook of a batch"
+    return meeting.unaccompanied(
+        reason(run, current, where, limit=limit, instead=f"on_{phase}_epoch_end")
+    )
 
 
 def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:

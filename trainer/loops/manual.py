@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.data.rounds import Round
 from trainer.distributed.objects import broadcast_object
+from trainer.loops.apart import Apart, reason
 from trainer.loops.evaluate import ENDED_EARLY, kept
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
@@ -40,9 +41,13 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     if micro.batches < run.world_size and run.last_batch is None:
         # The epoch has fewer batches than processes. The batch is sent from host to host.
         run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
+    # The step itself is called on all processes; see `stand_in`.
+    advice = {"limit": "limit_train_batches", "instead": "on_train_step_end"}
+    why = reason(run, micro, "a hook of a batch", **advice)
+    own = Apart(hooks, why) if why else hooks
     if micro.present:
         metrics.begin_batch(items)
-        hooks.on_train_batch_start(batch, batch_idx)
+        own.on_train_batch_start(batch, batch_idx)
         with run.precision.autocast():
             outputs = engine.step("training_step", batch, batch_idx)
         run.last_batch = batch if run.world_size > 1 else None
@@ -64,7 +69,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
             type(run.module).__name__,
         )
     if micro.present:
-        hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+        own.on_train_batch_end(detach(outputs), batch, batch_idx)
     metrics.items = items
     hooks.on_train_step_end()
     return stepped or micro.last

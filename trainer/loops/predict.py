@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.data.feed import Feed
 from trainer.distributed.objects import all_gather_object
-from trainer.loops.evaluate import PREDICT, evaluation_mode, refuse_missing
+from trainer.loops.evaluate import PREDICT, apart, evaluation_mode, refuse_missing
 from trainer.loops.run import Run
 from trainer.tree import to_host
 
@@ -61,10 +61,11 @@ def predict_feed(
             run.batch_idx = batch_idx
             batch = current.batch
             where = (batch_idx, index) if several else (batch_idx,)
-            run.hooks.on_predict_batch_start(batch, *where)
-            with run.precision.autocast():
-                output = to_host(step(batch, *where))
-            run.hooks.on_predict_batch_end(output, batch, *where)
+            with apart(run, PREDICT, current):
+                run.hooks.on_predict_batch_start(batch, *where)
+                with run.precision.autocast():
+                    output = to_host(step(batch, *where))
+                run.hooks.on_predict_batch_end(output, batch, *where)
             if keep:
                 outputs.append(output)
     return outputs, rounds_here

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data.rounds import Round
 from trainer.distributed import meeting
+from trainer.loops.apart import Apart, reason
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
@@ -25,6 +26,8 @@ from trainer.tree import detach
 logger = logging.getLogger(__name__)
 
 _GRADIENT = attrgetter("grad")
+_HERE = "training_step or a hook of a batch"
+_ADVICE = {"limit": "limit_train_batches", "instead": "on_train_step_end"}
 
 
 def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915  # one algorithm
@@ -49,22 +52,22 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
         outputs: Any = None
         loss: Tensor | None = None
         seen: Tensor | None = None
+        why = "" if micro.batches == run.world_size else reason(run, micro, _HERE, **_ADVICE)
+        own, stepping = (Apart(hooks, why), Apart(engine, why)) if why else (hooks, engine)
         if micro.present:
             metrics.begin_batch(items)
-            hooks.on_train_batch_start(batch, batch_idx)
+            own.on_train_batch_start(batch, batch_idx)
             with run.precision.autocast():
-                if not items:
-                    outputs = step_without_gradient(run, batch, batch_idx)
-                elif micro.batches < run.world_size:
-                    outputs = step_of_some(run, micro.batches, batch, batch_idx)
+                if items:
+                    outputs = stepping.step("training_step", batch, batch_idx)
                 else:
-                    outputs = engine.step("training_step", batch, batch_idx)
+                    outputs = step_without_gradient(run, why, batch, batch_idx)
         drop_strange_gradients(run, number)
         if items:
             loss = loss_of(outputs)
             seen = loss.detach()
             largest = seen if size == 1 else larger(run, largest, seen)
-            hooks.on_before_backward(loss)
+            own.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
         known = count_round(run, micro, known)
@@ -75,13 +78,13 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
         elif loss is not None:
             engine.backward(loss)
         if loss is not None:
-            hooks.on_after_backward()
+            own.on_after_backward()
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
             run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
         if micro.present:
             metrics.items = items
-            hooks.on_train_batch_end(detach(outputs), batch, batch_idx)
+            own.on_train_batch_end(detach(outputs), batch, batch_idx)
     metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
@@ -113,29 +116,18 @@ def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
 
-def step_of_some(run: FitRun, present: int, batch: Any, batch_idx: int) -> Any:
-    """Run `training_step` in a round in which only so many processes have a batch, and run it.
-
-    Raises:
-        DistributedOperationException: It calls a collective, which would wait for the others.
-    """
-    lacking = ", ".join(map(str, range(present, run.world_size)))
-    why = (
-        f"is called in training_step, but rank {lacking} has no batch in this round and does not "
-        "call it: the batches of an epoch do not divide evenly among the processes. Set "
-        f"limit_train_batches to a multiple of {run.world_size}, or call it where all processes "
-        "come, such as on_train_step_end."
-    )
-    with meeting.alone(why):
-        return run.engine.step("training_step", batch, batch_idx)
-
-
-def step_without_gradient(run: FitRun, batch: Any, batch_idx: int) -> Any:
+def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> Any:
     """Run `training_step` on a batch without items: it may log, with weight 0, without gradients.
 
     Its loss is a mean over nothing, whose backward pass would produce NaN.
+
+    Args:
+        run: The run.
+        why: See `trainer.loops.apart.reason`.
+        batch: The batch.
+        batch_idx: Its number.
     """
-    with torch.no_grad():
+    with torch.no_grad(), meeting.unaccompanied(why):
         return run.bare_step("training_step")(batch, batch_idx)
 
 

@@ -68,6 +68,10 @@ class Monitor:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if not trainer.has_validation:
             hint += " No validation runs in this fit."
+        elif trainer.validations == 0:
+            hint += " No validation has run yet."
+        if trainer.current_epoch == 0 and not trainer.epoch_complete:
+            hint += " No epoch has ended yet."
         return (
             f"The monitored metric {self.name!r} was never logged. "
             f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "

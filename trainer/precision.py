@@ -279,6 +279,9 @@ def unwrap_forward(model: nn.Module) -> None:
         model.forward = original  # the user's own was an instance attribute too
 
 
+_REFUSALS = ("unscale FP16", "not implemented")
+
+
 @contextmanager
 def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
     """Tell which gradients the scaler refused, and what to do about it."""
@@ -289,7 +292,7 @@ def _refusals_explained(optimizer: Optimizer) -> Iterator[None]:
         # "…_unscale_cuda not implemented" (pytorch#127176). Any other error is the optimizer's own.
         parameters = (each for group in optimizer.param_groups for each in group["params"])
         narrow = {str(each.dtype) for each in parameters if each.grad is not None} & _NARROW
-        if not narrow or "unscale" not in str(error):
+        if not narrow or not any(text in str(error) for text in _REFUSALS):
             raise
         raise ValueError(
             "mixed_precision='fp16' needs float32 parameters, but some that the optimizer updates "

@@ -402,7 +402,7 @@ class Trainer:
                 "to the Trainer, or max_time."
             )
         self._check_idle("fit")
-        self._parts.project.check_ckpt_path(ckpt_path)
+        ckpt_path = self._parts.project.given_checkpoint(ckpt_path)
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
         )
@@ -551,7 +551,8 @@ class Trainer:
         run = self._fit
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
-        target = Path(path)
+        # Absolute: a save that is made later must not depend on the working directory of then.
+        target = Path(path).expanduser().absolute()
         if self._parts.trial_steps is not None:
             return target  # a trial of a `Tuner` writes nothing, nor replaces the user's checkpoint
         if not run.in_boundary:
@@ -605,7 +606,7 @@ class Trainer:
         Raises:
             CheckpointError: A required save failed; raised on all processes.
         """
-        name = None if path is None else Path(path)
+        name = None if path is None else Path(path).expanduser().absolute()
         return self._fit is None or self._fit.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:
@@ -1138,7 +1139,7 @@ class Trainer:
     ) -> Iterator[tuple[Run, list[Feed]]]:
         """Set up a run of validate, test or predict; yield it and its feeds, then tear it down."""
         self._check_idle(stage)
-        self._parts.project.check_ckpt_path(ckpt_path)
+        ckpt_path = self._parts.project.given_checkpoint(ckpt_path)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
         with (
             self._profiling(stage) as begin_profile,

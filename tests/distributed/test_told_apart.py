@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint, SpikeDetection, Timer
 from tests.helpers.ranks import RankError
-from trainer import PartialState, Trainer, TrainModule
+from trainer import PartialState, ProjectConfiguration, Trainer, TrainModule
 
 
 class Line(TrainModule):
@@ -181,6 +181,52 @@ def test_folders_that_are_one_on_rank_0_alone_are_looked_at_once_on_all(ranks2, 
         return sorted(path.name for path in (project / "checkpoints").glob("step-*"))
 
     assert "step-00000008" in ranks2(run)[0]
+
+
+@pytest.mark.parametrize("word", ["auto", "last", "best"])
+@pytest.mark.parametrize("on_each_node", [False, True], ids=["one disk", "disks of their own"])
+def test_processes_in_other_working_directories_find_what_their_machine_keeps(
+    ranks2, tmp_path, word, on_each_node
+):
+    def run():
+        in_folders_of_their_own(tmp_path)
+        config = ProjectConfiguration(save_on_each_node=on_each_node)
+        for epochs in (1, 2):
+            saver = ModelCheckpoint(monitor="loss_epoch")
+            other = ModelCheckpoint(every=2, dirpath="often")
+            told = {"callbacks": [saver, other], "max_epochs": epochs, "project_config": config}
+            fit((told, told), (word,) * 2 if epochs > 1 else (None, None))
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/**/step-*"))
+
+    found = ranks2(run)[0]
+    assert "first/run/checkpoints/step-00000008" in found
+    assert not any(path.startswith("second") for path in found)
+
+
+def test_an_old_run_where_no_process_saves_is_not_in_the_way(ranks2, tmp_path):
+    def run():
+        first = in_folders_of_their_own(tmp_path)
+        told = {"project_dir": first.parent / "second" / "run", "max_epochs": 1}
+        fit((told, told))
+        fit(({"max_epochs": 1},) * 2)
+        with pytest.raises(ValueError, match="has the checkpoints of another run"):
+            fit(({"max_epochs": 1},) * 2)
+        return sorted(path.parent.parent.parent.name for path in tmp_path.glob("*/*/*/step-*"))
+
+    assert ranks2(run) == [["first", "second"]] * 2
+
+
+def test_a_checkpoint_callback_with_a_folder_on_one_process_alone_is_refused_on_all(ranks2):
+    def run():
+        rank = PartialState(cpu=True).process_index
+        saver = ModelCheckpoint(dirpath=None if rank else "best")
+        fit(({"callbacks": [saver]},) * 2, ("auto", "auto"))
+
+    with pytest.raises(RankError) as error:
+        ranks2(run)
+    assert sorted(error.value.failures) == [0, 1]
+    for text in error.value.failures.values():
+        assert "a ModelCheckpoint with dirpath in different numbers: 1, 0. Pass" in text
 
 
 def test_machines_that_share_a_disk_keep_what_rank_0_finds(ranks2, tmp_path):

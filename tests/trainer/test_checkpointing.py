@@ -337,7 +337,7 @@ def test_save_checkpoint_at_a_boundary_can_be_gone_on_from_in_another_folder(cap
         def on_boundary(self, trainer, module):
             if trainer.global_step == 2:
                 path = trainer.save_checkpoint("mine/second")
-                assert path == Path("mine/second")
+                assert path == Path("mine/second").absolute()
 
     whole = Net([0.0] * 2)
     fit(whole, Save(), max_epochs=2, seed=1)
@@ -593,6 +593,48 @@ def test_a_hook_may_leave_the_working_directory_for_good(hook, tmp_path, tmp_pat
     assert trainer.global_step == 6
     starts = json.loads((tmp_path / "run/run.json").read_text())["starts"]
     assert [(each["step"], each["status"]) for each in starts] == [(0, "finished"), (4, "finished")]
+
+
+@pytest.mark.parametrize("hook", ["prepare_data", "setup", "configure_model"])
+@pytest.mark.parametrize("home", [False, True], ids=["relative", "home"])
+def test_a_path_is_that_of_the_call_wherever_hooks_go(
+    hook, home, tmp_path, tmp_path_factory, monkeypatch
+):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    class Leaving(Net):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 0:
+                self.trainer.save_checkpoint("asked")  # made once the update is finished
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self):
+            os.chdir(elsewhere)
+
+    trainer = fit(Net([0.0]), max_epochs=1)
+    path = trainer.save_checkpoint("~/mine" if home else "mine")
+    assert path == tmp_path / "mine"
+    assert trainer.wait_for_save("~/mine" if home else "mine")
+    given = "~/mine" if home else "mine"
+    resumed = fit(Leaving([0.0] * 2), max_epochs=2, ckpt_path=given, project_dir="other")
+    assert resumed.global_step == 4
+    assert disk.verify(tmp_path / "asked")["step"] == 3
+    os.chdir(tmp_path)
+    setattr(Leaving, hook, lambda self, *stage: os.chdir(elsewhere))
+    assert make().validate(Leaving([2.0]), loader(1), ckpt_path=given)
+    assert os.getcwd() == str(elsewhere)
+
+
+@pytest.mark.parametrize("dirpath", ["run/../run/checkpoints", "link"])
+def test_a_folder_by_two_names_is_gone_back_in_once(dirpath):
+    Path("run/checkpoints").mkdir(parents=True)
+    Path("link").symlink_to("run/checkpoints")
+    for ckpt_path in (None, "run/checkpoints/step-00000001"):
+        saver = ModelCheckpoint(every=1, save_top_k=-1, dirpath=dirpath)
+        fit(Net([0.0]), saver, max_epochs=1, ckpt_path=ckpt_path)
+    names = sorted(path.name for path in Path("run/checkpoints").iterdir())
+    assert names == ["abandoned-step-00000002", "step-00000001", "step-00000002"]
 
 
 def test_a_start_that_finds_nothing_to_resume_says_where_it_looked(tmp_path, capsys):

@@ -311,4 +311,11 @@ def test_a_misspelt_monitor_is_told_at_the_end_where_no_epoch_ends(caplog):
         "EarlyStopping saw no value of 'vall' in this run. ",
         "No checkpoint was ranked by 'vall'. ",
     ]
-    assert all("Did you mean 'val'?" in text for text in told)
+    assert all("Did you mean 'val'? No epoch has ended yet. Log it" in text for text in told)
+
+
+def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog):
+    saver = ModelCheckpoint(monitor="val", every=2)
+    quiet_trainer(max_steps=2, val_every=3, callbacks=[saver]).fit(Net(), loader(), loader(1))
+    (told,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
+    assert "No validation runs in this fit. No epoch has ended yet." in told

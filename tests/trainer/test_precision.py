@@ -315,3 +315,13 @@ def test_a_function_of_a_notebook_does_not_ask_for_the_precision_of_a_trainer():
     assert notebook_launcher(lambda: 1, num_processes=1) == 1
     assert AcceleratorState().mixed_precision == "bf16"
     assert notebook_launcher(train, num_processes=1, mixed_precision="no") == ("fp16", "no")
+
+
+def test_a_refusal_that_is_not_of_the_parameters_dtype_is_told_as_it_is():
+    accelerator = Accelerator(mixed_precision="fp16", cpu=True)
+    net = torch.nn.Linear(2, 1).to(torch.bfloat16)  # which the scaler takes on the CPU
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    accelerator.backward(net(torch.ones(1, 2)).sum())
+    accelerator.scaler.unscale_(optimizer.optimizer)
+    with pytest.raises(RuntimeError, match=r"^unscale_\(\) has already been called"):
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.checkpoint.branch import later_than, leave_branch, refuse_other_runs
     from trainer.checkpoint.fitting import load_into
-    from trainer.checkpoint.jointly import keeps, refuse_together, together
+    from trainer.checkpoint.jointly import keeper_of, keeps, refuse_together, together
     from trainer.checkpoint.layout import (
         checkpoint_name,
         commit,
@@ -64,6 +64,7 @@ _HOME = {
     "commit": "layout",
     "committed": "layout",
     "holder_of": "lock",
+    "keeper_of": "jointly",
     "keeps": "jointly",
     "later_than": "branch",
     "leave_branch": "branch",
@@ -99,6 +100,7 @@ __all__ = [
     "commit",
     "committed",
     "holder_of",
+    "keeper_of",
     "keeps",
     "later_than",
     "leave_branch",

@@ -38,8 +38,8 @@ def newest_sound(
         on_each_node: The machines share no disk.
 
     Returns:
-        The checkpoint, on all ranks in rank 0's `root` unless the machines share no disk, or None
-        if there are no checkpoints.
+        The checkpoint, in the `root` of the rank that keeps the checkpoints on this rank's disk, or
+        None if there are no checkpoints.
 
     Raises:
         CheckpointError: If there are checkpoints but none is intact, since starting from scratch
@@ -63,9 +63,7 @@ def newest_sound(
             if state.is_main_process:
                 logger.warning("Step %d of %s is not used: %s.", step, root, problem)
             continue
-        path, _ = listed[first][step]  # of rank 0, whose working directory may be another one
-        if on_each_node:
-            path = root / path.name
+        path, _ = listed[first][step]  # this process's working directory may be another one
         verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(

@@ -127,7 +127,7 @@ def _best(roots: Sequence[Path], monitors: Sequence[tuple[str, str]], on_each_no
 
 
 def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
-    path = Path(ckpt_path).expanduser()
+    path = Path(ckpt_path)
     if path.is_file() and not (path.parent / MANIFEST).exists():
         raise CheckpointError(
             f"ckpt_path is the file {path}; a checkpoint is a folder. Files such as .ckpt and .pt "
@@ -141,7 +141,7 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
             f"ckpt_path is {path}, a folder of checkpoints; give one of them, such as {newest[-1]}."
         )
     if not disk.locate(path).exists():
-        hint = choose("As a word it", str(ckpt_path), WORDS) if path.name == str(ckpt_path) else ""
+        hint = choose("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""
         raise CheckpointError(
             f"There is no checkpoint at {path}. ckpt_path is None, the folder of a checkpoint, or "
             f"a word ({', '.join(WORDS)}). {hint}".rstrip()

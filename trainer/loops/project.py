@@ -131,8 +131,10 @@ class Project:
         """The folder of trackers that write files."""
         return self.folder / "logs"
 
-    def check_ckpt_path(self, ckpt_path: Any) -> None:
-        """Refuse values that name no checkpoint, and words where there is none to find; collective.
+    def given_checkpoint(self, ckpt_path: Any) -> Any:
+        """Return what was given as ``ckpt_path``, a path as an absolute one; collective.
+
+        Hooks may leave the working directory before it is read.
 
         Raises:
             TypeError: It is not None, a string or a path.
@@ -144,13 +146,16 @@ class Project:
                 "folder of a checkpoint, 'last', 'best' or 'auto'."
             )
         # Asked of rank 0: a process with another working directory has no such folder.
-        found = self._fixed or ckpt_path not in WORDS or broadcast_object(self.checkpoints.exists())
-        if not found:
+        found = self._fixed or broadcast_object(self.checkpoints.exists())
+        if ckpt_path in WORDS and not found:
             raise ValueError(
                 f"ckpt_path={ckpt_path!r} looks for the checkpoints of an earlier start, but "
                 "without project_dir every start has a new folder. Pass "
                 "Trainer(project_dir='runs/…')."
             )
+        if ckpt_path is None or ckpt_path in WORDS:
+            return ckpt_path
+        return Path(ckpt_path).expanduser().absolute()
 
     @contextmanager
     def alone(self, roots: Sequence[Path]) -> Iterator[Callable[[str], None]]:
@@ -202,8 +207,9 @@ class Project:
         Raises:
             ValueError: A folder has checkpoints.
         """
-        here = [root for root in (self.checkpoints, *roots) if disk.committed(root)]
-        taken = [root for roots in all_gather_object(here) for root in roots]
+        looks = disk.keeps(PartialState(), self.on_each_node)
+        here = [root for root in self.looks_in(roots) if looks and disk.committed(root)]
+        taken = [root for found in all_gather_object(here) for root in found]
         if taken and self._writes:
             raise ValueError(
                 f"{taken[0]} has the checkpoints of another run. To resume it, pass "
@@ -213,13 +219,22 @@ class Project:
     def looks_in(self, roots: Sequence[Path]) -> list[Path]:
         """Return the folders of checkpoints: the Trainer's, and those of callbacks; collective.
 
-        They are those of rank 0, which may have another working directory, or on machines that
-        share no disk as many of each one's own.
+        They are those of the process that keeps the checkpoints on this one's disk: others may have
+        another working directory. Each folder is named once, as rank 0 sees it.
+
+        Raises:
+            ValueError: The processes were given different numbers of folders; on all alike.
         """
-        own = [self.checkpoints, *roots]
-        of_first: list[Path] = broadcast_object(own)
-        kept = [of_first.index(root) for root in dict.fromkeys(of_first)]
-        return [(own if self.on_each_node else of_first)[index] for index in kept]
+        own = [(root, root.resolve()) for root in (self.checkpoints, *roots)]
+        every = all_gather_object(own)
+        if len(set(map(len, every))) > 1:
+            raise ValueError(
+                "The processes were given a ModelCheckpoint with dirpath in different numbers: "
+                f"{', '.join(str(len(each) - 1) for each in every)}. Pass the same on all."
+            )
+        once = {resolved: index for index, (_, resolved) in reversed(list(enumerate(every[0])))}
+        keeper = disk.keeper_of(PartialState(), self.on_each_node)
+        return [every[keeper][index][0] for index in sorted(once.values())]
 
     def choose(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,12 +30,20 @@ def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     Torch's wrapper takes as long as the update of a small model, and does nothing unless there are
     hooks or a profiler is running. (An ``ExecutionTraceObserver`` alone cannot be detected: torch
     reports no other listeners to Python, and opening an unused section takes 1 µs. Its trace has no
-    section for the step unless the optimizer has a hook.) Without a closure none is passed: the
-    step of some optimizers takes none.
+    section for the step unless the optimizer has a hook.) Without a closure none is passed
+    unless it is required: the step of some optimizers takes none.
     """
-    given = () if closure is None else (closure,)
+    given = () if closure is None and not _requires_closure(type(optimizer).step) else (closure,)
     bare = _bare_step(optimizer)
     return optimizer.step(*given) if bare is None else bare(optimizer, *given)
+
+
+@cache
+def _requires_closure(step: Callable[..., Any]) -> bool:
+    """Return whether a step must be given a closure, even if it is None."""
+    _, *others = inspect.signature(step).parameters.values()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in positional and each.default is each.empty for each in others)
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:

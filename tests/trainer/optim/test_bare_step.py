@@ -251,7 +251,8 @@ def test_another_torch_is_asked_as_usual(sections, monkeypatch):
 
 
 @pytest.mark.parametrize("loop", ["trainer", "accelerator"])
-def test_a_step_need_not_take_a_closure(loop):
+@pytest.mark.parametrize("takes", ["none", "required"])
+def test_a_step_need_not_take_a_closure_and_may_require_one(loop, takes):
     class Plain(torch.optim.Optimizer):
         def __init__(self, parameters):
             super().__init__(parameters, {"lr": 0.5})
@@ -261,6 +262,15 @@ def test_a_step_need_not_take_a_closure(loop):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter -= group["lr"] * parameter.grad
+
+    if takes == "required":
+        without = Plain.step
+
+        def step(self, closure):
+            assert closure is None  # as a loop by hand would pass it
+            without(self)
+
+        Plain.step = step
 
     class Net(TrainModule):
         def __init__(self):

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,28 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="TrainModule")
 
 _TRAINER = "trainer"  # the stem of a run checkpoint's files besides the weights
+
+
+if TYPE_CHECKING:
+    _of_the_class = classmethod
+else:
+
+    class _of_the_class(classmethod):
+        """A class method that refuses a call on an instance, which it would leave as it is."""
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            bound = super().__get__(instance, owner)
+            if instance is None:
+                return bound
+
+            def refuse(*_: Any, **__: Any) -> NoReturn:
+                name = f"{owner.__name__}.{bound.__name__}"
+                raise TypeError(
+                    f"{name} returns a new module, and was called on an instance, which would stay "
+                    f"as it is. Call it on the class: module = {name}(path)."
+                )
+
+            return refuse
 
 
 class TrainModule(nn.Module):
@@ -97,7 +119,7 @@ class TrainModule(nn.Module):
         """
         return kept_by(self).values
 
-    @classmethod
+    @_of_the_class
     def load_from_checkpoint(
         cls: type[M],
         path: str | os.PathLike[str],
@@ -109,8 +131,8 @@ class TrainModule(nn.Module):
         """Create a module from a checkpoint, without a Trainer.
 
         The checkpoint is verified. The class is called with the saved arguments
-        (`save_hyperparameters`); then come `configure_model`, the weights and, for a checkpoint
-        saved by a run, `on_load_checkpoint`. The module is left in training mode, as after
+        (`save_hyperparameters`); then come `configure_model`, for a checkpoint saved by a run
+        `on_load_checkpoint`, and the weights. The module is left in training mode, as after
         ``__init__``: call ``eval()`` before using it for predictions.
 
         Args:
@@ -133,11 +155,11 @@ class TrainModule(nn.Module):
         manifest = disk.verify(folder)
         module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder)
         module.configure_model()
+        if f"{_TRAINER}.json" in manifest["files"]:  # first: it may replace parts of the module
+            module.on_load_checkpoint(disk.load_tree(folder, _TRAINER)["extra"])
         module.to(device)
         weights = disk.load_weights(folder)
         disk.load_into(module, weights, where=folder / disk.WEIGHTS_NAME, strict=strict)
-        if f"{_TRAINER}.json" in manifest["files"]:
-            module.on_load_checkpoint(disk.load_tree(folder, _TRAINER)["extra"])
         return module
 
     # -- the run -------------------------------------------------------------------------------
@@ -426,7 +448,7 @@ class TrainModule(nn.Module):
         """Add tensors and plain values to the checkpoint."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restore what `on_save_checkpoint` added."""
+        """Restore what `on_save_checkpoint` added; called before the weights are loaded."""
 
     # -- manual optimisation -------------------------------------------------------------------
 

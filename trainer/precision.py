@@ -255,7 +255,8 @@ class Precision:
             return map_tree(_to_float32, outputs)
 
         model._original_forward = original  # type: ignore[assignment]  # a method, kept for unwrapping
-        model.forward = MethodType(functools.update_wrapper(forward, original), model)
+        # Of the unbound function: `inspect.signature` leaves out the first parameter once only.
+        model.forward = MethodType(functools.update_wrapper(forward, function or original), model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state; empty without a scaler."""

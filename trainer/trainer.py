@@ -73,7 +73,7 @@ from trainer.plugins import (
     TorchDynamoPlugin,
 )
 from trainer.ported.arguments import refuse_trainer_arguments
-from trainer.ported.attributes import trainer_attribute_hint
+from trainer.ported.attributes import refuse_to_set, trainer_attribute_hint
 from trainer.rng import set_seed
 from trainer.strategies.compiled import compiled_steps
 
@@ -337,6 +337,11 @@ class Trainer:
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(trainer_attribute_hint(name))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not hasattr(Trainer, name):
+                refuse_to_set(name, Trainer.__init__.__kwdefaults__)
+            super().__setattr__(name, value)
 
     def _trial(
         self, accelerator: Any, callbacks: list[Callback], steps: int, **settings: Any
@@ -789,8 +794,8 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The latest reduced value of every metric, by name."""
-        return {} if self._recorder is None else self._recorder.latest
+        """The latest reduced value of every metric, by name: a copy. To add one, log it."""
+        return {} if self._recorder is None else dict(self._recorder.latest)
 
     @property
     def logged_metrics(self) -> dict[str, float]:

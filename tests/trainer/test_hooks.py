@@ -357,8 +357,9 @@ def test_a_resumed_fit_restores_the_callbacks_before_it_starts_and_checks_nothin
     trainer.fit(module, loader(1), loader(1), ckpt_path="last")
     assert names(module) == [
         *begin(),
+        "m on_load_checkpoint",
         *c("load_state_dict"),
-        *cm("on_load_checkpoint"),
+        *c("on_load_checkpoint"),
         *cm("on_fit_start"),
         *cm("on_train_start"),
         *cm("on_train_epoch_start"),
@@ -670,7 +671,8 @@ def whole_fit(*calls, resumed=False, ended=True, data=False):
     """The calls of a fit around those of its epochs."""
     return [
         *begin(data=data),
-        *([*c("load_state_dict"), *cm("on_load_checkpoint")] if resumed else []),
+        *(["m on_load_checkpoint"] if resumed else []),
+        *([*c("load_state_dict"), *c("on_load_checkpoint")] if resumed else []),
         *cm("on_fit_start"),
         *cm("on_train_start"),
         *calls,

@@ -76,7 +76,6 @@ def fit_records(log, train, val_log=None, val=None, **arguments):
         ({"on_epoch": True}, ["x_step"], ["x_epoch"]),
         ({"on_step": True, "on_epoch": True}, ["x_step"], ["x_epoch"]),
         ({"on_step": False, "on_epoch": True}, [], ["x"]),
-        ({"on_step": False, "on_epoch": False}, [], []),
     ],
 )
 def test_a_name_says_step_or_epoch_only_where_there_are_both(flags, steps, epoch):

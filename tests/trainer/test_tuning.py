@@ -288,7 +288,7 @@ def test_trials_run_where_checkpoints_of_another_run_lie():
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
 def test_saves_of_the_module_s_own_are_not_made_in_a_trial(hook):
     def save(module, *_):
-        assert module.trainer.save_checkpoint("mine") == Path("mine")
+        assert module.trainer.save_checkpoint("mine") == Path("mine").absolute()
 
     module = type("Saving", (Line,), {hook: save})()
     trainer = quiet_trainer(max_epochs=1)

@@ -89,7 +89,8 @@ def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        content = json.loads(index.read_text(encoding="utf-8"))
+        names = sorted(set(content.get("weight_map", content).values()))  # some are the map itself
         missing = [name for name in names if not (index.parent / name).is_file()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of weights: {error!r}.") from error

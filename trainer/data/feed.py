@@ -172,12 +172,8 @@ class Feed:
             return self.sampler.num_batches
         try:
             total = len(self.loader)
-        except (
-            TypeError,
-            NotImplementedError,
-            ValueError,
-        ):  # ways in which loaders report that they have none
-            return self._limit
+        except (TypeError, NotImplementedError, ValueError, RuntimeError):
+            return self._limit  # ways in which loaders report that they have none yet
         return total if self._limit is None else min(total, self._limit)
 
     @property

@@ -192,6 +192,7 @@ class ShardedSampler(Sampler[Any]):
         counts: bool = True,
         seeds: bool = True,
     ) -> None:
+        self.batch_sampler = batches  # the user's own, under the name by which scripts find it
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even

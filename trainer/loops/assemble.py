@@ -36,7 +36,7 @@ from trainer.loops.reload import Origin, Sources
 from trainer.loops.resume import load_datamodule, load_run, load_weights
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Settings
-from trainer.loops.switches import switches_of
+from trainer.loops.switches import switches_of, tell_of_dropout_that_is_off
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import NO_LIMITS, Limits
@@ -182,6 +182,8 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     """
     if parts.tells:
         tell_of_no_validation(run, parts.settings)
+        if run.rank == 0:
+            tell_of_dropout_that_is_off(run.module)
     offset = None
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))

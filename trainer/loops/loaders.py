@@ -53,6 +53,11 @@ def check_module(module: Any, stage: str) -> None:
     Raises:
         TypeError: It is not a `TrainModule`, or lacks a method that the stage needs.
     """
+    if isinstance(getattr(module, "_orig_mod", None), TrainModule):
+        raise TypeError(
+            f"{stage} was given the result of torch.compile. Give the module itself; to compile "
+            "its steps pass Trainer(dynamo_backend='inductor')."
+        )
     if not isinstance(module, TrainModule):
         raise TypeError(
             f"{stage} was given {module!r} of type {type(module).__name__}; it needs a "
@@ -161,12 +166,12 @@ def find_loaders(
     """As `loaders_for`, but return an empty list if there are none."""
     if given is not None and datamodule is not None:
         raise ValueError(f"Pass {argument} or datamodule, not both.")
-    if given is None and datamodule is not None:
-        given = call_if_there(datamodule, hook)
     if given is None:
-        given = getattr(module, hook)()
-    if given is None:
-        return []
+        given = None if datamodule is None else call_if_there(datamodule, hook)
+        if given is None:
+            given = call_if_there(module, hook)
+        if given is None or (isinstance(given, list) and not given):
+            return []
     several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
     if several and any(one is None for one in given):
         raise TypeError(f"{argument} is a list with None in it; every item must be a loader.")

@@ -88,10 +88,11 @@ def load_run(
             f"{path} holds only weights, from which no run can resume. Start a new run with them: "
             "load them with load_from_checkpoint, and fit without ckpt_path."
         )
+    state: dict[str, Any] = disk.load_tree(path, TRAINER)
+    run.module.on_load_checkpoint(state["extra"])  # first: it may resize buffers
     file = path / disk.WEIGHTS_NAME
     weights = disk.load_weights(file)
     disk.load_into(run.module, weights, where=file)
-    state: dict[str, Any] = disk.load_tree(path, TRAINER)
     if "switches" in state:  # not in a checkpoint of an earlier release
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
     trained = path / TRAINED_NAME
@@ -107,7 +108,6 @@ def load_run(
         disk.load_into(run.module, weights, where=trained)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
-    run.module.on_load_checkpoint(state["extra"])
     _restore_ranks(run, path, manifest["world_size"])
     run.stop_now = stays_stopped and state["should_stop"]
     run.unfinished = state["unfinished"]
@@ -247,7 +247,7 @@ def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
         CheckpointError: The checkpoint is damaged or does not fit the module.
     """
     manifest = disk.verify(path)
-    disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
     if f"{TRAINER}.json" in manifest["files"]:  # not if only weights were saved
         module.on_load_checkpoint(disk.load_tree(path, TRAINER)["extra"])
+    disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
     return manifest

@@ -28,7 +28,7 @@ def stage_of(
     trainer: Any,
     module: TrainModule,
     datamodule: Any,
-    callbacks: Sequence[Callback],
+    callbacks: list[Callback],
     *,
     finish: Callable[[Status, BaseException | None], None],
 ) -> Iterator[HookTable]:
@@ -39,7 +39,7 @@ def stage_of(
         trainer: Passed to the hooks.
         module: The user's.
         datamodule: The user's, or None.
-        callbacks: In the order in which they are called.
+        callbacks: In the order in which they are called; `setup` may add some.
         finish: Called last, whatever happened, with the status and the error if there is one.
     """
     hooks = HookTable(trainer, module, callbacks, TrainModule)
@@ -48,6 +48,11 @@ def stage_of(
     with _belonging_to(trainer, module, datamodule):
         try:
             _set_up(name, trainer, module, datamodule, callbacks)
+            _tell_of_trainer(trainer, module)
+            callbacks.sort(key=lambda callback: callback.runs_last)
+            hooks = HookTable(
+                trainer, module, callbacks, TrainModule
+            )  # `setup` may have added some
             yield hooks
         except Preempted:
             status = "preempted"
@@ -84,17 +89,25 @@ def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterato
     steps = without_batch_idx(module)
     owns_data = isinstance(datamodule, DataModule)
     outer = module.__dict__.get("_trainer"), datamodule.trainer if owns_data else None
-    module.__dict__.update(steps, _trainer=trainer)
+    module.__dict__.update(steps)
+    _tell_of_trainer(trainer, module)
     if owns_data:
         datamodule.trainer = trainer
     try:
         yield
     finally:
-        module.__dict__["_trainer"] = outer[0]
+        _tell_of_trainer(outer[0], module)
         for step in steps:
             module.__dict__.pop(step, None)
         if owns_data:
             datamodule.trainer = outer[1]
+
+
+def _tell_of_trainer(trainer: Any, module: TrainModule) -> None:
+    """Tell a module, and those within it, whose they are."""
+    for part in module.modules():
+        if isinstance(part, TrainModule):
+            part.__dict__["_trainer"] = trainer
 
 
 def _set_up(

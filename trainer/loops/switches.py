@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,29 @@ def switches_of(module: nn.Module) -> dict[str, list[str]]:
         "frozen": [n for n, parameter in module.named_parameters() if not parameter.requires_grad],
         "evaluating": [n for n, part in module.named_modules() if not part.training],
     }
+
+
+def tell_of_dropout_that_is_off(module: nn.Module) -> None:
+    """Warn of trained parts in evaluation mode whose dropout would be off, unnoticed.
+
+    ``from_pretrained`` of transformers returns models so.
+    """
+    if not module.training:  # `fit` puts the whole module into training mode
+        return
+    parts = [
+        name
+        for name, part in module.named_modules()
+        if not part.training
+        and any(parameter.requires_grad for parameter in part.parameters())
+        and any(isinstance(each, _DropoutNd) and each.p for each in part.modules())
+    ]
+    outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
+    if outermost:
+        logger.warning(
+            "%s is in evaluation mode, so its dropout is off while it is trained (from_pretrained "
+            "returns models so). Call its train() before fit, or freeze its parameters.",
+            ", ".join(outermost),
+        )
 
 
 def load_switches(

@@ -348,6 +348,10 @@ def _when(
         raise ValueError(
             f"log({name!r}, on_step=True) was called outside a step; use on_epoch=True there."
         )
+    if on_step is False and on_epoch is False:
+        raise ValueError(
+            f"log({name!r}, on_step=False, on_epoch=False) records nothing; leave one of them out."
+        )
     evaluates = scope.phase != "train"
     if on_epoch is None:
         on_epoch = evaluates or not on_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -88,6 +89,24 @@ def trainer_attribute_hint(name: str) -> str:
     """What an error says about an attribute that the Trainer does not have."""
     hint = _TRAINER_ATTRIBUTES.get(name)
     return f"Trainer has no attribute {name!r}" + (f": {hint}." if hint else ".")
+
+
+def refuse_to_set(name: str, arguments: Iterable[str]) -> None:
+    """Raise an error if the Trainer would not look at an attribute that somebody sets.
+
+    Args:
+        name: The attribute.
+        arguments: The Trainer's, which are looked at when it is made.
+
+    Raises:
+        AttributeError: It is one of them, or an attribute that Lightning's Trainer has.
+    """
+    if name in _TRAINER_ATTRIBUTES:
+        raise AttributeError(f"{trainer_attribute_hint(name)[:-1]}; setting it has no effect.")
+    if name in arguments and name not in ("accelerator", "callbacks"):
+        raise AttributeError(
+            f"Trainer.{name} cannot be set later: pass it to Trainer({name}=...) when it is made."
+        )
 
 
 class Refused:

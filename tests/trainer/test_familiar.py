@@ -1,0 +1,250 @@
+"""What users of Lightning and Accelerate expect beyond names: order, reach, refusals."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from callbacks import Callback, ModelCheckpoint
+from trainer import Accelerator, Trainer, TrainModule, load_checkpoint_in_model
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch).mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(batches=3):
+    return DataLoader(torch.ones(2 * batches, 2), 2)
+
+
+def make(*callbacks, **arguments):
+    settings = {"max_epochs": 1, "cpu": True, "progress_bar": False, "project_dir": "run"}
+    return Trainer(callbacks=list(callbacks), **{**settings, **arguments})
+
+
+# -- modules within modules, and what `setup` adds -------------------------------------------------
+
+
+def test_a_module_within_a_module_knows_the_run_while_it_lasts():
+    class Inner(Net):
+        def forward(self, batch):
+            self.log("inner", float(self.global_step))
+            seen.append((self.current_epoch, self.global_step, self.trainer is trainer))
+            return self.layer(batch)
+
+    class Outer(Net):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([Inner()])
+
+        def setup(self, stage):
+            self.parts.append(Inner())  # later than the run has begun
+
+        def training_step(self, batch, batch_idx):
+            return sum(part(batch).mean() for part in self.parts)
+
+    seen, module, trainer = [], Outer(), make(max_epochs=2, log_every=1)
+    trainer.fit(module, data(2))
+    assert seen == [
+        each
+        for epoch, step in ((0, 0), (0, 1), (1, 2), (1, 3))
+        for each in [(epoch, step, True)] * 2
+    ]
+    assert trainer.callback_metrics["inner"] == 3.0
+    for part in module.parts:
+        with pytest.raises(RuntimeError, match="Inner has no trainer"):
+            _ = part.trainer
+
+
+def test_callbacks_and_hooks_that_setup_adds_are_called_and_those_that_save_stay_last():
+    class Added(Callback):
+        def on_train_start(self, trainer, module):
+            called.append("added")
+
+    class Adding(Net):
+        def setup(self, stage):
+            self.trainer.callbacks.append(Added())
+            self.on_train_end = lambda: called.append("assigned")
+
+    called, trainer = [], make()
+    trainer.fit(Adding(), data())
+    assert called == ["added", "assigned"]
+    assert [type(each) for each in trainer.callbacks] == [Added, ModelCheckpoint]
+
+
+# -- what would have no effect is refused ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("max_grad_norm", r"pass it to Trainer\(max_grad_norm=...\) when it is made"),
+        ("val_every", r"pass it to Trainer\(val_every=...\)"),
+        ("limit_val_batches", "of the arguments only max_epochs .* setting it has no effect"),
+        ("accumulate_grad_batches", "use trainer.gradient_accumulation_steps; setting it has no"),
+        ("max_epochs", "no setter|can't set"),
+    ],
+)
+def test_an_argument_that_is_set_later_is_refused(name, told):
+    trainer = make()
+    with pytest.raises(AttributeError, match=told):
+        setattr(trainer, name, 3)
+    trainer.mine = 3  # an attribute of one's own
+    assert trainer.mine == 3
+
+
+def test_a_class_method_on_an_instance_is_refused():
+    make().fit(Net(), data())
+    path = "run/checkpoints/step-00000003"
+    module = Net()
+    with pytest.raises(TypeError, match=r"Call it on the class: module = Net.load_from_checkpoint"):
+        module.load_from_checkpoint(path)
+    assert type(Net.load_from_checkpoint(path)) is Net
+
+
+def test_what_is_put_into_the_metrics_by_hand_stays_out_of_checkpoints():
+    class Puts(Callback):
+        def on_validation_end(self, trainer, module):
+            trainer.callback_metrics["mine"] = 1.0
+
+    trainer = make(Puts())
+    trainer.fit(Net(), data(), data())
+    assert trainer.callback_metrics.keys() == {"val"}
+
+
+def test_a_value_that_nothing_would_record_is_refused():
+    class Logs(Net):
+        def training_step(self, batch, batch_idx):
+            self.log("lost", 1.0, on_step=False, on_epoch=False)
+
+    with pytest.raises(
+        ValueError, match=r"log\('lost', on_step=False, on_epoch=False\) records no"
+    ):
+        make().fit(Logs(), data())
+
+
+def test_a_compiled_module_is_told_from_something_else():
+    with pytest.raises(TypeError, match=r"the result of torch.compile.*dynamo_backend='inductor'"):
+        make().fit(torch.compile(Net()), data())
+
+
+# -- data, modes, loading --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("none", [None, lambda self: None, lambda self: []])
+def test_there_are_ways_to_have_no_validation_data(none):
+    module = type("NoValidation", (Net,), {"val_dataloader": none})()
+    trainer = make()
+    trainer.fit(module, data())
+    assert trainer.global_step == 3
+    assert trainer.validations == 0
+
+
+@pytest.mark.parametrize("kind", ["trained", "frozen", "no dropout", "whole"])
+def test_dropout_that_is_off_in_training_is_told(kind, caplog):
+    class Pretrained(Net):
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Sequential(
+                nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 2))
+            )
+            self.model.eval()
+
+    module = Pretrained()
+    if kind == "frozen":
+        module.model.requires_grad_(False)
+    elif kind == "no dropout":
+        module.model[1][0].p = 0.0
+    elif kind == "whole":
+        module.eval()  # which `fit` undoes
+    make().fit(module, data())
+    told = [each.getMessage() for each in caplog.records if "dropout" in each.getMessage()]
+    assert [text.partition(",")[0] for text in told] == (
+        ["model is in evaluation mode"] if kind == "trained" else []
+    )
+
+
+def test_on_load_checkpoint_may_resize_what_the_weights_are_loaded_into():
+    class Bank(Net):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("bank", torch.zeros(0))
+
+        def training_step(self, batch, batch_idx):
+            self.bank = torch.cat([self.bank, torch.ones(1)])
+            return super().training_step(batch, batch_idx)
+
+        def test_step(self, batch, batch_idx):
+            self.log("size", len(self.bank))
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["size"] = len(self.bank)
+
+        def on_load_checkpoint(self, checkpoint):
+            self.bank = torch.zeros(checkpoint["size"])
+
+    make().fit(Bank(), data())
+    loaded = Bank.load_from_checkpoint("run/checkpoints/step-00000003")
+    assert loaded.bank.tolist() == [1.0] * 3
+    assert make().test(Bank(), data(), ckpt_path="last") == [{"size": 3.0}]
+    resumed = Bank()
+    make(max_epochs=2).fit(resumed, data(), ckpt_path="auto")
+    assert resumed.bank.tolist() == [1.0] * 6
+
+
+# -- the Accelerator -------------------------------------------------------------------------------
+
+
+def test_the_signature_of_a_prepared_model_is_its_own():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, input_ids, attention_mask=None):
+            return self.layer(input_ids)
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model = accelerator.prepare(Named())
+    for each in (model, accelerator.unwrap_model(model), copy.deepcopy(model)):
+        assert list(inspect.signature(each.forward).parameters) == ["input_ids", "attention_mask"]
+        assert each(input_ids=torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_batch_sampler_of_ones_own_is_at_hand():
+    class Buckets(BatchSampler):
+        level = 1
+
+    own = Buckets(SequentialSampler(range(4)), 2, drop_last=False)
+    loader = Accelerator(cpu=True).prepare(DataLoader(range(4), batch_sampler=own))
+    assert loader.batch_sampler.batch_sampler is own
+
+
+def test_an_index_of_weights_may_be_the_mapping_alone(tmp_path):
+    from safetensors.torch import save_file
+
+    model = nn.Linear(2, 1)
+    save_file(dict(model.state_dict()), tmp_path / "part.safetensors")
+    (tmp_path / "index.json").write_text(
+        json.dumps(dict.fromkeys(model.state_dict(), "part.safetensors"))
+    )
+    other = nn.Linear(2, 1)
+    load_checkpoint_in_model(other, tmp_path / "index.json")
+    assert torch.equal(other.weight, model.weight)

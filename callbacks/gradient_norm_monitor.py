@@ -108,6 +108,11 @@ class GradientNormMonitor(Callback):
         return parts
 
 
+def _rows_of(gradient: Tensor) -> Tensor:
+    """Return a gradient, or the rows of a sparse one, whose norm is the same."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
     """Return the norm of each parameter's gradient, in at least float32, by the parameter's id."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -118,7 +123,7 @@ def _norms(parameters: Iterable[Tensor], order: float) -> dict[int, Tensor]:
     norms: dict[int, Tensor] = {}
     for (_, dtype), alike in by_kind.items():
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
-        gradients = [parameter.grad for parameter in alike]
-        found = torch._foreach_norm(gradients, order, dtype=wide)  # type: ignore[arg-type]
+        gradients = [_rows_of(each.grad) for each in alike if each.grad is not None]
+        found = torch._foreach_norm(gradients, order, dtype=wide)
         norms.update((id(p), norm) for p, norm in zip(alike, found, strict=True))
     return norms

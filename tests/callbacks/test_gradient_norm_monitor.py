@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -232,3 +233,26 @@ def test_manual_optimisation_is_refused():
 def test_what_makes_no_sense_is_refused(arguments, text):
     with pytest.raises(ValueError, match=text):
         GradientNormMonitor(**arguments)
+
+
+def test_a_sparse_gradient_has_the_norm_of_its_rows():
+    class Table(TrainModule):
+        def __init__(self, sparse):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(5, 3, sparse=sparse)
+            self.head = nn.Linear(3, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(self.table(batch)).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    norms = []
+    for sparse in (False, True):
+        trainer = quiet_trainer(max_epochs=1, log_every=1, callbacks=[GradientNormMonitor()])
+        trainer.fit(Table(sparse), DataLoader(torch.tensor([1, 1, 2, 4]), 4))  # a row twice
+        norms.append(trainer.callback_metrics["grad_norm"])
+        shutil.rmtree("run")
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)

@@ -767,3 +767,21 @@ def test_what_is_kept_from_trackers_has_its_loader_in_its_name():
     trainer = make()
     trainer.fit(Two(), loader(1), [loader(1), loader(1)])
     assert {"x/dataloader_idx_0", "x/dataloader_idx_1"} <= trainer.callback_metrics.keys()
+
+
+def test_an_object_that_would_hold_the_data_of_several_loaders_is_refused():
+    class Shared(Net):
+        def __init__(self, objects):
+            super().__init__()
+            self.means = torch.nn.ModuleList(torchmetrics.MeanMetric() for _ in range(objects))
+
+        def validation_step(self, batch, batch_idx, dataloader_idx=0):
+            mean = self.means[dataloader_idx % len(self.means)]
+            mean.update(float(dataloader_idx))
+            self.log("mean", mean)
+
+    loaders = [loader(2), loader(2)]
+    with pytest.raises(ValueError, match=r"'mean' is logged for several loaders.*dataloader_idx"):
+        make().validate(Shared(1), loaders)
+    first, second = make().validate(Shared(2), loaders)
+    assert (first, second) == ({"mean/dataloader_idx_0": 0.0}, {"mean/dataloader_idx_1": 1.0})

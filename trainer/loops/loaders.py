@@ -177,8 +177,8 @@ def find_loaders(
         raise TypeError(f"{argument} is a list with None in it; every item must be a loader.")
     if isinstance(given, (str, bytes, Mapping)):
         raise TypeError(
-            f"{argument} is a {type(given).__name__}; give a DataLoader, another iterable of "
-            "batches, or a list of them."
+            f"{argument} is a {type(given).__name__}; give a DataLoader or another iterable of "
+            f"batches{'' if argument == 'train_dataloaders' else ', or a list of them'}."
         )
     return list(given) if several and _holds_loaders(given) else [given]
 

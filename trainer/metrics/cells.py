@@ -15,7 +15,7 @@ Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
 KINDS = ("mean", "sum", "min", "max")
 EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-_LOADER = re.compile(r"/dataloader_idx_\d+$")  # the suffix of names with several loaders
+LOADER = re.compile(r"/dataloader_idx_\d+$")  # the suffix of names with several loaders
 
 
 class Scope(NamedTuple):
@@ -104,7 +104,7 @@ class Cells:
 
 def owes(name: str, ran: set[str]) -> bool:
     """Return whether a process that ran batches of these loaders should have logged the name."""
-    loader = _LOADER.search(name)
+    loader = LOADER.search(name)
     return bool(ran) if loader is None else loader[0] in ran
 
 

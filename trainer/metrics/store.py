@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from trainer.errors import MetricError, choose
 from trainer.metrics.cells import (
     EMPTY,
     KINDS,
+    LOADER,
     TRAIN_STEP,
     Cell,
     Cells,
@@ -230,6 +231,7 @@ class MetricStore:
                 f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
                 "values."
             )
+        _refuse_several_loaders(key, value, cells.objects)
         cells.objects[key] = cells.known[key] = value
 
     # -- reducing ------------------------------------------------------------------------------
@@ -327,6 +329,22 @@ class MetricStore:
             event.record()
             self._arriving = away, event
         return dict(self._shown)
+
+
+def _refuse_several_loaders(key: str, metric: Any, objects: Mapping[str, Any]) -> None:
+    """Refuse a metric object that would hold the data of several loaders.
+
+    Raises:
+        ValueError: It was logged under the same name for another one.
+    """
+    name = LOADER.sub("", key)
+    for other, logged in objects.items():
+        if logged is metric and other != key and LOADER.sub("", other) == name:
+            raise ValueError(
+                f"The metric object {name!r} is logged for several loaders, and each value would "
+                "include the data of all. Use one object for each: "
+                "self.accuracies[dataloader_idx], of a ModuleList."
+            )
 
 
 def _told(key: str) -> str:

@@ -63,14 +63,26 @@ def clip_(
 
     Returns:
         The norm before clipping by it; None without `max_norm`.
+
+    Raises:
+        ValueError: A gradient is sparse.
     """
     parameters = as_list(parameters)
-    # Torch raises if it is to clip values and there is no gradient.
-    if max_value is not None and any(parameter.grad is not None for parameter in parameters):
-        torch.nn.utils.clip_grad_value_(parameters, max_value)
-    if max_norm is None:
-        return None
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    try:
+        # Torch raises if it is to clip values and there is no gradient.
+        if max_value is not None and any(parameter.grad is not None for parameter in parameters):
+            torch.nn.utils.clip_grad_value_(parameters, max_value)
+        if max_norm is None:
+            return None
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    except NotImplementedError as error:
+        if not any(each.grad is not None and each.grad.is_sparse for each in parameters):
+            raise
+        raise ValueError(
+            "Sparse gradients, as of Embedding(sparse=True), cannot be clipped. Clip the others "
+            "alone: in a Trainer give their optimizer its own 'max_grad_norm' beside it in what "
+            "configure_optimizers returns; elsewhere pass only their parameters."
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

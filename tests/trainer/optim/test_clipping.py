@@ -77,3 +77,11 @@ def test_limits_that_are_not_positive_are_refused(name, limit):
 def test_positive_limits_and_none_are_taken():
     validate_limits(None, None)
     validate_limits(1.0, float("inf"))
+
+
+@pytest.mark.parametrize("limit", ["max_norm", "max_value"])
+def test_sparse_gradients_are_refused_with_what_to_do(limit):
+    table = torch.nn.Embedding(3, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match=r"Sparse gradients.*its own 'max_grad_norm'"):
+        clip_(table.parameters(), **{limit: 1.0})

@@ -507,8 +507,12 @@ class TrainModule(nn.Module):
         for parameter in others:
             parameter.requires_grad_(False)
 
-    def untoggle_optimizer(self, optimizer: Optimizer) -> None:  # noqa: ARG002 - as in Lightning
-        """Restore which parameters required gradients before `toggle_optimizer`."""
+    def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
+        """Restore which parameters required gradients before `toggle_optimizer`.
+
+        Args:
+            optimizer: Not looked at: only one can be toggled. Lightning requires it.
+        """
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
 

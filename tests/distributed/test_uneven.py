@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
+from trainer.loops.apart import reason
 
 
 class Net(TrainModule):
@@ -210,6 +212,12 @@ def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
     assert "but rank 1 has no batch in this round" in told
     assert "Set limit_train_batches to a multiple of 2" in told
     assert told.startswith("gather is called in ")
+
+
+def test_all_that_lack_a_batch_are_named():
+    run, advice = SimpleNamespace(world_size=4), {"limit": "limit", "instead": "hook"}
+    assert "rank 2, 3 has no batch" in reason(run, SimpleNamespace(batches=2), "step", **advice)
+    assert reason(run, SimpleNamespace(batches=4), "step", **advice) == ""
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,36 @@ def test_on_load_checkpoint_may_resize_what_the_weights_are_loaded_into():
     assert resumed.bank.tolist() == [1.0] * 6
 
 
+def test_an_error_while_an_optimizer_is_toggled_freezes_nothing_for_good():
+    class Two(Net):
+        fails = True
+
+        def __init__(self):
+            super().__init__()
+            self.other = nn.Linear(2, 1)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            first, _ = self.optimizers()
+            self.toggle_optimizer(first)
+            if self.fails:
+                raise ZeroDivisionError
+            self.manual_backward(self.layer(batch).mean() + self.other(batch).mean())
+            assert self.other.weight.grad is None
+            first.step()
+            self.untoggle_optimizer(first)
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.layer, self.other)]
+
+    module = Two()
+    with pytest.raises(ZeroDivisionError):
+        make().fit(module, data())
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    module.fails = False
+    make().fit(module, data())
+
+
 # -- the Accelerator -------------------------------------------------------------------------------
 
 

@@ -97,6 +97,8 @@ def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterato
         yield
     finally:
         _tell_of_trainer(outer[0], module)
+        if outer[0] is None:
+            module.untoggle_optimizer()  # a step may have failed while one was toggled
         for step in steps:
             module.__dict__.pop(step, None)
         if owns_data:

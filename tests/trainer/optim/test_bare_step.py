@@ -252,10 +252,15 @@ def test_another_torch_is_asked_as_usual(sections, monkeypatch):
 
 @pytest.mark.parametrize("loop", ["trainer", "accelerator"])
 @pytest.mark.parametrize("takes", ["none", "required"])
-def test_a_step_need_not_take_a_closure_and_may_require_one(loop, takes):
+@pytest.mark.parametrize("hooked", [False, True], ids=["bare", "hooked"])
+def test_a_step_need_not_take_a_closure_and_may_require_one(loop, takes, hooked):
+    called = []
+
     class Plain(torch.optim.Optimizer):
         def __init__(self, parameters):
             super().__init__(parameters, {"lr": 0.5})
+            if hooked:  # torch's wrapper, which calls the hook, is then not left out
+                self.register_step_post_hook(lambda *_: called.append(True))
 
         @torch.no_grad()
         def step(self):
@@ -292,3 +297,4 @@ def test_a_step_need_not_take_a_closure_and_may_require_one(loop, takes):
         accelerator.backward(module.training_step(torch.ones(1), 0))
         optimizer.step()
     assert module.weight.item() == 0.5
+    assert len(called) == hooked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,18 +76,22 @@ def test_a_module_within_a_module_knows_the_run_while_it_lasts():
 
 def test_callbacks_and_hooks_that_setup_adds_are_called_and_those_that_save_stay_last():
     class Added(Callback):
+        def setup(self, trainer, module, stage):
+            called.append(stage)
+
         def on_train_start(self, trainer, module):
             called.append("added")
 
     class Adding(Net):
         def setup(self, stage):
-            self.trainer.callbacks.append(Added())
+            self.trainer.callbacks += [ModelCheckpoint(every=2, dirpath="own"), Added()]
             self.on_train_end = lambda: called.append("assigned")
 
     called, trainer = [], make()
     trainer.fit(Adding(), data())
-    assert called == ["added", "assigned"]
-    assert [type(each) for each in trainer.callbacks] == [Added, ModelCheckpoint]
+    assert called == ["fit", "added", "assigned"]
+    assert [type(each) for each in trainer.callbacks] == [Added, ModelCheckpoint, ModelCheckpoint]
+    assert [path.name for path in Path("own").iterdir()] == ["step-00000003"]
 
 
 # -- what would have no effect is refused ----------------------------------------------------------

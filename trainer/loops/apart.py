@@ -8,6 +8,8 @@ from trainer.data.rounds import Round
 from trainer.distributed import meeting
 from trainer.loops.run import Run
 
+TRAINING = {"limit": "limit_train_batches", "instead": "on_train_step_end"}  # for `reason`
+
 
 def reason(run: Run, current: Round, where: str, *, limit: str, instead: str) -> str:
     """Return why collectives are refused for this round's batch; empty if all processes have one.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.data.rounds import Round
 from trainer.distributed.objects import broadcast_object
-from trainer.loops.apart import Apart, reason
+from trainer.loops.apart import TRAINING, Apart, reason
 from trainer.loops.evaluate import ENDED_EARLY, kept
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
@@ -42,8 +42,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
         # The epoch has fewer batches than processes. The batch is sent from host to host.
         run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
     # The step itself is called on all processes; see `stand_in`.
-    advice = {"limit": "limit_train_batches", "instead": "on_train_step_end"}
-    why = reason(run, micro, "a hook of a batch", **advice)
+    why = reason(run, micro, "a hook of a batch", **TRAINING)
     own = Apart(hooks, why) if why else hooks
     if micro.present:
         metrics.begin_batch(items)

@@ -123,7 +123,10 @@ def _set_up(
         call_if_there(datamodule, "setup", name)
         for callback in callbacks:
             callback.setup(trainer, module, name)
+        number = len(callbacks)
         module.setup(name)
+        for added in callbacks[number:]:
+            added.setup(trainer, module, name)
         module.configure_model()
 
     on_all(hooks, name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data.rounds import Round
 from trainer.distributed import meeting
-from trainer.loops.apart import Apart, reason
+from trainer.loops.apart import TRAINING, Apart, reason
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _GRADIENT = attrgetter("grad")
 _HERE = "training_step or a hook of a batch"
-_ADVICE = {"limit": "limit_train_batches", "instead": "on_train_step_end"}
 
 
 def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915  # one algorithm
@@ -52,7 +51,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
         outputs: Any = None
         loss: Tensor | None = None
         seen: Tensor | None = None
-        why = "" if micro.batches == run.world_size else reason(run, micro, _HERE, **_ADVICE)
+        why = "" if micro.batches == run.world_size else reason(run, micro, _HERE, **TRAINING)
         own, stepping = (Apart(hooks, why), Apart(engine, why)) if why else (hooks, engine)
         if micro.present:
             metrics.begin_batch(items)

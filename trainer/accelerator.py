@@ -6,6 +6,7 @@ Each method is short: the modules that it calls do the work and document it in d
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -264,6 +265,16 @@ class Accelerator:
     def native_amp(self) -> bool:
         """Whether the forward pass runs in mixed precision."""
         return self.mixed_precision != "no"
+
+    @property
+    def use_fp16(self) -> bool:
+        """Whether the precision is ``"fp16"``: an earlier name of the documented API."""
+        warnings.warn(
+            "use_fp16 is an earlier name; compare mixed_precision == 'fp16'.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return self.mixed_precision == "fp16"
 
     # -- its configuration ---------------------------------------------------------------------
 

@@ -273,6 +273,8 @@ def test_names_that_scripts_ask_the_precision_by(precision):
     accelerator = accelerate(mixed_precision=precision)
     optimizer = accelerator.prepare(torch.optim.SGD(network().parameters()))
     assert accelerator.native_amp == (precision != "no")
+    with pytest.warns(FutureWarning, match="compare mixed_precision == 'fp16'"):
+        assert accelerator.use_fp16 == (precision == "fp16")
     assert optimizer.scaler is accelerator.scaler
     with pytest.warns(FutureWarning, match="is_overflow is the earlier name"):
         assert optimizer.is_overflow is False

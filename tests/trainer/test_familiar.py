@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Accelerator, Trainer, TrainModule, load_checkpoint_in_model
+from trainer.errors import CheckpointError
 
 
 class Net(TrainModule):
@@ -261,6 +262,14 @@ def test_the_signature_of_a_prepared_model_is_its_own():
     for each in (model, accelerator.unwrap_model(model), copy.deepcopy(model)):
         assert list(inspect.signature(each.forward).parameters) == ["input_ids", "attention_mask"]
         assert each(input_ids=torch.ones(1, 2)).dtype == torch.float32
+
+
+def test_a_folder_of_weights_alone_is_told_from_a_state():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.save_model(model, "weights")
+    with pytest.raises(CheckpointError, match=r"holds weights.*load_checkpoint_in_model\(model"):
+        accelerator.load_state("weights")
 
 
 def test_a_batch_sampler_of_ones_own_is_at_hand():

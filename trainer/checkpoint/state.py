@@ -43,6 +43,7 @@ SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
 LoadHook = Callable[[list[torch.nn.Module], str], object]
 T = TypeVar("T")
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _KIND = "accelerator"
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
@@ -241,6 +242,12 @@ def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
     path = recover(Path(os.path.abspath(path)))
     if not (path / MANIFEST).exists() and accelerate_format.recognised(path):
         return path, None
+    weights = [each for each in _WEIGHTS if (path / each).exists()]
+    if weights and not (path / MANIFEST).exists():
+        raise CheckpointError(
+            f"{path} holds weights ({weights[0]}), but no state of save_state: there is no "
+            f"{MANIFEST}. Load them with load_checkpoint_in_model(model, folder)."
+        )
     manifest = verify(path)
     if manifest.get("kind") != _KIND:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -243,3 +244,54 @@ def test_so_it_is_in_an_evaluation(ranks2, stage, where):
     assert told.startswith(f"gather is called in {phase}_step or a hook of a batch, but rank 1 has")
     assert f"Set limit_{'val' if stage == 'validate' else stage}_batches to a multiple of 2" in told
     assert f"such as on_{phase}_epoch_end." in told
+
+
+class Taught(Net):
+    """A mean teacher that moves where only processes with a batch come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        self.other = nn.Parameter(torch.zeros(3), requires_grad=False)  # alike on all
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        wanted = self.teacher(batch[0]) + self.other + 1.0
+        return (self.net(batch[0]) - wanted).square().mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Frozen parameters have no gradients to note."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for own, trained in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                own.lerp_(trained, 0.1)
+
+
+def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2):
+    """So that a run goes on as after a resume. Of 5 batches the second process has 2."""
+
+    def body(folder: str, *epochs: int) -> tuple[list[float], list[str]]:
+        told: list[str] = []
+        logger = logging.getLogger("trainer.loops.untrained")
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        try:
+            for count in epochs:
+                data = DataLoader(TensorDataset(torch.arange(120.0).view(20, 6) / 100), 4)
+                module = Taught()
+                trainer = Trainer(
+                    max_epochs=count, project_dir=folder, progress_bar=False, cpu=True, seed=0
+                )
+                trainer.fit(module, data, ckpt_path="auto")
+        finally:
+            logger.removeHandler(handler)
+        return torch.cat([each.detach().flatten() for each in module.parameters()]).tolist(), told
+
+    (weights, told), (weights_there, none) = ranks2(body, "whole", 3)
+    assert weights == weights_there
+    assert none == []
+    (text,) = told
+    assert "differ between the processes (teacher.weight, teacher.bias): rank 0's" in text
+    parts = ranks2(body, "parts", 1, 3)
+    assert [each for each, _ in parts] == [weights, weights]

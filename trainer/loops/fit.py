@@ -20,6 +20,7 @@ from trainer.loops.reload import reload_if_due
 from trainer.loops.run import FitRun
 from trainer.loops.switches import switches_of
 from trainer.loops.timing import DATA, VALIDATING
+from trainer.loops.untrained import share_untrained
 from trainer.loops.window import tick, train_window
 from trainer.metrics import TRAIN_EPOCH
 
@@ -243,7 +244,7 @@ def validate(run: FitRun) -> None:
     """
     if run.guard is not None:
         run.guard.settle()
-    run.engine.broadcast_buffers()
+    share_untrained(run)
     generators = generators_of(run)
     try:
         with run.timing.part(VALIDATING):
@@ -285,7 +286,7 @@ def sanity_check(run: FitRun) -> None:
             for feed, limit in zip(run.val_feeds, limits, strict=True):
                 feed.limit = run.sanity_steps if limit is None else min(run.sanity_steps, limit)
         run.hooks.on_sanity_check_start()
-        run.engine.broadcast_buffers()
+        share_untrained(run)
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
         run.metrics.forget_shown()

@@ -229,6 +229,7 @@ class FitRun(Run):
         unused: Those of them that no optimizer has.
         strangers: Those of them that the module does not have.
         told_of_strangers: Whether they were logged.
+        told_of_untrained: Whether it was logged that frozen parameters differed.
         noted: By which `trainer.loops.window.take_note` sees that they may have changed.
         epoch_length: Batches of all processes in the current epoch, None if only reading can tell;
             -1 before the first epoch, when the feed is asked each time.
@@ -286,6 +287,7 @@ class FitRun(Run):
     unused: list[nn.Parameter] = field(default_factory=list)
     strangers: list[nn.Parameter] = field(default_factory=list)
     told_of_strangers: bool = False
+    told_of_untrained: bool = False
     noted: list[int] = field(default_factory=list)
     epoch_length: int | None = _UNKNOWN
     data_ended: bool = False

@@ -31,6 +31,7 @@ from trainer.loops.accumulators import accumulators_of
 from trainer.loops.randomness import generators_of
 from trainer.loops.run import FitRun
 from trainer.loops.switches import switches_of
+from trainer.loops.untrained import share_untrained
 from trainer.optim.groups import names_of_groups
 from trainer.state import PartialState
 from trainer.strategies.ddp import DataParallel
@@ -129,7 +130,7 @@ def _settle(run: FitRun) -> None:
     run.writer.wait()
     if run.guard is not None:
         run.guard.settle()  # never save weights that non-finite gradients have updated
-    run.engine.broadcast_buffers()
+    share_untrained(run)
     run.agreement.settle()
     run.recorder.flush()
 

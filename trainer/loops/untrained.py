@@ -1,0 +1,62 @@
+"""What no gradient keeps alike on the processes: buffers, and parameters that are not trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from trainer.distributed.collectives import broadcast
+from trainer.distributed.meeting import as_bytes, packed
+from trainer.distributed.objects import all_gather_object
+from trainer.loops.run import FitRun
+
+logger = logging.getLogger(__name__)
+
+
+def share_untrained(run: FitRun) -> None:
+    """Make rank 0's buffers and frozen parameters everybody's; collective.
+
+    Before an evaluation, so that it is that of one module, and before a save, which holds rank 0's:
+    the run then goes on as it will after a resume. Only frozen parameters that differ are sent,
+    with a warning; a large base is not.
+    """
+    run.engine.broadcast_buffers()
+    if run.world_size == 1:
+        return
+    frozen = {
+        name: parameter
+        for name, parameter in run.module.named_parameters()
+        if not parameter.requires_grad and not is_lazy(parameter)
+    }
+    everybody = all_gather_object(_digests(frozen))
+    differing = [
+        name
+        for name, own in everybody[0].items()
+        if all(name in each for each in everybody) and any(each[name] != own for each in everybody)
+    ]
+    if not differing:
+        return
+    broadcast([frozen[name] for name in differing])
+    if run.rank == 0 and not run.told_of_untrained:
+        logger.warning(
+            "Frozen parameters differ between the processes (%s): rank 0's are used from here on. "
+            "What moves them must run on all processes in each update: use on_train_step_end, "
+            "since a process without a batch calls no hook of a batch.",
+            ", ".join(differing[:3]) + (", …" if len(differing) > 3 else ""),
+        )
+    run.told_of_untrained = True
+
+
+def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a sum over the bits of each: other values give another one, but for rare accidents."""
+    sums = {name: _words(each).sum(dtype=torch.int64) for name, each in parameters.items()}
+    return {name: int(total) for name, total in sums.items()}  # all are under way by now
+
+
+def _words(parameter: Tensor) -> Tensor:
+    bits = as_bytes(packed(parameter))
+    return bits.view(torch.int32) if bits.numel() % 4 == 0 else bits

@@ -229,7 +229,7 @@ class Endless(IterableDataset[Any]):
         (lambda: Later([DataLoader([1]), DataLoader([1])]), "2 training loaders; it takes one"),
         (lambda: Later(DataLoader(Endless())), r"val_every is 0\.5 epochs.*no length"),
         (lambda: Later(val=lambda: None), "val_dataloader returned nothing in epoch 1"),
-        (lambda: Later(val=list), "validate loader is empty"),
+        (lambda: Later(val=list), "val_dataloader returned nothing in epoch 1"),
         (lambda: Later(val=lambda: DataLoader([])), "validate loader is empty"),
     ],
 )

@@ -170,7 +170,7 @@ def find_loaders(
         given = None if datamodule is None else call_if_there(datamodule, hook)
         if given is None:
             given = call_if_there(module, hook)
-        if given is None or (isinstance(given, list) and not given):
+        if given is None or (hook == "val_dataloader" and isinstance(given, list) and not given):
             return []
     several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
     if several and any(one is None for one in given):

@@ -44,10 +44,10 @@ class Monitor:
             ValueError: If the metric should have been logged by now but never was: an epoch has
                 just ended and, if the fit has validations, one has run.
         """
-        metrics = trainer.callback_metrics
-        if self.name in metrics:
-            fresh = trainer.metric_updates.get(self.name) == trainer.global_step
-            return float(metrics[self.name]) if fresh else None
+        reduced_at = trainer.metric_updates.get(self.name)
+        if reduced_at is not None:
+            fresh = reduced_at == trainer.global_step
+            return float(trainer.callback_metrics[self.name]) if fresh else None
         if self.name in trainer.logged_names:
             return None  # logged per step: its value arrives at the next log interval
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):

@@ -285,7 +285,7 @@ def test_fast_dev_run_writes_nothing_but_checks_the_name(tmp_path):
     trainer.updates([None])
     with pytest.raises(ValueError, match="'loss' was never logged"):
         trainer.updates([None])
-    trainer.callback_metrics["loss"] = 1.0
+    trainer.callback_metrics["loss"], trainer.metric_updates["loss"] = 1.0, trainer.global_step
     trainer.end()
     assert not (tmp_path / "none").exists()
 

@@ -31,11 +31,11 @@ from trainer.checkpoint import accelerate_format, gradients, ranks
 from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
 from trainer.checkpoint.jointly import Ranks, keeper_of, keeps, refuse_together, together
 from trainer.checkpoint.manifest import MANIFEST, verify
-from trainer.checkpoint.model import write_weights_file
+from trainer.checkpoint.model import BIN_NAME, INDEX_SUFFIX, write_weights_file
 from trainer.checkpoint.restore import Prepared, Stored, apply, check, logger
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.torchfile import read_torch_file
-from trainer.checkpoint.weights import bare_names, load_weights, separate_tied
+from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, load_weights, separate_tied
 from trainer.errors import CheckpointError, DistributedOperationException
 from trainer.rng import rng_state
 
@@ -43,7 +43,7 @@ SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
 LoadHook = Callable[[list[torch.nn.Module], str], object]
 T = TypeVar("T")
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+_WEIGHTS = (WEIGHTS_NAME, f"{WEIGHTS_NAME}{INDEX_SUFFIX}", BIN_NAME)
 _KIND = "accelerator"
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 

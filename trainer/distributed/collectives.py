@@ -253,12 +253,13 @@ def _agree(
     nested: bool = False,
 ) -> None:
     """Check, before anything is sent, that the tensors of all processes match."""
-    meeting.refuse_unaccompanied(operation)
     problem = _problem(operation, tree, means=means, others=others, nested=nested)
     if PartialState().num_processes > 1 and is_checked():
         where = "" if free is None else f" along dimension {free}"
         meet(f"{operation}{where} ({describe(tree, free=free, sized=sized)})", problem=problem)
-    elif problem is not None:
+        return
+    meeting.refuse_unaccompanied(operation)  # as `meet` does
+    if problem is not None:
         raise problem
 
 

@@ -12,7 +12,7 @@ TRAINING = {"limit": "limit_train_batches", "instead": "on_train_step_end"}  # f
 
 
 def reason(run: Run, current: Round, where: str, *, limit: str, instead: str) -> str:
-    """Return why collectives are refused for this round's batch; empty if all processes have one.
+    """Return why collectives are refused in a round in which not all processes have a batch.
 
     Args:
         run: The run.
@@ -21,8 +21,6 @@ def reason(run: Run, current: Round, where: str, *, limit: str, instead: str) ->
         limit: The argument of the `Trainer` that limits such batches.
         instead: A hook that all processes call.
     """
-    if current.batches >= run.world_size:
-        return ""
     lacking = ", ".join(map(str, range(current.batches, run.world_size)))
     return (
         f"is called in {where}, but rank {lacking} has no batch in this round and does not call "

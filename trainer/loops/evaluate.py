@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,8 @@ def apart(run: Run, phase: str, current: Round) -> AbstractContextManager[None]:
     Raises:
         DistributedOperationException: See `trainer.loops.apart`.
     """
+    if current.batches == run.world_size:
+        return nullcontext()
     limit = f"limit_{'val' if phase == VALIDATION else phase}_batches"
     where = f"{phase}_step or a hook of a batch"
     return meeting.unaccompanied(

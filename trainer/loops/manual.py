@@ -42,8 +42,9 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
         # The epoch has fewer batches than processes. The batch is sent from host to host.
         run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
     # The step itself is called on all processes; see `stand_in`.
-    why = reason(run, micro, "a hook of a batch", **TRAINING)
-    own = Apart(hooks, why) if why else hooks
+    own: Any = hooks
+    if micro.batches < run.world_size:
+        own = Apart(hooks, reason(run, micro, "a hook of a batch", **TRAINING))
     if micro.present:
         metrics.begin_batch(items)
         own.on_train_batch_start(batch, batch_idx)

@@ -50,9 +50,7 @@ def stage_of(
             _set_up(name, trainer, module, datamodule, callbacks)
             _tell_of_trainer(trainer, module)
             callbacks.sort(key=lambda callback: callback.runs_last)
-            hooks = HookTable(
-                trainer, module, callbacks, TrainModule
-            )  # `setup` may have added some
+            hooks = HookTable(trainer, module, callbacks, TrainModule)  # `setup` may add some
             yield hooks
         except Preempted:
             status = "preempted"

@@ -51,7 +51,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
         outputs: Any = None
         loss: Tensor | None = None
         seen: Tensor | None = None
-        why = "" if micro.batches == run.world_size else reason(run, micro, _HERE, **TRAINING)
+        why = reason(run, micro, _HERE, **TRAINING) if micro.batches < run.world_size else ""
         own, stepping = (Apart(hooks, why), Apart(engine, why)) if why else (hooks, engine)
         if micro.present:
             metrics.begin_batch(items)
@@ -122,7 +122,7 @@ def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> 
 
     Args:
         run: The run.
-        why: See `trainer.loops.apart.reason`.
+        why: See `trainer.loops.apart.reason`; empty if all processes have a batch.
         batch: The batch.
         batch_idx: Its number.
     """

@@ -231,7 +231,8 @@ class MetricStore:
                 f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
                 "values."
             )
-        _refuse_several_loaders(key, value, cells.objects)
+        if self.loader_suffix:
+            _refuse_several_loaders(key, value, cells.objects)
         cells.objects[key] = cells.known[key] = value
 
     # -- reducing ------------------------------------------------------------------------------

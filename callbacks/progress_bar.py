@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from callbacks.base import Callback
+from callbacks.progress_board import Board, Lines
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -191,8 +192,9 @@ class ProgressBar(Callback):
     """A bar for the epoch with its metrics, speed and remaining time, and one for each evaluation.
 
     It shows what was logged with ``prog_bar=True``. The bar of a finished epoch stays on the
-    screen, that of a validation inside it does not. Only the main process shows bars, and only
-    where standard error is a terminal, or in a notebook. There, a finished bar becomes text.
+    screen, that of a validation inside it does not. Only the main process shows bars. In a notebook
+    a finished bar becomes text. Where standard error is not a terminal (a log file, CI), each
+    finished bar is a line of plain text, and an unfinished one gets a line a minute.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
@@ -222,8 +224,10 @@ class ProgressBar(Callback):
         Override this to draw bars in another way.
         """
         notebook = in_notebook()
-        if not notebook and not (sys.stderr and sys.stderr.isatty()):  # a service may have none
+        if not notebook and sys.stderr is None:  # as in a service, or where it was closed
             return None
+        if not notebook and not sys.stderr.isatty():
+            return Board(Lines()).open
         kind, its_own = _choose_tqdm(notebook=notebook)
         view = _CellView if notebook else _TqdmView
         return lambda name, total, leave: view(

@@ -5,74 +5,19 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections import deque
 from collections.abc import Iterator
 from importlib.util import find_spec
-from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
-
-from tqdm import tqdm
+from typing import TYPE_CHECKING, Any
 
 from callbacks.progress_bar import CellOutput, OpenView, ProgressBar, in_notebook
+from callbacks.progress_board import Board, Lines, Row
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
 
-_SPEED_OVER = 30.0  # seconds: long enough to be steady, short enough to follow the run
-_LINE_EVERY = 60.0  # seconds between the lines of one bar where there is no terminal
 _BAR = (10, 40)  # the least and the most columns of the moving part
 _NOTEBOOK_COLUMNS = 100
-
-
-class _Row:
-    """The contents of one bar."""
-
-    def __init__(self, name: str, total: int | None, leave: bool) -> None:
-        self.name = name
-        self.total = total
-        self.leave = leave
-        self.done = 0
-        self.text = ""
-        self.seconds = 0.0
-        self._began = monotonic()
-        self._first = 0  # batches done before the bar was opened, in a resumed epoch
-        self._marks: deque[tuple[float, int]] = deque()
-
-    def update(self, done: int, text: str) -> None:
-        self.seconds = monotonic() - self._began
-        if not self.done:
-            self._first = done - 1
-            self._marks.append((0.0, self._first))
-        if done > self._marks[-1][1]:  # it may be redrawn without progress
-            self._marks.append((self.seconds, done))
-        self.done, self.text = done, text
-        while len(self._marks) > 2 and self._marks[1][0] < self.seconds - _SPEED_OVER:
-            self._marks.popleft()
-
-    def finish(self, done: int) -> None:
-        """Freeze the bar, with the speed over all of its batches."""
-        if done:
-            self.done = done
-            self._marks = deque([(0.0, self._first), (self.seconds, done)])
-
-    def pause(self, seconds: float) -> None:
-        """Leave out time that was spent on another bar."""
-        self._began += seconds
-
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """The name, how much is done, the speed, and the elapsed and remaining time."""
-        count = str(self.done) if self.total is None else f"{self.done}/{self.total}"
-        time = tqdm.format_interval(self.seconds)
-        speed = ""
-        if self._marks and self.seconds > self._marks[0][0]:
-            start, before = self._marks[0]
-            rate = (self.done - before) / (self.seconds - start)
-            speed = f"{rate:.1f} batch/s" if rate >= 1 else f"{1 / rate:.1f} s/batch"
-            if self.total is not None and self.done < self.total:
-                time += f"<{tqdm.format_interval((self.total - self.done) / rate)}"
-        return self.name, count, speed, time
 
 
 def _taken(widths: list[int]) -> int:
@@ -83,7 +28,7 @@ def _taken(widths: list[int]) -> int:
 class _Picture:
     """Bars one below the other, with the metrics beside them, or below if there is no room."""
 
-    def __init__(self, rows: list[_Row]) -> None:
+    def __init__(self, rows: list[Row]) -> None:
         self._rows = rows
 
     def __rich_console__(
@@ -121,16 +66,6 @@ class _Picture:
             yield Text(text)
 
 
-class _Canvas(Protocol):
-    """Where bars are drawn."""
-
-    def draw(self, rows: list[_Row]) -> None:
-        """Draw these rows in place of the last drawing."""
-
-    def end(self, *, leave: bool) -> None:
-        """Leave the last drawing or remove it; the next one goes to a new place."""
-
-
 class _Terminal:
     """The last lines of a terminal; what is printed meanwhile appears above them.
 
@@ -143,7 +78,7 @@ class _Terminal:
         self._live: Live | None = None
         self._replaced: list[tuple[str, Any, Any]] = []
 
-    def draw(self, rows: list[_Row]) -> None:
+    def draw(self, rows: list[Row]) -> None:
         if self._live is None:
             self._live = self._start()
         self._live.update(_Picture(rows), refresh=True)
@@ -214,7 +149,7 @@ class _Notebook:
     def __init__(self) -> None:
         self._output = CellOutput()
 
-    def draw(self, rows: list[_Row]) -> None:
+    def draw(self, rows: list[Row]) -> None:
         from rich.console import Console
 
         console = Console(
@@ -238,88 +173,12 @@ class _Notebook:
         self._output = CellOutput()
 
 
-class _Lines:
-    """Plain lines where there is no terminal: one now and then, and one for each finished bar."""
-
-    def __init__(self) -> None:
-        self._row: _Row | None = None
-        self._next = monotonic() + _LINE_EVERY
-
-    def draw(self, rows: list[_Row]) -> None:
-        self._row = rows[0]
-        if self._row.leave and monotonic() >= self._next:
-            self._print(self._row)
-
-    def end(self, *, leave: bool) -> None:
-        if leave and self._row is not None:
-            self._print(self._row)
-
-    def _print(self, row: _Row) -> None:
-        if row.done:
-            name, *others = row.cells
-            said = ", ".join(part for part in (*others, row.text) if part)
-            print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - that is its purpose
-        self._next = monotonic() + _LINE_EVERY
-
-
-class _Board:
-    """The open bars; the clock of a bar is paused while another one is open below it."""
-
-    def __init__(self, canvas: _Canvas) -> None:
-        self._canvas = canvas
-        self._rows: list[_Row] = []
-
-    def open(self, name: str, total: int | None, leave: bool) -> _BoardView:
-        row = _Row(name, total, leave)
-        self._rows.append(row)
-        try:
-            self.draw()
-        except OSError:  # the caller has no view to close
-            self._rows.remove(row)
-            raise
-        return _BoardView(row, self)
-
-    def draw(self) -> None:
-        self._canvas.draw(list(self._rows))
-
-    def close(self, row: _Row, seconds: float) -> None:
-        if len(self._rows) == 1:
-            try:
-                self.draw()
-            finally:  # restore the streams even if the terminal is gone
-                self._rows.clear()
-                self._canvas.end(leave=row.leave)
-            return
-        self._rows.remove(row)
-        for other in self._rows:
-            other.pause(seconds)
-        self.draw()
-
-
-class _BoardView:
-    """One bar of a board."""
-
-    def __init__(self, row: _Row, board: _Board) -> None:
-        self._row = row
-        self._board = board
-        self._began = monotonic()
-
-    def show(self, done: int, text: str) -> None:
-        self._row.update(done, text)
-        self._board.draw()
-
-    def close(self, done: int) -> None:
-        self._row.finish(done)
-        self._board.close(self._row, monotonic() - self._began)
-
-
 class RichProgressBar(ProgressBar):
     """Show what :class:`ProgressBar` shows, drawn by rich.
 
     Besides colours: metrics that do not fit beside the bar get lines of their own, what is printed
     or logged meanwhile appears above the bars, the clock of an epoch is paused during validations,
-    and a notebook needs no widgets. Where standard error is not a terminal (a log file, CI), a
-    plain line is written for each finished bar, and one a minute. Needs the package rich.
+    and a notebook needs no widgets. Needs the package rich.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
@@ -342,7 +201,7 @@ class RichProgressBar(ProgressBar):
         from rich.console import Console
 
         if in_notebook():
-            return _Board(_Notebook()).open
+            return Board(_Notebook()).open
         if sys.stderr is None:  # as in a service, or where it was closed
             return None
         console = Console(
@@ -355,5 +214,5 @@ class RichProgressBar(ProgressBar):
             highlight=False,
         )
         if not console.is_terminal or console.is_dumb_terminal:
-            return _Board(_Lines()).open
-        return _Board(_Terminal(console)).open
+            return Board(Lines()).open
+        return Board(_Terminal(console)).open

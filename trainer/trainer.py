@@ -133,7 +133,7 @@ class Trainer:
         project_dir: The folder of checkpoints, ``metrics.jsonl`` and trackers' files; a relative
             one is in the working directory of this call. None creates a new folder under ``runs/``
             for each Trainer.
-        progress_bar: Show a progress bar, on the main process, in a terminal or notebook.
+        progress_bar: Show a progress bar, on the main process; in a log file, a line an epoch.
         callbacks: Called in this order, except that callbacks that save come last.
         profile: ``"simple"`` prints at the end of a fit, validation, test or prediction where its
             time went, in parts that add up to the whole, and advice for the largest part; it is

@@ -154,13 +154,6 @@ def test_quiet_where_asked_and_on_other_processes(terminal, arguments):
     assert loop.trainer.bar_values_read == 0
 
 
-def test_quiet_where_there_is_no_terminal(tmp_path, monkeypatch):
-    with (tmp_path / "log").open("w") as log:
-        monkeypatch.setattr(sys, "stderr", log)
-        Loop().fit(epochs=1)
-    assert (tmp_path / "log").read_text() == ""
-
-
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
 def test_quiet_where_there_is_no_standard_error(capsys, monkeypatch, kind):
     monkeypatch.setattr(sys, "stderr", None)  # Python's own choice for a service

@@ -12,7 +12,14 @@ import rich.console
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, ModelCheckpoint, ProgressBar, RichProgressBar, rich_progress_bar
+from callbacks import (
+    Callback,
+    ModelCheckpoint,
+    ProgressBar,
+    RichProgressBar,
+    progress_board,
+    rich_progress_bar,
+)
 from tests.helpers.notebook import outputs_of
 from tests.helpers.stand_in import AcceleratorStandIn
 from tests.helpers.terminal import COLUMNS, Loop
@@ -42,13 +49,13 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def ticking(monkeypatch):
-    monkeypatch.setattr(rich_progress_bar, "monotonic", Clock(tick=0.001))
+    monkeypatch.setattr(progress_board, "monotonic", Clock(tick=0.001))
 
 
 @pytest.fixture
 def clock(ticking, monkeypatch):
     clock = Clock(tick=0.0)
-    monkeypatch.setattr(rich_progress_bar, "monotonic", clock)
+    monkeypatch.setattr(progress_board, "monotonic", clock)
     return clock
 
 
@@ -332,26 +339,28 @@ def log(tmp_path, monkeypatch):
     path = tmp_path / "log"
     with path.open("w") as file:
 
-        def loop(**arguments):
+        def loop(kind=RichProgressBar, **arguments):
             monkeypatch.setattr(sys, "stderr", file)  # here: pytest sets its own before the call
-            return Loop(kind=RichProgressBar, **arguments)
+            return Loop(kind=kind, **arguments)
 
         yield loop, lambda: path.read_text().splitlines()
 
 
-def test_plain_lines_where_there_is_no_terminal(log, monkeypatch):
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
+def test_plain_lines_where_there_is_no_terminal(log, monkeypatch, kind):
     monkeypatch.setenv("FORCE_COLOR", "1")
     loop, lines = log
-    loop(max_epochs=2).fit(epochs=2)
+    loop(kind, max_epochs=2).fit(epochs=2)
     assert [re.sub(r"[\d.]+ batch", "N batch", line) for line in lines()] == [
         "epoch 1/2: 10/10, N batch/s, 00:00, loss=0.3333",
         "epoch 2/2: 10/10, N batch/s, 00:00, loss=0.25",
     ]
 
 
-def test_a_line_a_minute_and_where_it_stopped(log, clock):
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
+def test_a_line_a_minute_and_where_it_stopped(log, clock, kind):
     loop, lines = log
-    loop = loop(sanity_checking=True)
+    loop = loop(kind, sanity_checking=True)
     loop.evaluate("validation", [2])
     clock.now += 100.0
     loop.call("on_validation_batch_end", None, None, 2)
@@ -420,6 +429,16 @@ def test_a_whole_run(terminal, monkeypatch):
     assert len(told) == len(patterns)
     for pattern, line in zip(patterns, told, strict=True):
         assert re.match(pattern, line)
+
+
+def test_a_log_file_has_the_metrics_of_each_epoch(log):
+    loop, lines = log
+    loop()  # standard error is the file from here on
+    data = DataLoader(TensorDataset(torch.zeros(12, 3)), 2)
+    make().fit(Line(), data, data)
+    first, second = lines()
+    assert re.fullmatch(r"epoch 1/2: 6/6, .*, loss=\S+, val=\S+", first)
+    assert re.fullmatch(r"epoch 2/2: 6/6, .*, loss=\S+, val=\S+", second)
 
 
 def test_the_users_bar_is_the_only_one():

@@ -144,6 +144,76 @@ def test_callbacks_that_decide_otherwise_are_named_on_all(ranks2, own, others, s
         assert shown in text
 
 
+def of_sgd(**changed):
+    """A module with SGD and a schedule, which may differ in the given arguments."""
+
+    class Differs(Line):
+        def configure_optimizers(self):
+            options = {"lr": 0.1, "step_size": 2, "interval": "step"} | changed
+            lr = torch.tensor(options["lr"]) if options.pop("tensor", False) else options["lr"]
+            weights = [self.layer.weight] if "weight" in changed else list(self.parameters())
+            kind = torch.optim.Adam if "adam" in changed else torch.optim.SGD
+            optimizer = kind(weights, lr=lr)
+            if changed.get("alone"):
+                return optimizer
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, options["step_size"])
+            return {"optimizer": optimizer, "scheduler": scheduler, "interval": options["interval"]}
+
+    return Differs()
+
+
+@pytest.mark.parametrize("automatic", [True, False], ids=["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"lr": 0.2}, "lr of SGD: rank 0: 0.1; rank 1: 0.2."),
+        ({"tensor": True}, "lr of SGD: rank 0: 0.1; rank 1: 0.10000000149011612."),
+        ({"adam": True}, "optimizers: rank 0: SGD; rank 1: Adam."),
+        ({"weight": True}, "the number of parameters of SGD: rank 0: 2; rank 1: 1."),
+        ({"step_size": 3}, "step_size of scheduler 0 (StepLR): rank 0: 2; rank 1: 3."),
+        (
+            {"interval": "epoch"},
+            "scheduler 0 (StepLR): rank 0: StepLR, every 1 step, monitor=None;",
+        ),
+        ({"alone": True}, "initial_lr of SGD: rank 0: 0.1; rank 1: None."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_optimizers_that_differ_are_named_on_all(ranks2, changed, named, automatic):
+    def run():
+        module = of_sgd(**({}, changed)[PartialState(cpu=True).process_index])
+        module.automatic_optimization = automatic
+        trainer = Trainer(max_epochs=1, project_dir="run", progress_bar=False, cpu=True)
+        trainer.fit(module, DataLoader(torch.ones(8, 2), 2))
+
+    with pytest.raises(RankError) as error:
+        ranks2(run)
+    assert sorted(error.value.failures) == [0, 1]
+    for text in error.value.failures.values():
+        assert f"configure_optimizers returned different values of {named}" in text
+        assert "broadcast_object_list([value])[0] is rank 0's" in text
+
+
+def test_optimizers_whose_objects_alone_differ_train(ranks2):
+    def run():
+        module = Line()
+
+        def configure_optimizers():
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            optimizer.param_groups[0]["of its own"] = object()  # no value to compare
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            return optimizer, scheduler
+
+        module.configure_optimizers = configure_optimizers
+        options = {"max_epochs": 1, "checkpointing": False, "progress_bar": False}
+        trainer = Trainer(project_dir="run", cpu=True, **options)
+        trainer.fit(module, DataLoader(torch.ones(8, 2), 2))
+        return module.layer.weight.detach()
+
+    first, second = ranks2(run)
+    assert torch.equal(first, second)
+
+
 def test_processes_in_different_working_directories_save_to_that_of_rank_0_and_resume(
     ranks2, tmp_path
 ):

@@ -11,6 +11,7 @@ logger = logging.getLogger(__name__)
 
 _HOOK = re.compile(r"on_.*|.*_step|.*_dataloader|configure_.*|prepare_data|setup|teardown")
 _LOADERS = [f"{phase}_dataloader" for phase in ("train", "val", "test", "predict")]
+_OTHER_WORDS = {r"_begin$": "_start", r"(?<![a-z])val_(?!dataloader)": "validation_"}
 _ALIKE = 0.9  # difflib's ratio for names that differ by a letter or two
 
 
@@ -28,7 +29,11 @@ def tell_of_misspelt(owner: object, base: type) -> None:
     hooks = {*filter(_HOOK.fullmatch, dir(base)), *_LOADERS}
     open_ = hooks - defined
     for name in sorted(defined.difference(dir(base), hooks)):
-        if near := difflib.get_close_matches(name, open_, 1, _ALIKE):
+        spelt = name
+        for others, ours in _OTHER_WORDS.items():
+            spelt = re.sub(others, ours, spelt)
+        spellings = (difflib.get_close_matches(each, open_, 1, _ALIKE) for each in (name, spelt))
+        if near := next(filter(None, spellings), None):
             logger.warning(
                 "%s defines %s, which is not a hook and is never called; did you mean %s?",
                 type(owner).__name__,

@@ -20,8 +20,8 @@ from trainer.errors import CheckpointError, choose
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.optim.optimizer import parameters_of
-from trainer.ported.arguments import log_arguments
 from trainer.ported.attributes import NO_LOGGER, Refused, TypeOfParameters
+from trainer.ported.log_arguments import log_arguments
 from trainer.tree import count_samples, map_tree, to_device
 
 if TYPE_CHECKING:

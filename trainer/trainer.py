@@ -74,6 +74,7 @@ from trainer.plugins import (
 )
 from trainer.ported.arguments import refuse_trainer_arguments
 from trainer.ported.attributes import refuse_to_set, trainer_attribute_hint
+from trainer.ported.hooks import refuse_uncalled
 from trainer.rng import set_seed
 from trainer.strategies.compiled import compiled_steps
 
@@ -231,6 +232,7 @@ class Trainer:
     ) -> None:
         if unknown:
             refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
+        refuse_uncalled(self, "trainer")
         if not isinstance(accelerator, (Accelerator, type(None))):
             raise TypeError(
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is "

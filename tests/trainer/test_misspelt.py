@@ -31,6 +31,12 @@ class OddCallback(Callback):
     def on_boundry(self, trainer, module):
         pass
 
+    def on_train_epoch_begin(self, trainer, module):
+        pass
+
+    def on_val_batch_end(self, trainer, module):
+        pass
+
 
 class OddData(DataModule):
     def val_dataloadr(self):
@@ -49,7 +55,15 @@ class OddData(DataModule):
                 ("train_dataloaders", "train_dataloader"),
             ],
         ),
-        (OddCallback, Callback, [("on_boundry", "on_boundary")]),
+        (
+            OddCallback,
+            Callback,
+            [
+                ("on_boundry", "on_boundary"),
+                ("on_train_epoch_begin", "on_train_epoch_start"),
+                ("on_val_batch_end", "on_validation_batch_end"),
+            ],
+        ),
         (OddData, DataModule, [("val_dataloadr", "val_dataloader")]),
     ],
 )
@@ -81,4 +95,4 @@ def test_a_run_tells_of_all_that_it_is_given(caplog):
     with caplog.at_level(logging.WARNING, "trainer.misspelt"):
         trainer.test(Module(), datamodule=Data())
     told = [r.getMessage().split(" defines ")[0] for r in caplog.records]
-    assert told == ["Module"] * 3 + ["OddCallback", "Data"]
+    assert told == ["Module"] * 3 + ["OddCallback"] * 3 + ["Data"]

@@ -183,7 +183,12 @@ def test_what_a_refused_hook_recommends_exists():
     places = (TrainModule, Callback, DataModule, callbacks, trainer)
     known = {name for place in places for name in dir(place)}
     known |= {*inspect.signature(Trainer).parameters, "set_to_none", "dataloader_idx"}
-    for hints in (hooks._MODULE, hooks._CALLBACK, attributes._TRAINER_ATTRIBUTES):
+    for hints in (
+        hooks._MODULE,
+        hooks._CALLBACK,
+        hooks._TRAINER,
+        attributes._TRAINER_ATTRIBUTES,
+    ):
         for name, hint in hints.items():
             for word in hint.replace("(", " ").replace(",", " ").replace(";", " ").split():
                 if word.startswith(("on_", "self.", "configure_", "trainer.")):
@@ -211,10 +216,90 @@ def test_arguments_of_the_hugging_face_trainer_say_what_to_pass(argument, hint):
 
 def test_what_is_recommended_for_them_are_arguments():
     known = inspect.signature(Trainer).parameters
-    for instead in arguments._OF_HUGGING_FACE.values():
-        name = instead.partition("=")[0]
-        if name.isidentifier() and "=" in instead:
-            assert name in known
+    for ported, instead in arguments._INSTEAD.items():
+        assert ported not in known
+        for value in (..., 2, 0.5):
+            text = instead if isinstance(instead, str) else instead(value)
+            name = text.partition("=")[0]
+            if name.isidentifier() and "=" in text:
+                assert name in known
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "said"),
+    [
+        ("devices", 1, "leave it out: one process is the default"),
+        ("devices", 4, "use trainer launch --num_processes 4 script.py"),
+        ("devices", "auto", "use trainer launch --num_processes N script.py"),
+        ("gpus", [0, 1], "use trainer launch --num_processes 2 script.py"),
+        ("num_nodes", 1, "leave it out"),
+        ("num_nodes", 3, "use trainer launch --num_machines 3 script.py"),
+        ("precision", 32, "leave it out: float32"),
+        ("precision", "32-true", "leave it out: float32"),
+        ("precision", "bf16-mixed", "use mixed_precision='bf16'"),
+        ("precision", "16-mixed", "use mixed_precision='fp16'"),
+        ("precision", "bf16-true", "use self.to(torch.bfloat16) in __init__"),
+        ("precision", "64", "use self.to(torch.float64) in __init__"),
+        ("precision", ..., "use mixed_precision='bf16' or 'fp16'"),
+        ("strategy", "ddp", "several processes train with DDP"),
+        ("strategy", "fsdp", "not supported yet"),
+        ("strategy", "auto", "leave it out"),
+        ("val_check_interval", 0.25, "val_every='0.25 epochs'"),
+        ("val_check_interval", 1.0, "val_every='1 epoch'"),
+        ("val_check_interval", 100, "val_every='100 steps'"),
+        ("check_val_every_n_epoch", 5, "val_every='5 epochs'"),
+        ("eval_steps", 20, "val_every='20 steps'"),
+        ("eval_steps", 0.1, "val_every='N steps'"),  # a part of the run
+        ("epochs", 3, "use max_epochs."),
+        ("even_batches", True, "DataLoaderConfiguration(even_batches=...)"),
+    ],
+)
+def test_what_to_pass_depends_on_the_value(argument, value, said):
+    with pytest.raises(TypeError, match=f"no argument '{argument}'") as error:
+        Trainer(**{argument: value})
+    assert said in str(error.value)
+
+
+def test_a_misspelt_argument_is_answered_by_the_nearest_alone():
+    with pytest.raises(TypeError) as error:
+        Trainer(max_epoch=3)
+    assert str(error.value) == "Trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
+
+
+@pytest.mark.parametrize("name", hooks._TRAINER)
+def test_methods_that_subclasses_of_the_hugging_face_trainer_override_are_refused(name):
+    assert not hasattr(Trainer, name)
+    subclass = type("MyTrainer", (Trainer,), {name: nothing})
+    with pytest.raises(TypeError, match=f"MyTrainer defines {name}, which is never called here"):
+        subclass(max_epochs=1)
+
+
+def test_subclasses_with_methods_of_their_own_train():
+    class MyTrainer(Trainer):
+        def evaluate(self, module, loader):
+            return self.validate(module, loader)
+
+    trainer = MyTrainer(max_epochs=1, checkpointing=False, progress_bar=False, project_dir="run")
+    trainer.fit(Net(), loader())
+    assert trainer.global_step == 2
+    assert len(trainer.evaluate(Net(), loader())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("on_step_end", "on_train_step_end"),
+        ("on_train_begin", "on_train_start"),
+        ("on_evaluate", "on_validation_end"),
+        ("on_log", "callback_metrics"),
+    ],
+)
+def test_hooks_of_hugging_face_callbacks_say_what_to_use(name, instead):
+    with pytest.raises(TypeError, match=f"Ported defines {name}, .*{instead}"):
+        make(callbacks=[with_method(Callback, name, nothing)]).fit(Net(), loader())
+
+
+def test_methods_of_the_hugging_face_trainer_are_hinted_at():
     for name in ("train", "evaluate", "save_model"):
         with pytest.raises(AttributeError, match=r"(fit|validate|save_pretrained)"):
             getattr(make(), name)
@@ -788,7 +873,7 @@ def test_attributes_that_a_trainer_does_not_have_are_hinted_at():
 @pytest.mark.parametrize(
     ("argument", "value", "instead"),
     [
-        ("gpus", 1, "trainer launch"),
+        ("gpus", 2, "trainer launch"),
         ("devices", 2, "trainer launch"),
         ("precision", 16, "mixed_precision"),
         ("accumulate_grad_batches", 2, "gradient_accumulation_steps"),

@@ -80,9 +80,9 @@ def fit_fails(module, kind, *parts, train=None, val=None, **arguments):
 ARGUMENTS = [
     ({"val_every": "1 epohc"}, ValueError, ["'epohc'", "steps, epochs, items", "'epochs'"]),
     ({"val_every": "often"}, ValueError, ["'often'", "'30 minutes'"]),
-    ({"precision": "16-mixed"}, TypeError, ["'precision'", "mixed_precision='bf16' or 'fp16'"]),
-    ({"use_distributed_sampler": False}, TypeError, ["nothing in its place", "loaders"]),
-    ({"inference_mode": True}, TypeError, ["nothing in its place", "no gradients"]),
+    ({"precision": "16-mixed"}, TypeError, ["'precision'", "use mixed_precision='fp16'"]),
+    ({"use_distributed_sampler": False}, TypeError, ["leave it out", "loaders"]),
+    ({"inference_mode": True}, TypeError, ["leave it out", "no gradients"]),
     ({"val_every": 0}, ValueError, ["0", "above zero"]),
     ({"val_every": 1.5}, TypeError, ["1.5", "float", "'1 epoch'"]),
     ({"log_every": "3 stpes"}, ValueError, ["'stpes'", "'steps'"]),

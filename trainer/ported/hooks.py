@@ -1,8 +1,10 @@
-"""Hooks of Lightning that are not called.
+"""Hooks of Lightning, and of Hugging Face's Trainer and its callbacks, that are not called.
 
 A method that a user has written and nobody calls is a silent mistake. Each hook of LightningModule,
 LightningDataModule and Lightning's Callback, of its releases 1.5 to 2.x, is therefore either called
-here too or refused before anything runs, with what to use.
+here too or refused before anything runs, with what to use. So are those of a TrainerCallback, and
+the methods that subclasses of Hugging Face's Trainer override, but for those that a user's own code
+may call.
 """
 
 from __future__ import annotations
@@ -84,15 +86,39 @@ _CALLBACK = _EVERYWHERE | {
     "on_before_accelerator_backend_setup": "use setup",
     "on_configure_sharded_model": "use setup",
     "on_keyboard_interrupt": "use on_exception, which is told a KeyboardInterrupt too",
+    "on_epoch_begin": "use on_train_epoch_start",
+    "on_evaluate": "use on_validation_end",
+    "on_log": "use on_boundary, which finds the values in trainer.callback_metrics",
+    "on_optimizer_step": "use on_train_step_end",
+    "on_pre_optimizer_step": "use on_before_optimizer_step",
+    "on_prediction_step": "use on_validation_batch_end",
+    "on_save": "use on_save_checkpoint",
+    "on_step_begin": "use on_train_step_start",
+    "on_step_end": "use on_train_step_end",
+    "on_substep_end": "use on_train_batch_end",
+    "on_train_begin": "use on_train_start",
+}
+_MODULES_OWN = "define {} in the module, a trainer.TrainModule"
+_TRAINER = {
+    "compute_loss": "the loss is what training_step of the module returns",
+    "create_optimizer": _MODULES_OWN.format("configure_optimizers"),
+    "create_optimizer_and_scheduler": _MODULES_OWN.format("configure_optimizers"),
+    "create_scheduler": _MODULES_OWN.format("configure_optimizers"),
+    "evaluation_loop": _MODULES_OWN.format("validation_step"),
+    "get_eval_dataloader": _MODULES_OWN.format("val_dataloader"),
+    "get_test_dataloader": _MODULES_OWN.format("test_dataloader"),
+    "get_train_dataloader": _MODULES_OWN.format("train_dataloader"),
+    "prediction_step": _MODULES_OWN.format("validation_step or predict_step"),
+    "training_step": _MODULES_OWN.format("training_step"),
 }
 
 
 def refuse_uncalled(owner: object, kind: str) -> None:
-    """Refuse a hook of Lightning that nobody would call.
+    """Refuse a hook of another trainer that nobody would call.
 
     Args:
-        owner: The user's module, callback or datamodule.
-        kind: ``"module"``, ``"callback"`` or ``"datamodule"``.
+        owner: The user's module, callback or datamodule, or a Trainer.
+        kind: ``"module"``, ``"callback"``, ``"datamodule"`` or ``"trainer"``.
 
     Raises:
         TypeError: It has one; the text says what to use.
@@ -101,6 +127,7 @@ def refuse_uncalled(owner: object, kind: str) -> None:
         "module": _MODULE,
         "callback": _CALLBACK,
         "datamodule": _EVERYWHERE,
+        "trainer": _TRAINER,
     }[kind]
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.

@@ -131,6 +131,7 @@ def _of_parser(key: str, parser: ArgumentParser) -> str:
         return _of_trainer(name.partition(".")[0])
     keys = [str(action.dest) for action in parser._actions]
     last = [each for each in keys if each.rpartition(".")[2] == key]
+    last += [each for each in _SECTIONS if section.startswith(f"{each}_")]  # seed_everything
     near = f" Did you mean {last[0]!r}?" if last else _nearest(section, _SECTIONS)
     return f"The sections are: {', '.join(_SECTIONS)}.{near}"
 
@@ -140,13 +141,12 @@ def _of_trainer(name: str) -> str:
         return "The seed is a key at the top level: seed, not trainer.seed."
     if name == "accelerator":
         return "The device is selected automatically; set trainer.cpu: true to use the CPU."
-    known = inspect.signature(Trainer).parameters
     try:
-        refuse_trainer_arguments([name], known)
+        refuse_trainer_arguments({name: ...}, inspect.signature(Trainer).parameters)
     except TypeError as error:
         text = str(error)
     listed = "it must be one of" in text  # more than forty names; --help has them
-    return f"Trainer has no argument {name!r}.{_nearest(name, known)}" if listed else text
+    return f"Trainer has no argument {name!r}." if listed else text
 
 
 def _nearest(name: str, choices: Iterable[str]) -> str:

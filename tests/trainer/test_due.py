@@ -319,3 +319,36 @@ def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog
     quiet_trainer(max_steps=2, val_every=3, callbacks=[saver]).fit(Net(), loader(), loader(1))
     (told,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
     assert "No validation runs in this fit. No epoch has ended yet." in told
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "word"),
+    [
+        ("val/accuracy", "min", "mode='max'"),
+        ("val_acc", "min", "mode='max'"),
+        ("val/F1", "min", "mode='max'"),
+        ("val/loss", "max", "mode='min'"),
+        ("val/accuracy", "max", None),
+        ("val/loss", "min", None),
+        ("accuracy/loss", "min", None),
+        ("accuracy/loss", "max", None),
+        ("score", "min", None),  # of which nobody knows
+        ("backlog", "max", None),
+    ],
+)
+def test_a_metric_of_which_the_worst_would_be_kept_is_told(name, mode, word, caplog) -> None:
+    class Named(Net):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log(name, self.layer(batch).square().mean())
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            scheduler = ReduceLROnPlateau(optimizer, mode=mode)
+            return {"optimizer": optimizer, "scheduler": scheduler, "monitor": name}
+
+    watching = [EarlyStopping(name, mode=mode), ModelCheckpoint(monitor=name, mode=mode)]
+    quiet_trainer(max_epochs=1, callbacks=watching).fit(Named(), loader(), loader(2))
+    kinds = ["EarlyStopping", "ModelCheckpoint", "ReduceLROnPlateau"] if word else []
+    said = told(caplog)
+    assert [text.split()[0] for text in said] == kinds
+    assert all(repr(name) in text and str(word) in text for text in said)

@@ -25,7 +25,7 @@ from trainer.hparams import logged
 from trainer.loops.about import name_of, versions
 from trainer.loops.asked import AskedSaves
 from trainer.loops.differing import refuse_differing
-from trainer.loops.due import can_be_due, monitors_of, tell_of_no_validation
+from trainer.loops.due import can_be_due, monitors_of, tell_of_modes, tell_of_no_validation
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
 from trainer.loops.moving import counts_items
@@ -184,6 +184,7 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
         tell_of_no_validation(run, parts.settings)
         if run.rank == 0:
             tell_of_dropout_that_is_off(run.module)
+            tell_of_modes(run.schedulers, parts.callbacks)
     offset = None
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))

@@ -136,9 +136,11 @@ def _existing(ckpt_path: str | os.PathLike[str]) -> Path:
         )
     if path.is_file():
         raise CheckpointError(f"ckpt_path is the file {path}; give its folder, {path.parent}.")
-    if newest := disk.committed(path):
+    if newest := disk.committed(path) or disk.committed(path / "checkpoints"):
+        what = "a folder of checkpoints" if newest[-1].parent == path else "the folder of a run"
         raise CheckpointError(
-            f"ckpt_path is {path}, a folder of checkpoints; give one of them, such as {newest[-1]}."
+            f"ckpt_path is {path}, {what}; give one of its checkpoints, such as {newest[-1]}, or "
+            "ckpt_path='auto' with its project_dir."
         )
     if not disk.locate(path).exists():
         hint = choose("As a word it", path.name, WORDS) if path.parent == Path.cwd() else ""

@@ -1,11 +1,17 @@
-"""Warnings and errors, mostly before the training, about validations that never run."""
+"""Warnings and errors, mostly before the training, about what decisions depend on.
+
+That is, about validations that never run, and about metrics of which the worst would be kept.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from callbacks import Callback, Interval
 from callbacks.monitor import Monitor
@@ -20,6 +26,23 @@ from trainer.optim.configure import SchedulerEntry
 
 logger = logging.getLogger(__name__)
 
+# Of metrics, in lower case, by what is better; names are compared word by word.
+_BETTER = {
+    "max": {
+        "acc",
+        "accuracy",
+        "auc",
+        "auroc",
+        "bleu",
+        "dice",
+        "f1",
+        "iou",
+        "miou",
+        "psnr",
+        "recall",
+    },
+    "min": {"cer", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"},
+}
 _NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
 
 
@@ -70,6 +93,35 @@ def monitors_of(
     ]
     schedulers = [(entry.scheduler, entry.monitor) for entry in entries]
     return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
+
+
+def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]) -> None:
+    """Warn of a metric whose name says that more is better but of which the least is taken.
+
+    And the other way round. A name is no proof, and ``mode`` is ``"min"`` unless given.
+    """
+    watching = [(each, getattr(each, "monitor", None)) for each in callbacks]
+    taken: list[tuple[object, str, str]] = [
+        (each, monitor.name, monitor.mode)
+        for each, monitor in watching
+        if isinstance(monitor, Monitor)
+    ]
+    taken += [
+        (entry.scheduler, entry.monitor, entry.scheduler.mode)
+        for entry in entries
+        if entry.monitor is not None and isinstance(entry.scheduler, ReduceLROnPlateau)
+    ]
+    for who, name, mode in taken:
+        words = set(re.split(r"[^a-z0-9]+", name.lower()))
+        other = "max" if mode == "min" else "min"
+        if words & _BETTER[other] and not words & _BETTER[mode]:
+            logger.warning(
+                "%s takes the %s of %r as the best: pass mode=%r if that is not meant.",
+                type(who).__name__,
+                {"min": "smallest value", "max": "largest value"}[mode],
+                name,
+                other,
+            )
 
 
 def tell_of_no_validation(run: FitRun, settings: Settings) -> None:

@@ -138,13 +138,14 @@ class Project:
 
         Raises:
             TypeError: It is not None, a string or a path.
-            ValueError: It is a word, but every start has a new folder.
+            ValueError: It is empty, or a word where every start has a new folder.
         """
+        choices = "it is None, the folder of a checkpoint, 'last', 'best' or 'auto'"
         if not isinstance(ckpt_path, (str, os.PathLike, type(None))):
-            raise TypeError(
-                f"ckpt_path is {ckpt_path!r} of type {type(ckpt_path).__name__}; it is None, the "
-                "folder of a checkpoint, 'last', 'best' or 'auto'."
-            )
+            kind = type(ckpt_path).__name__
+            raise TypeError(f"ckpt_path is {ckpt_path!r} of type {kind}; {choices}.")
+        if ckpt_path == "":
+            raise ValueError(f"ckpt_path is ''; {choices}.")
         # Asked of rank 0: a process with another working directory has no such folder.
         found = self._fixed or broadcast_object(self.checkpoints.exists())
         if ckpt_path in WORDS and not found:

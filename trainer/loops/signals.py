@@ -68,15 +68,20 @@ class SignalWatch:
             if not interactive():  # the teardown may wait for other processes in vain
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
-        again_how = "interrupt" if interactive() else "press Ctrl-C"
-        hint = f"; {again_how} again to stop at once" if number == signal.SIGINT else ""
-        name = signal.Signals(number).name
-        # Not print: the signal may have interrupted one. A reader of stderr, such as tee, may have
-        # ended by the same Ctrl-C; that must not cost the save.
-        with suppress(OSError):
-            os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
+        if not again:  # launchers may send the same signal to a process several times
+            _tell(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
+
+
+def _tell(number: int) -> None:
+    again = "interrupt" if interactive() else "press Ctrl-C"
+    hint = f"; {again} again to stop at once" if number == signal.SIGINT else ""
+    name = signal.Signals(number).name
+    # Not print: the signal may have interrupted one. A reader of stderr, such as tee, may have
+    # ended by the same Ctrl-C; that must not cost the save.
+    with suppress(OSError):
+        os.write(2, f"\n{name}: stopping after this update{hint}.\n".encode())
 
 
 def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | None]:

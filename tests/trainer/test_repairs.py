@@ -282,6 +282,19 @@ def test_a_path_beside_the_checkpoint_is_told(tmp_path):
         make(max_epochs=2, project_dir="run").fit(Line(), loader, ckpt_path=weights)
     with pytest.raises(RuntimeError, match=r"a folder of checkpoints; .* such as .*step-00000004"):
         make(max_epochs=2, project_dir="run").fit(Line(), loader, ckpt_path="run/checkpoints")
+    with pytest.raises(
+        RuntimeError, match=r"the folder of a run; .* such as .*step-00000004.*auto"
+    ):
+        make(max_epochs=2, project_dir="run").fit(Line(), loader, ckpt_path="run")
+    with pytest.raises(ValueError, match="ckpt_path is ''; it is None, the folder of a checkpoint"):
+        make(max_epochs=2, project_dir="run").fit(Line(), loader, ckpt_path="")
+
+
+def test_an_error_of_one_process_names_no_rank():
+    trainer = make(project_dir="run")
+    with pytest.raises(RuntimeError, match="There is no checkpoint at ") as error:
+        trainer.fit(Line(), DataLoader(data(), batch_size=2), ckpt_path="nowhere")
+    assert "rank" not in str(error.value)
 
 
 def test_a_project_dir_that_is_a_file_is_refused_before_training(tmp_path):

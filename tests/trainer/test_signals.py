@@ -66,12 +66,15 @@ def test_the_handlers_are_put_back_also_after_an_error(heard):
     assert [signal.getsignal(number) for number in WATCHED] == before
 
 
-def test_the_first_signal_is_the_one_that_counts(heard):
+def test_the_first_signal_is_the_one_that_counts_and_is_told(heard, capfd):
     with watch_signals() as watch:
         signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR1)
         watch.answered = True
     assert watch.received == signal.SIGUSR1
+    assert heard == [signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1]
+    assert capfd.readouterr().err == "\nSIGUSR1: stopping after this update.\n"
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])

@@ -138,12 +138,13 @@ def together(
     for rank, (_, text) in enumerate(outcomes):
         if text is not None:
             told.setdefault(text.rstrip("."), []).append(str(rank))
+    alone = state.num_processes == 1
     failures = [
-        f"on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}"
+        f": {text}" if alone else f" on rank{'s' if ranks[1:] else ''} {', '.join(ranks)}: {text}"
         for text, ranks in told.items()
     ]
     if failures:
-        raise CheckpointError(f"{what} failed {'; '.join(failures)}.") from cause
+        raise CheckpointError(f"{what} failed{';'.join(failures)}.") from cause
     return [result for result, _ in outcomes]
 
 

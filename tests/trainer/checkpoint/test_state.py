@@ -435,7 +435,7 @@ def test_arguments_for_the_models():
     load_state(OUT, prepared, ALONE, assign=True)
     assert prepared.models[0][0].weight is not weight
     before = snapshot(prepared)
-    with pytest.raises(CheckpointError, match=r"Loading out failed on rank 0: TypeError.*'foo'"):
+    with pytest.raises(CheckpointError, match=r"Loading out failed: TypeError.*'foo'"):
         load_state(OUT, prepared, ALONE, foo=1)
     assert snapshot(prepared) == before
 
@@ -444,7 +444,7 @@ def test_an_object_that_refuses_its_state_is_told_as_a_partial_load():
     save_state(OUT, make(1), ALONE)
     prepared = make(2)
     prepared.custom_objects[1].load_state_dict = lambda state: 1 / 0
-    with pytest.raises(CheckpointError, match="which is partly done, failed on rank 0: Zero"):
+    with pytest.raises(CheckpointError, match="which is partly done, failed: Zero"):
         load_state(OUT, prepared, ALONE)
 
 

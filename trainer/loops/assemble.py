@@ -24,12 +24,13 @@ from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.about import name_of, versions
 from trainer.loops.asked import AskedSaves
-from trainer.loops.differing import refuse_differing
+from trainer.loops.differing import refuse_differing, refuse_differing_options
 from trainer.loops.due import can_be_due, monitors_of, tell_of_modes, tell_of_no_validation
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
 from trainer.loops.moving import counts_items
 from trainer.loops.optimizers import prepare_optimizers
+from trainer.loops.options import options_of
 from trainer.loops.parts import Parts
 from trainer.loops.record import Recorder
 from trainer.loops.reload import Origin, Sources
@@ -114,6 +115,8 @@ def make_fit_run(
         ddp_kwargs=accelerator.ddp_kwargs,
     )
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
+    options = options_of(entries, schedulers)
+    refuse_differing_options(options)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     common = _common(parts, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
     return FitRun(
@@ -141,6 +144,7 @@ def make_fit_run(
         monitored=monitors_of(schedulers, parts.callbacks),
         stop_requested=stop_requested,
         begun=switches_of(module),
+        options=options,
         sources=sources,
         origin=origin,
         feed=feed,

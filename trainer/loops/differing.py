@@ -6,15 +6,10 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
 from callbacks import Callback, EarlyStopping, Interval, ModelCheckpoint, SpikeDetection, Timer
 from callbacks.monitor import Monitor
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.settings import Settings
-from trainer.optim.configure import SchedulerEntry
 
 # may differ between processes: affects neither the decisions nor the numbers of a fit
 _OF_A_PROCESS = {
@@ -61,34 +56,16 @@ def refuse_differing(
         )
 
 
-def refuse_differing_optimizers(
-    optimizers: Mapping[str, Optimizer], schedulers: Iterable[SchedulerEntry]
-) -> None:
+def refuse_differing_options(options: Mapping[str, str]) -> None:
     """Refuse optimizers that differ between processes, whose weights would part; collective.
 
     Args:
-        optimizers: The optimizers by their names.
-        schedulers: The schedulers with their options.
+        options: What `trainer.loops.options.options_of` returned.
 
     Raises:
         ValueError: On all processes alike; it names the option and the value on each process.
     """
-    own = {"optimizers": ", ".join(optimizers) or "none"}
-    for name, optimizer in optimizers.items():
-        own[f"the class of {name}"] = type(optimizer).__name__
-        for number, group in enumerate(optimizer.param_groups):
-            place = name if len(optimizer.param_groups) == 1 else f"{name}, group {number}"
-            own[f"the number of parameters of {place}"] = str(len(group["params"]))
-            for option, value in group.items():
-                own[f"{option} of {place}"] = _plain(value)
-    for number, entry in enumerate(schedulers):
-        kind = type(entry.scheduler).__name__
-        name = f"scheduler {number} ({kind})"
-        own[name] = f"{kind}, every {entry.frequency} {entry.interval}, monitor={entry.monitor!r}"
-        if isinstance(entry.scheduler, LRScheduler):
-            for option, value in entry.scheduler.state_dict().items():
-                own[f"{option.lstrip('_')} of {name}"] = _plain(value)
-    for name, shown in _differing(all_gather_object(own)):
+    for name, shown in _differing(all_gather_object(options)):
         raise ValueError(
             f"configure_optimizers returned different values of {name}: {shown}. The weights would "
             "differ from the first update on. Draw or read a value once and share it: value = "
@@ -102,17 +79,6 @@ def _differing(told: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
         values = [each.get(name, "None") for each in told]
         if any(value != values[0] for value in values):
             yield name, "; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def _plain(value: Any) -> str:
-    """Format numbers and words, also in containers; of other objects the type alone."""
-    if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate on the device
-        return repr(value.item())
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_plain(one)}' for key, one in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
-    return repr(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
 
 
 def _is_of_the_clock(name: str, value: Any) -> bool:

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from trainer.accelerator import Accelerator
 from trainer.distributed.control import on_all
-from trainer.loops.differing import refuse_differing_optimizers
 from trainer.module import TrainModule
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
@@ -25,8 +24,7 @@ def prepare_optimizers(
     In manual optimisation on several processes, each optimizer averages its own gradients.
 
     Raises:
-        ValueError: An optimizer has none of the module's parameters, cannot be used as asked, or
-            differs between processes.
+        ValueError: An optimizer has none of the module's parameters, or cannot be used as asked.
         RuntimeError: The hook failed on another process.
     """
     entries, schedulers = on_all(lambda: read_optimizers(module.configure_optimizers()), "fit")
@@ -49,7 +47,6 @@ def prepare_optimizers(
         _check_apart(optimizers, names, module)
     else:
         _check_no_limits(entries, names)
-    refuse_differing_optimizers(dict(zip(names, optimizers, strict=True)), schedulers)
     reduce = None if alone else partial(average_gradients, sparse=sparse_weights(module))
     prepared = [
         AcceleratedOptimizer(optimizer, precision=accelerator.precision, reduce=reduce)

@@ -17,6 +17,7 @@ from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.loops.accumulators import restore_accumulators
 from trainer.loops.lengths import Schedule
+from trainer.loops.options import tell_of_changed
 from trainer.loops.run import Counters, FitRun
 from trainer.loops.snapshot import (
     DATA,
@@ -95,6 +96,8 @@ def load_run(
     disk.load_into(run.module, weights, where=file)
     if "switches" in state:  # not in a checkpoint of an earlier release
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
+    if run.rank == 0:
+        tell_of_changed(run.options, state.get("options", {}))
     trained = path / TRAINED_NAME
     if differs := TRAINED_NAME in manifest["files"]:
         weights = disk.load_weights(trained)

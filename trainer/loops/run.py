@@ -208,6 +208,7 @@ class FitRun(Run):
             update.
         begun: What of the module was frozen or in evaluation mode at first; see
             `trainer.loops.switches`.
+        options: See `trainer.loops.options.options_of`.
         started: The time when this start began, by the monotonic clock.
         thread: The thread that trains.
         sources: Where the loaders come from; see `trainer.loops.reload`.
@@ -265,6 +266,7 @@ class FitRun(Run):
     monitored: Final[list[tuple[str, str]]]
     stop_requested: Final[Callable[[], bool]]
     begun: Final[dict[str, list[str]]]
+    options: Final[dict[str, str]]
     started: Final[float] = field(default_factory=time.monotonic)
     thread: Final[int] = field(default_factory=threading.get_ident)
     # What may be replaced: the data every few epochs, the rest by callbacks.

@@ -485,11 +485,13 @@ def test_the_summary_is_printed_once_with_the_totals(capsys):
     ]
 
 
-def test_off_a_terminal_there_is_no_bar(capsys):
+def test_off_a_terminal_the_bar_is_a_line_an_epoch(capsys):
     fit(Net([0.0]), ProgressBar(), max_epochs=1)
     trainer = Trainer(max_epochs=1, project_dir="other")
     trainer.fit(Net([0.0]), loader(), loader(1))
-    assert capsys.readouterr() == ("", "")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert [line.partition(":")[0] for line in shown.err.splitlines()] == ["epoch 1/1"] * 2
     assert any(isinstance(callback, ProgressBar) for callback in trainer.callbacks)
 
 

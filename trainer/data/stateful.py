@@ -19,8 +19,9 @@ from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from trainer.data.own_generators import Found, alike, held_by, set_aside
 from trainer.data.rebuild import LastingLoader, LastingWorker, users_kwargs
 from trainer.data.seeding import as_fetched
 from trainer.rng import isolated_rng, mix, seed_generators, seeded_iteration
@@ -85,6 +86,8 @@ class StreamReader(Dataset[Reply]):
         self.batch_size, self.drop_last = loader.batch_size, loader.drop_last
         self._iterator: Iterator[Any] = iter(())
         self._ended = False
+        self._alike = alike(_of_collate(self))
+        self._own: Found = {}
 
     def __getitem__(self, request: Request) -> Reply:
         if request.seed is None:
@@ -102,6 +105,7 @@ class StreamReader(Dataset[Reply]):
         if request.state is not None:
             self.dataset.load_state_dict(pickle.loads(request.state))  # type: ignore[attr-defined]  # noqa: S301 - made here
         self._ended = False
+        self._own = _of_collate(self)
         if not request.ended:
             self._iterator = iter(self.dataset)
 
@@ -120,8 +124,16 @@ class StreamReader(Dataset[Reply]):
         self._ended = len(items) < size
         if not items or (self._ended and self.drop_last):
             return Reply(None, None, True)
-        batch = self.collate_fn(items if self.batch_size is not None else items[0])
+        with set_aside(self._own, mix(request.seed, 1), self._alike):
+            batch = self.collate_fn(items if self.batch_size is not None else items[0])
         return Reply(batch, pickled_state(self.dataset), self._ended)
+
+
+def _of_collate(loader: Any) -> Found:
+    """Find the generators of a ``collate_fn``, but for those that its dataset has too."""
+    saved = set(map(id, held_by(dataset=loader.dataset).values()))
+    found = held_by([loader.dataset], collate_fn=loader.collate_fn)
+    return {path: each for path, each in found.items() if id(each) not in saved}
 
 
 def pickled_state(owner: Any) -> bytes:
@@ -246,6 +258,17 @@ class SourceReading:
     def __init__(self, source: Any) -> None:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
+        self._alike = alike(self._without_state())
+
+    def _without_state(self) -> Found:
+        """Find the generators that a loader's state lacks and that this process draws from."""
+        if not isinstance(self._source, DataLoader) or self.workers:
+            return {}
+        dataset, found = self._source.dataset, _of_collate(self._source)
+        # A stream's order may go on from them; a state may hold them.
+        if not (isinstance(dataset, IterableDataset) or hasattr(dataset, "load_state_dict")):
+            found |= held_by(dataset=dataset)
+        return found
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""
@@ -257,8 +280,10 @@ class SourceReading:
             if load and place.states and place.states[0] is not None:
                 self._source.load_state_dict(pickle.loads(place.states[0]))  # noqa: S301 - made here
             batches = iter(self._source)
+        own = self._without_state()
         for number in count(place.number):
-            with isolated_rng(mix(seed, number)):
+            drawn = mix(seed, number)
+            with isolated_rng(drawn), set_aside(own, mix(drawn, 1), self._alike):
                 try:
                     batch = next(batches)
                 except StopIteration:

@@ -442,6 +442,61 @@ def test_torchdata_goes_on(dataset, workers, limit):
         assert sorted(samples_of(seen)) == list(range(SAMPLES))
 
 
+class Masking:
+    """A collate function that draws from a generator of its own, or from one of its dataset."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator or torch.Generator().manual_seed(1)
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        return [*items, (torch.rand((), generator=self.generator).item(),)]
+
+
+class Augmented(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = numpy.random.default_rng(2)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return index, float(self.generator.random())
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("dataset", [Onward, Drawing])
+def test_what_a_collate_function_draws_from_its_own_generator_is_resumed(dataset, workers):
+    """The state of the dataset does not hold it."""
+    seen = assert_resumes(
+        lambda: loader(dataset(), collate_fn=Masking(), num_workers=workers), epochs=2
+    )
+    drawn = [batch[-1] for _, _, batch, _ in seen]
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_generator_that_the_dataset_saves_is_not_seeded():
+    def make() -> Any:
+        dataset = Drawing()
+        return loader(dataset, collate_fn=Masking(dataset.generator))
+
+    seen = assert_resumes(make)
+    assert [batch[-1] for _, _, batch, _ in seen[:3]] == [batch[-1] for batch in make()][:3]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("dataset", [Augmented, Numbers, Silent])
+def test_what_torchdata_draws_from_generators_beside_its_state_is_resumed(dataset):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    shuffle = {"shuffle": dataset is not Silent}
+    seen = assert_resumes(
+        lambda: StatefulDataLoader(dataset(), 2, collate_fn=Masking(), **shuffle),
+        epochs=2,
+        positions=False,
+    )
+    drawn = [batch[-1] for _, _, batch, _ in seen]
+    assert len(set(drawn)) == len(drawn)
+
+
 # -- what is drawn and read --------------------------------------------------------------------
 
 

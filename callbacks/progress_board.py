@@ -79,6 +79,7 @@ class Lines:
 
     def __init__(self) -> None:
         self._row: Row | None = None
+        self._last: tuple[Row, int, str] | None = None
         self._next = monotonic() + _LINE_EVERY
 
     def draw(self, rows: list[Row]) -> None:
@@ -93,10 +94,14 @@ class Lines:
             self._print(self._row)
 
     def _print(self, row: Row) -> None:
-        if row.done:
+        if row.done and (row, row.done, row.text) != self._last:
             name, *others = row.cells
             said = ", ".join(part for part in (*others, row.text) if part)
-            print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - that is its purpose
+            try:
+                print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+            except ValueError as error:  # it is closed, or cannot encode a metric's name
+                raise OSError(str(error)) from error
+        self._last = row, row.done, row.text
         self._next = monotonic() + _LINE_EVERY
 
 

@@ -341,7 +341,10 @@ class Trainer:
             raise AttributeError(trainer_attribute_hint(name))
 
         def __setattr__(self, name: str, value: Any) -> None:
-            if not hasattr(Trainer, name):
+            if name == "callbacks" and name in vars(self):  # the list that all parts have
+                self.callbacks[:] = value
+                return
+            if not hasattr(type(self), name):
                 refuse_to_set(name, Trainer.__init__.__kwdefaults__)
             super().__setattr__(name, value)
 
@@ -357,7 +360,7 @@ class Trainer:
             **settings: Fields of `Settings` to replace.
         """
         trial = copy.copy(self)
-        trial.accelerator, trial.callbacks = accelerator, callbacks
+        vars(trial).update(accelerator=accelerator, callbacks=callbacks)
         trial._parts = replace(
             self._parts,
             settings=replace(self._parts.settings, **(_NOT_IN_A_TRIAL | settings)),

@@ -441,6 +441,24 @@ def test_a_log_file_has_the_metrics_of_each_epoch(log):
     assert re.fullmatch(r"epoch 2/2: 6/6, .*, loss=\S+, val=\S+", second)
 
 
+@pytest.mark.parametrize("wrong", ["closed", "encoding"])
+def test_a_log_that_cannot_be_written_ends_the_lines_and_nothing_else(
+    wrong, tmp_path, monkeypatch, caplog
+):
+    with (tmp_path / "log").open("w", encoding="ascii") as file:
+        loop = Loop(kind=ProgressBar)
+        monkeypatch.setattr(sys, "stderr", file)
+        loop.call("setup", "fit")
+        if wrong == "encoding":
+            loop.trainer.progress_values = lambda: {"\u0394": 1.0}
+        loop.call("on_train_epoch_start")
+        loop.batches([0])
+        if wrong == "closed":
+            file.close()
+        loop.call("on_train_epoch_end")
+    assert "The progress bar cannot be shown any more" in caplog.text
+
+
 def test_the_users_bar_is_the_only_one():
     for bar in (RichProgressBar(), ProgressBar(1.0)):
         bars = [one for one in make(bar).callbacks if isinstance(one, ProgressBar)]

@@ -334,6 +334,9 @@ def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog
         ("accuracy/loss", "max", None),
         ("score", "min", None),  # of which nobody knows
         ("backlog", "max", None),
+        ("neg_log_loss", "max", None),  # as scikit-learn names its scorers
+        ("val/acc_gap", "min", None),
+        ("1-f1", "min", None),
     ],
 )
 def test_a_metric_of_which_the_worst_would_be_kept_is_told(name, mode, word, caplog) -> None:

@@ -292,3 +292,112 @@ def test_an_index_of_weights_may_be_the_mapping_alone(tmp_path):
     other = nn.Linear(2, 1)
     load_checkpoint_in_model(other, tmp_path / "index.json")
     assert torch.equal(other.weight, model.weight)
+
+
+class Counting(Callback):
+    """Counts updates, and what it was called for."""
+
+    def __init__(self, key="Counting", adds=()):
+        self.updates, self.key, self.adds, self.set_up = 0, key, list(adds), 0
+
+    @property
+    def state_key(self):
+        return self.key
+
+    def setup(self, trainer, module, stage):
+        self.set_up += 1
+        while self.adds:
+            trainer.callbacks.insert(0, self.adds.pop())
+
+    def on_train_step_end(self, trainer, module):
+        self.updates += 1
+
+    def state_dict(self):
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state):
+        self.updates = state["updates"]
+
+
+@pytest.mark.parametrize("how", ["set", "inserted", "from setup", "in configure_model"])
+def test_callbacks_that_come_later_are_set_up_once_and_restored(how):
+    def start(epochs):
+        counting = Counting()
+        module = Net()
+        trainer = make(max_epochs=epochs, checkpointing=True)
+        if how == "set":
+            trainer.callbacks = [*trainer.callbacks, counting]
+        elif how == "inserted":
+            module.setup = lambda stage: trainer.callbacks.insert(0, counting)
+        elif how == "from setup":
+            module.setup = lambda stage: trainer.callbacks.append(Counting("adds", [counting]))
+        else:
+            module.configure_model = lambda: trainer.callbacks.append(counting)
+        trainer.fit(module, data(), ckpt_path="auto")
+        assert counting.set_up == 1
+        assert counting.updates == trainer.global_step > 0
+        return trainer.global_step
+
+    first = start(1)
+    assert start(2) == 2 * first
+
+
+def test_callbacks_added_in_setup_are_checked_like_those_given():
+    class Twice(Net):
+        def setup(self, stage):
+            self.trainer.callbacks += [Counting(), Counting()]
+
+    with pytest.raises(ValueError, match="Two callbacks have the state_key 'Counting'"):
+        make().fit(Twice(), data())
+
+
+def test_a_module_within_another_stays_that_of_its_own_run():
+    class Around(TrainModule):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def validation_step(self, batch, batch_idx):
+            self.log("around", self.inner.layer(batch).mean())
+
+    class Evaluates(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            make(project_dir="other").validate(Around(module), data())
+            assert module.trainer is trainer
+
+    trainer = make(Evaluates())
+    trainer.fit(Net(), data())
+    assert trainer.global_step > 0
+
+
+def test_an_overridden_untoggle_with_lightnings_arguments_hides_no_error():
+    class Own(Net):
+        def untoggle_optimizer(self, optimizer):
+            super().untoggle_optimizer(optimizer)
+
+        def training_step(self, batch, batch_idx):
+            raise KeyError("the error")
+
+    with pytest.raises(KeyError, match="the error"):
+        make().fit(Own(), data())
+
+
+def test_attributes_that_a_subclass_of_the_trainer_has_may_be_set():
+    class Mine(Trainer):
+        strategy = None
+
+    trainer = Mine(project_dir="run")
+    trainer.strategy = "own"
+    assert trainer.strategy == "own"
+
+
+def test_a_parameter_replaced_by_on_load_checkpoint_is_refused():
+    class Replaces(Net):
+        def on_load_checkpoint(self, checkpoint):
+            self.layer = torch.nn.Linear(2, 1)
+
+    make(max_epochs=1, checkpointing=True).fit(Net(), data())
+    with pytest.raises(
+        RuntimeError, match=r"Replaces has replaced parameters.*nothing would train"
+    ):
+        make(max_epochs=2, checkpointing=True).fit(Replaces(), data(), ckpt_path="auto")

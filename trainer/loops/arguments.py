@@ -144,6 +144,21 @@ def complete(
     if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's are neither list nor tuple
         raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     given = list(callbacks or [])
+    check_callbacks(given)
+    if progress_bar and not any(isinstance(one, ProgressBar) for one in given):
+        given.insert(0, ProgressBar())
+    if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
+        given.append(ModelCheckpoint())
+    return sorted(given, key=lambda callback: callback.runs_last)
+
+
+def check_callbacks(given: Sequence[Any]) -> None:
+    """Refuse callbacks that cannot be called, or not together.
+
+    Raises:
+        TypeError: One is not a callback.
+        ValueError: Two have the same key in checkpoints, or would draw over each other.
+    """
     for callback in given:
         if not isinstance(callback, Callback):
             raise TypeError(
@@ -161,11 +176,6 @@ def complete(
     if len(bars) > 1:
         names = " and ".join(type(bar).__name__ for bar in bars)
         raise ValueError(f"callbacks holds {names}, which would draw over each other; pass one.")
-    if progress_bar and not bars:
-        given.insert(0, ProgressBar())
-    if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
-        given.append(ModelCheckpoint())
-    return sorted(given, key=lambda callback: callback.runs_last)
 
 
 def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[str, Any]) -> None:

@@ -66,7 +66,7 @@ def update_batch_norm(run: FitRun) -> None:
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     with (
         kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
-        _kept_metrics(run.module),
+        kept_metrics(run.module),
         _cumulative(norms),
         torch.no_grad(),
         isolated_rng(),
@@ -119,7 +119,7 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
 
 
 @contextmanager
-def _kept_metrics(module: nn.Module) -> Iterator[None]:
+def kept_metrics(module: nn.Module) -> Iterator[None]:
     """Inside, metric objects may change; their states, which are not buffers, are restored."""
     before: list[tuple[Any, int, dict[str, Any]]] = [
         (metric, metric.update_count, copy.deepcopy(dict(metric.metric_state)))

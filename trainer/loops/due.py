@@ -43,6 +43,10 @@ _BETTER = {
     },
     "min": {"cer", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"},
 }
+_TURNED = {  # words that turn a name's meaning round, or make it another thing
+    *("neg", "negative", "inverse", "1", "error", "err", "gap", "drop", "diff", "delta", "std"),
+    *("var", "improvement", "reduction", "gain", "time", "change"),
+}
 _NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
 
 
@@ -114,7 +118,7 @@ def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callbac
     for who, name, mode in taken:
         words = set(re.split(r"[^a-z0-9]+", name.lower()))
         other = "max" if mode == "min" else "min"
-        if words & _BETTER[other] and not words & _BETTER[mode]:
+        if words & _BETTER[other] and not words & (_BETTER[mode] | _TURNED):
             logger.warning(
                 "%s takes the %s of %r as the best: pass mode=%r if that is not meant.",
                 type(who).__name__,

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.data.rounds import Round
 from trainer.distributed.objects import broadcast_object
 from trainer.loops.apart import TRAINING, Apart, reason
+from trainer.loops.batch_norm import kept_metrics
 from trainer.loops.evaluate import ENDED_EARLY, kept
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
@@ -114,6 +115,7 @@ def stand_in(run: FitRun, batch_idx: int) -> None:
     try:
         with (
             kept(run.module.buffers()),
+            kept_metrics(run.module),
             isolated_rng(),
             run.metrics.muted(),
             run.precision.autocast(),

@@ -3,68 +3,72 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 3  # of the options that have changed
+_OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
 
 
 def options_of(
     entries: Sequence[OptimizerEntry], schedulers: Iterable[SchedulerEntry]
 ) -> dict[str, str]:
-    """Return the options of the optimizers and schedules, by what they are called in messages."""
+    """Return what the updates depend on, by what it is called in messages.
+
+    Of an optimizer these are its options; of a schedule, which may keep anything, only its class
+    and when it ticks.
+    """
     names = names_of(entries)
     options = {"optimizers": ", ".join(names) or "none"}
     for name, entry in zip(names, entries, strict=True):
         groups = entry.optimizer.param_groups
+        chosen = [option for option in entry.optimizer.defaults if option not in _OF_SPEED]
         options[f"the class of {name}"] = type(entry.optimizer).__name__
         for number, group in enumerate(groups):
             place = name if len(groups) == 1 else f"{name}, group {number}"
             options[f"the number of parameters of {place}"] = str(len(group["params"]))
-            chosen = {option: value for option, value in group.items() if option != "params"}
-            options |= {f"{option} of {place}": _plain(value) for option, value in chosen.items()}
+            options |= {f"{each} of {place}": _plain(group.get(each)) for each in chosen}
     for number, each in enumerate(schedulers):
         kind = type(each.scheduler).__name__
-        name = f"scheduler {number} ({kind})"
-        options[name] = f"{kind}, every {each.frequency} {each.interval}, monitor={each.monitor!r}"
-        if isinstance(each.scheduler, LRScheduler):
-            state = each.scheduler.state_dict()
-            options |= {f"{key.lstrip('_')} of {name}": _plain(state[key]) for key in state}
+        ticks = f"{kind}, every {each.frequency} {each.interval}, monitor={each.monitor!r}"
+        options[f"scheduler {number}"] = ticks
     return options
 
 
 def _plain(value: Any) -> str:
-    """Format numbers and words, also in containers; of other objects the type alone."""
+    """Format numbers and words, also in tuples; of other objects the type alone."""
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate on the device
-        return repr(value.item())
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: {_plain(one)}' for key, one in value.items())}}}"
+        value = value.item()
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
-    plain = value is None or isinstance(value, (bool, int, float, str))
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f"{float(value):.6g}"  # 1 is 1.0, and a float32 as its number was written
+    plain = value is None or isinstance(value, (bool, str))
     return repr(value) if plain else type(value).__name__
 
 
-def tell_of_changed(options: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    """Warn that a resumed run keeps options which the script has changed since the last start.
+def keep_options(
+    options: MutableMapping[str, str], saved: MutableMapping[str, str], *, tell: bool
+) -> None:
+    """Note that a resumed run has the options of its checkpoint, and warn of those it was given.
 
     Args:
-        options: Of this start.
-        saved: Of the start that saved the checkpoint. What only one of them has is not compared:
-            another release of torch may have added it.
+        options: Of this start, changed to those in effect.
+        saved: Those that were in effect when the checkpoint was saved.
+        tell: Whether to warn.
     """
-    changed = [name for name in options if options[name] != saved.get(name, options[name])]
-    if changed:
+    changed = [name for name in options if " of " in name and name in saved]
+    changed = [name for name in changed if options[name] != saved[name]]
+    if changed and tell:
         logger.warning(
-            "The checkpoint's optimizers and schedules are kept, although configure_optimizers has "
-            "changed: %s%s. To change a value within a run, set it in on_train_start.",
-            "; ".join(f"{name} was {saved[name]}, is {options[name]}" for name in changed[:_SHOWN]),
-            "; …" if changed[_SHOWN:] else "",
+            "The optimizers are the checkpoint's, although configure_optimizers has changed: %s%s. "
+            "To change a value within a run, set it in on_train_start.",
+            "; ".join(f"{name} stays {saved[name]}, not {options[name]}" for name in changed[:3]),
+            "; …" if changed[3:] else "",
         )
+    options.update((name, saved[name]) for name in changed)

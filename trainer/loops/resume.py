@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.loops.accumulators import restore_accumulators
 from trainer.loops.lengths import Schedule
-from trainer.loops.options import tell_of_changed
+from trainer.loops.options import keep_options
 from trainer.loops.run import Counters, FitRun
 from trainer.loops.snapshot import (
     DATA,
@@ -90,18 +90,24 @@ def load_run(
             "load them with load_from_checkpoint, and fit without ckpt_path."
         )
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
+    before = set(map(id, run.module.parameters()))
     run.module.on_load_checkpoint(state["extra"])  # first: it may resize buffers
+    if before != set(map(id, run.module.parameters())):
+        raise CheckpointError(
+            f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters, but the "
+            "optimizers have the old ones, so nothing would train: create them in __init__ or "
+            "configure_model. Buffers may be replaced."
+        )
     file = path / disk.WEIGHTS_NAME
     weights = disk.load_weights(file)
     disk.load_into(run.module, weights, where=file)
     if "switches" in state:  # not in a checkpoint of an earlier release
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
-    if run.rank == 0:
-        tell_of_changed(run.options, state.get("options", {}))
     trained = path / TRAINED_NAME
     if differs := TRAINED_NAME in manifest["files"]:
         weights = disk.load_weights(trained)
     _restore_optimizers(run, path, state, weights)
+    keep_options(run.options, state.get("options", {}), tell=run.rank == 0)
     run.precision.load_state_dict(state["scaler"])
     _restore_counters(run, state)
     for callback in callbacks:

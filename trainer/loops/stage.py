@@ -14,6 +14,7 @@ from trainer.datamodule import DataModule
 from trainer.distributed.control import on_all
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
+from trainer.loops.arguments import check_callbacks
 from trainer.loops.loaders import call_if_there
 from trainer.module import TrainModule
 from trainer.ported.signatures import without_batch_idx
@@ -86,7 +87,12 @@ def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterato
     """
     steps = without_batch_idx(module)
     owns_data = isinstance(datamodule, DataModule)
-    outer = module.__dict__.get("_trainer"), datamodule.trainer if owns_data else None
+    outer = {
+        part: part.__dict__.get("_trainer")
+        for part in module.modules()
+        if isinstance(part, TrainModule)
+    }
+    outer_of_data = datamodule.trainer if owns_data else None
     module.__dict__.update(steps)
     _tell_of_trainer(trainer, module)
     if owns_data:
@@ -94,13 +100,15 @@ def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterato
     try:
         yield
     finally:
-        _tell_of_trainer(outer[0], module)
-        if outer[0] is None:
-            module.untoggle_optimizer()  # a step may have failed while one was toggled
+        _tell_of_trainer(None, module)
+        for part, trainer_before in outer.items():
+            part.__dict__["_trainer"] = trainer_before
         for step in steps:
             module.__dict__.pop(step, None)
         if owns_data:
-            datamodule.trainer = outer[1]
+            datamodule.trainer = outer_of_data
+        if outer[module] is None:
+            TrainModule.untoggle_optimizer(module)  # a step may have failed while one was toggled
 
 
 def _tell_of_trainer(trainer: Any, module: TrainModule) -> None:
@@ -119,15 +127,24 @@ def _set_up(
 
     def hooks() -> None:
         call_if_there(datamodule, "setup", name)
-        for callback in callbacks:
-            callback.setup(trainer, module, name)
-        number = len(callbacks)
+        done: set[int] = set()
+        _set_up_callbacks(name, trainer, module, callbacks, done)
         module.setup(name)
-        for added in callbacks[number:]:
-            added.setup(trainer, module, name)
+        _set_up_callbacks(name, trainer, module, callbacks, done)  # those that it has added
         module.configure_model()
+        _set_up_callbacks(name, trainer, module, callbacks, done)
+        check_callbacks(callbacks)
 
     on_all(hooks, name)
+
+
+def _set_up_callbacks(
+    name: str, trainer: Any, module: TrainModule, callbacks: Sequence[Callback], done: set[int]
+) -> None:
+    """Set up those that are not done yet; each may add others, at any place."""
+    while waiting := [each for each in callbacks if id(each) not in done]:
+        done.add(id(waiting[0]))
+        waiting[0].setup(trainer, module, name)
 
 
 def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:

@@ -17,6 +17,9 @@ from trainer.loops.run import FitRun
 logger = logging.getLogger(__name__)
 
 
+_AT_ONCE = 2**20  # words, whose products take eight times their memory
+
+
 def share_untrained(run: FitRun) -> None:
     """Make rank 0's buffers and frozen parameters everybody's; collective.
 
@@ -52,11 +55,25 @@ def share_untrained(run: FitRun) -> None:
 
 
 def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a sum over the bits of each: other values give another one, but for rare accidents."""
-    sums = {name: _words(each).sum(dtype=torch.int64) for name, each in parameters.items()}
+    """Return a sum over the bits of each, weighted by their places.
+
+    Other values, and the same in another order, give another one, but for rare accidents.
+    """
+    sums = {name: _weighted_sum(_words(each)) for name, each in parameters.items()}
     return {name: int(total) for name, total in sums.items()}  # all are under way by now
+
+
+def _weighted_sum(words: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for first, part in enumerate(words.split(_AT_ONCE)):
+        places = torch.arange(1, len(part) + 1, device=words.device) + first * _AT_ONCE
+        total += (part * places).sum()  # in int64, which wraps round
+    return total
 
 
 def _words(parameter: Tensor) -> Tensor:
     bits = as_bytes(packed(parameter))
-    return bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
+    if bits.numel() % 4:
+        return bits
+    # Words must begin at a multiple of their size, where a part of another tensor may not.
+    return (bits if bits.storage_offset() % 4 == 0 else bits.clone()).view(torch.int32)

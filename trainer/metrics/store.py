@@ -336,16 +336,21 @@ def _refuse_several_loaders(key: str, metric: Any, objects: Mapping[str, Any]) -
     """Refuse a metric object that would hold the data of several loaders.
 
     Raises:
-        ValueError: It was logged under the same name for another one.
+        ValueError: It was logged for another one.
     """
-    name = LOADER.sub("", key)
     for other, logged in objects.items():
-        if logged is metric and other != key and LOADER.sub("", other) == name:
+        if logged is metric and _loader_of(other) != _loader_of(key):
+            name = _told(LOADER.sub("", key))
             raise ValueError(
                 f"The metric object {name!r} is logged for several loaders, and each value would "
                 "include the data of all. Use one object for each: "
                 "self.accuracies[dataloader_idx], of a ModuleList."
             )
+
+
+def _loader_of(key: str) -> str:
+    found = LOADER.search(key)
+    return found.group() if found else ""
 
 
 def _told(key: str) -> str:

@@ -13,9 +13,9 @@ _NOTHING = "leave it out"
 
 
 def _processes(given: Any, option: str = "--num_processes") -> str:
-    if given in (None, 0, 1, "0", "1", [0]):
-        return f"{_NOTHING}: one process is the default, and takes the fastest device"
     number = str(len(given) if isinstance(given, (list, tuple)) else given)
+    if number in ("0", "1", "None"):
+        return f"{_NOTHING}: one process is the default, on the fastest device or with cpu=True"
     return f"trainer launch {option} {number if number.isdigit() else 'N'} script.py"
 
 
@@ -55,7 +55,7 @@ def _every_epochs(given: Any) -> str:
 
 
 def _number(given: Any) -> str:
-    return f"{given:g}" if isinstance(given, (int, float)) else "N"
+    return f"{given:.12g}" if isinstance(given, (int, float)) else "N"
 
 
 _OF_LIGHTNING: dict[str, str | Callable[[Any], str]] = {

@@ -105,9 +105,6 @@ _TRAINER = {
     "create_optimizer_and_scheduler": _MODULES_OWN.format("configure_optimizers"),
     "create_scheduler": _MODULES_OWN.format("configure_optimizers"),
     "evaluation_loop": _MODULES_OWN.format("validation_step"),
-    "get_eval_dataloader": _MODULES_OWN.format("val_dataloader"),
-    "get_test_dataloader": _MODULES_OWN.format("test_dataloader"),
-    "get_train_dataloader": _MODULES_OWN.format("train_dataloader"),
     "prediction_step": _MODULES_OWN.format("validation_step or predict_step"),
     "training_step": _MODULES_OWN.format("training_step"),
 }
@@ -131,7 +128,9 @@ def refuse_uncalled(owner: object, kind: str) -> None:
     }[kind]
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.
-        if callable(getattr(type(owner), name, None)) or callable(vars(owner).get(name)):
+        if callable(getattr(type(owner), name, None)) or (
+            kind == "module" and callable(vars(owner).get(name))
+        ):
             raise TypeError(
                 f"{type(owner).__name__} defines {name}, which is never called here: "
                 f"{refused[name]}."

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import GradScalerKwargs, Trainer, TrainModule
 from trainer.errors import DistributedOperationException
 from trainer.loops.apart import reason
+from trainer.loops.untrained import _digests
 
 
 class Net(TrainModule):
@@ -294,3 +296,108 @@ def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2
     assert "differ between the processes (teacher.weight, teacher.bias): rank 0's" in text
     parts = ranks2(body, "parts", 1, 3)
     assert [each for each, _ in parts] == [weights, weights]
+
+
+class TaughtByHand(Taught):
+    """Nobody froze the teacher, but no optimizer has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.teacher.requires_grad_(True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            wanted = self.teacher(batch[0]) + 1.0
+        self.manual_backward((self.net(batch[0]) - wanted).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.net.parameters(), 1e-2)
+
+
+def test_parameters_that_no_optimizer_has_are_those_of_the_checkpoint_on_all(ranks2):
+    def body(folder: str, *epochs: int) -> list[float]:
+        for count in epochs:
+            data = DataLoader(TensorDataset(torch.arange(120.0).view(20, 6) / 100), 4)
+            module = TaughtByHand()
+            options = {"progress_bar": False, "cpu": True, "seed": 0}
+            trainer = Trainer(max_epochs=count, project_dir=folder, **options)
+            trainer.fit(module, data, ckpt_path="auto")
+        return torch.cat([each.detach().flatten() for each in module.parameters()]).tolist()
+
+    weights, weights_there = ranks2(body, "whole", 3)
+    assert weights == weights_there
+    assert ranks2(body, "parts", 1, 3) == [weights, weights]
+
+
+def test_the_digests_of_frozen_parameters_tell_orders_apart_and_take_any_part_of_a_tensor():
+    flat = torch.arange(64.0)
+    orders = [flat, flat.flip(0), flat.roll(1), flat.view(8, 8).t().reshape(-1)]
+    assert len({_digests({"": each})[""] for each in orders}) == len(orders)
+    for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.uint8):
+        whole = flat.to(dtype)
+        part = whole[1:9]  # not at a multiple of four bytes
+        assert _digests({"": part}) == _digests({"": part.clone()})
+
+
+class Computing(TrainModule):
+    """Computes its metric in a hook that all processes call, also those without a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.mean = torchmetrics.MeanMetric()
+        self.computed: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(batch[0])
+        self.log("mean", self.mean)
+
+    def on_validation_epoch_end(self) -> None:
+        self.computed.append(self.mean.compute().item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric MeanMetric was called before")
+def test_a_metric_computed_in_a_hook_waits_for_nobody_in_any_epoch(ranks2):
+    def run() -> list[float]:
+        module = Computing()
+        val = DataLoader(TensorDataset(torch.ones(4, 6)), 4)  # one batch: rank 1 has none
+        options = {"num_sanity_val_steps": 0, "checkpointing": False, "progress_bar": False}
+        trainer = Trainer(max_epochs=3, cpu=True, project_dir="run", **options)
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 6)), 4), val)
+        return module.computed
+
+    assert ranks2(run) == [[1.0] * 3] * 2
+
+
+def test_a_stand_in_of_manual_optimisation_updates_no_metric(ranks2):
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.samples = torchmetrics.SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.samples.update(len(batch[0]))
+            self.log("samples", self.samples)
+            optimizer = self.optimizers()
+            self.manual_backward(self.net(batch[0]).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run() -> float:
+        options = {"checkpointing": False, "progress_bar": False}
+        trainer = Trainer(max_epochs=1, cpu=True, project_dir="run", **options)
+        trainer.fit(Counting(), DataLoader(TensorDataset(torch.ones(6, 6)), 2))
+        return trainer.callback_metrics["samples"]
+
+    assert ranks2(run) == [6.0, 6.0]

@@ -13,27 +13,28 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.meeting import as_bytes, packed
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.run import FitRun
+from trainer.optim.optimizer import parameters_of
 
 logger = logging.getLogger(__name__)
-
 
 _AT_ONCE = 2**20  # words, whose products take eight times their memory
 
 
 def share_untrained(run: FitRun) -> None:
-    """Make rank 0's buffers and frozen parameters everybody's; collective.
+    """Make rank 0's buffers and untrained parameters everybody's; collective.
 
-    Before an evaluation, so that it is that of one module, and before a save, which holds rank 0's:
-    the run then goes on as it will after a resume. Only frozen parameters that differ are sent,
-    with a warning; a large base is not.
+    Those are frozen, or in no optimizer. It is done before an evaluation, so that it is that of one
+    module, and before a save, which holds rank 0's: the run then goes on as it will after a resume.
+    Only those that differ are sent, with a warning; a large base is not.
     """
     run.engine.broadcast_buffers()
     if run.world_size == 1:
         return
+    trained = set(map(id, parameters_of(run.optimizers)))
     frozen = {
         name: parameter
         for name, parameter in run.module.named_parameters()
-        if not parameter.requires_grad and not is_lazy(parameter)
+        if not (parameter.requires_grad and id(parameter) in trained) and not is_lazy(parameter)
     }
     everybody = all_gather_object(_digests(frozen))
     differing = [

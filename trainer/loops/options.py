@@ -62,8 +62,8 @@ def keep_options(
         saved: Those that were in effect when the checkpoint was saved.
         tell: Whether to warn.
     """
-    changed = [name for name in options if " of " in name and name in saved]
-    changed = [name for name in changed if options[name] != saved[name]]
+    of_groups = [name for name in options if " of " in name and not name.startswith("the ")]
+    changed = [name for name in of_groups if options[name] != saved.get(name, options[name])]
     if changed and tell:
         logger.warning(
             "The optimizers are the checkpoint's, although configure_optimizers has changed: %s%s. "

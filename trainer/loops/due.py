@@ -89,14 +89,14 @@ def monitors_of(
     entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
 ) -> list[tuple[str, str]]:
     """Return the metrics that decisions depend on, each with the class that decides by it."""
-    watching = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
-    found = [
-        (type(callback).__name__, monitor.name)
-        for callback, monitor in watching
-        if isinstance(monitor, Monitor)
-    ]
+    found = [(type(callback).__name__, monitor.name) for callback, monitor in _watching(callbacks)]
     schedulers = [(entry.scheduler, entry.monitor) for entry in entries]
     return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
+
+
+def _watching(callbacks: Iterable[Callback]) -> list[tuple[Callback, Monitor]]:
+    found = [(callback, getattr(callback, "monitor", None)) for callback in callbacks]
+    return [(callback, monitor) for callback, monitor in found if isinstance(monitor, Monitor)]
 
 
 def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]) -> None:
@@ -104,11 +104,8 @@ def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callbac
 
     And the other way round. A name is no proof, and ``mode`` is ``"min"`` unless given.
     """
-    watching = [(each, getattr(each, "monitor", None)) for each in callbacks]
     taken: list[tuple[object, str, str]] = [
-        (each, monitor.name, monitor.mode)
-        for each, monitor in watching
-        if isinstance(monitor, Monitor)
+        (callback, monitor.name, monitor.mode) for callback, monitor in _watching(callbacks)
     ]
     taken += [
         (entry.scheduler, entry.monitor, entry.scheduler.mode)

@@ -66,9 +66,9 @@ def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _weighted_sum(words: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for first, part in enumerate(words.split(_AT_ONCE)):
-        places = torch.arange(1, len(part) + 1, device=words.device) + first * _AT_ONCE
-        total += (part * places).sum()  # in int64, which wraps round
+    places = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=words.device)
+    for part in words.split(_AT_ONCE):
+        total = 31 * total + (part * places[: len(part)]).sum()  # in int64, which wraps round
     return total
 
 

@@ -97,8 +97,8 @@ class Trainer:
             by a signal (`Preempted`, exit code 124), and the next start resumes it.
         val_every: When to validate: an interval such as ``"1 epoch"``, ``"500 steps"``,
             ``"30 minutes"``, ``"1e9 items"``, or an int meaning steps.
-        num_sanity_val_steps: Batches of each validation loader to try before training; 0 for none,
-            -1 for all.
+        num_sanity_val_steps: Batches of each validation loader to try before training, rounded up
+            so that each process has one; 0 for none, -1 for all.
         limit_train_batches: Batches per epoch, over all processes; a float is a fraction.
         limit_val_batches: The same for each validation loader; 0 disables validation.
         limit_test_batches: The same for each test loader.
@@ -109,7 +109,8 @@ class Trainer:
             inside an epoch creates its loaders by the same call: with the `current_epoch`,
             `global_step` and RNG states of that time, and the datamodule's state as in the
             checkpoint.
-        fast_dev_run: Run this many batches (True is 1) of everything and write nothing.
+        fast_dev_run: Run this many batches (True is 1) of everything on each process and write
+            nothing.
         gradient_accumulation_steps: Micro-batches per update, on each process. The update is that
             of the whole batch, however it is split. None takes that of `accelerator`, else
             ``ACCELERATE_GRADIENT_ACCUMULATION_STEPS``, which the launcher sets, else 1.
@@ -1034,9 +1035,9 @@ class Trainer:
         if run.weightless:
             run.engine.backward(run.precision.scale(loss) * 0.0, *args, **kwargs)
             return
-        run.hooks.on_before_backward(loss)
+        run.own_hooks.on_before_backward(loss)
         run.engine.backward(run.precision.scale(loss), *args, **kwargs)
-        run.hooks.on_after_backward()
+        run.own_hooks.on_after_backward()
 
     def clip_gradients(
         self,

@@ -146,9 +146,6 @@ def gathering(where: str, *, manual: bool = False, items: int | None = None) -> 
             self.told: list[str] = []
             self.automatic_optimization = not manual
 
-        def count_items(self, batch: Any) -> Any:
-            return len(batch[0]) if items is None or batch[0].max() < 2 else items
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             if manual:
@@ -166,6 +163,11 @@ def gathering(where: str, *, manual: bool = False, items: int | None = None) -> 
         def on_train_step_end(self) -> None:
             self.all_gather(self.net.weight)  # where all come
 
+    def count_items(self: Any, batch: Any) -> Any:
+        return len(batch[0]) if batch[0].max() < 2 else items
+
+    if items is not None:
+        Gathering.count_items = count_items  # type: ignore[method-assign]
     own = getattr(Gathering, where)
 
     def gather(self: Gathering, *arguments: Any) -> Any:
@@ -194,7 +196,12 @@ def three_batches() -> DataLoader[Any]:
         ("on_before_backward", {}),
         ("on_after_backward", {}),
         ("on_train_batch_end", {}),
+        ("on_after_batch_transfer", {}),
+        ("count_items", {}),
         ("on_train_batch_start", {"manual": True}),
+        ("on_before_backward", {"manual": True}),
+        ("on_after_backward", {"manual": True}),
+        ("on_before_optimizer_step", {"manual": True}),
         ("on_train_batch_end", {"manual": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -218,8 +225,59 @@ def test_a_collective_that_others_do_not_come_to_is_refused_at_once(
 
 
 def test_all_that_lack_a_batch_are_named():
-    run, advice = SimpleNamespace(world_size=4), {"limit": "limit", "instead": "hook"}
-    assert "rank 2, 3 has no batch" in reason(run, SimpleNamespace(batches=2), "step", **advice)
+    feed = SimpleNamespace(world_size=4, limited_by="limit_train_batches")
+    assert "rank 2, 3 has no batch" in reason(feed, 2, "training_step")
+
+
+@pytest.mark.parametrize("where", ["on_before_backward", "on_after_backward"])
+def test_hooks_of_a_backward_pass_do_not_meet_if_a_batch_may_have_no_items(ranks2, where):
+    """Only the process itself knows that its batch has none."""
+
+    def body() -> list[str]:
+        module = gathering(where, items=0)()
+        Trainer(max_epochs=1, cpu=True, barebones=True, limit_train_batches=2).fit(module, ones())
+        return module.told
+
+    def ones() -> DataLoader[Any]:
+        return DataLoader(
+            TensorDataset(torch.ones(8, 6) * torch.tensor([1] * 4 + [2] * 4)[:, None]), 4
+        )
+
+    (told,), other = ranks2(body)
+    assert other == []
+    assert "which a process whose batch has no items (see count_items) does not call" in told
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fast_dev_run": True}, {"fast_dev_run": 3}, {"num_sanity_val_steps": 3}]
+)
+def test_each_process_has_its_share_of_a_trial(ranks2, options):
+    """Otherwise a step that gathers could not be tried. Of two batches there is one for each."""
+
+    def body() -> list[str]:
+        module = gathering("validation_step")()
+        options.setdefault("num_sanity_val_steps", 1)
+        trainer = Trainer(
+            max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, **options
+        )
+        data = DataLoader(TensorDataset(torch.ones(48, 6)), 4)
+        trainer.fit(module, data, data)
+        return [*module.told, trainer.batches_seen]
+
+    batches = int(options.get("fast_dev_run", 6)) * 2
+    assert ranks2(body) == [[batches], [batches]]
+
+
+def test_the_argument_in_force_is_named(ranks2):
+    def body() -> list[str]:
+        module = gathering("training_step")()
+        Trainer(max_epochs=1, cpu=True, barebones=True, overfit_batches=3).fit(
+            module, three_batches()
+        )
+        return module.told
+
+    (told,), _ = ranks2(body)
+    assert "Set overfit_batches to a multiple of 2" in told
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,10 @@ class Feed:
         remember: `position` will be saved: a stream that has a state is read with it; see
             `trainer.data.streams`.
 
+    Attributes:
+        limited_by: The user's argument that limits it, for messages.
+        batches_read: How many processes have a batch in the round that is being read.
+
     Raises:
         TypeError: The source cannot be iterated.
         ValueError: Its sampler shards the data already.
@@ -98,6 +102,8 @@ class Feed:
         self.start_batch = 0  # … or in batches, before the rest is sharded
         self._mark: int | None = None
         self._even, self.split, self.drop_last = even, split, drop_last
+        self.limited_by = ""
+        self.batches_read = world_size
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
         self._limit: int | None = None
@@ -351,8 +357,10 @@ class Feed:
                 read += 1
                 if self._mark is not None:
                     self._tell_of_another_order()
+                share = shares.popleft()
+                self.batches_read = share.batches
                 moved = batch if transfer is None else transfer(batch)
-                yield own_round(moved, shares.popleft(), batch)
+                yield own_round(moved, share, batch)
         except (Exception, KeyboardInterrupt):
             self._end_workers_of(batches)
             raise
@@ -388,6 +396,7 @@ class Feed:
         for batches, real, place in islice(rounds, self.start_round, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
             known = sum(sizes), real, len(batches)
+            self.batches_read = len(batches)
             if self.rank < len(batches):
                 batch = batches[self.rank]
                 batch = batch if transfer is None else transfer(batch)

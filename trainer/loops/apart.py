@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.data.rounds import Round
+from trainer.data.feed import Feed
 from trainer.distributed import meeting
-from trainer.loops.run import Run
 
-TRAINING = {"limit": "limit_train_batches", "instead": "on_train_step_end"}  # for `reason`
+ALL_COME = "on_train_step_end"  # of training
+WITHOUT_ITEMS = (
+    "is called in a hook of the backward pass, which a process whose batch has no items (see "
+    f"count_items) does not call. Call it in training_step or {ALL_COME}."
+)
 
 
-def reason(run: Run, current: Round, where: str, *, limit: str, instead: str) -> str:
+def reason(feed: Feed, batches: int, where: str, instead: str = ALL_COME) -> str:
     """Return why collectives are refused in a round in which not all processes have a batch.
 
     Args:
-        run: The run.
-        current: The round.
+        feed: The data.
+        batches: How many processes have a batch.
         where: What runs on the batch.
-        limit: The argument of the `Trainer` that limits such batches.
         instead: A hook that all processes call.
     """
-    lacking = ", ".join(map(str, range(current.batches, run.world_size)))
+    lacking = ", ".join(map(str, range(batches, feed.world_size)))
     return (
         f"is called in {where}, but rank {lacking} has no batch in this round and does not call "
         "it: the batches do not divide evenly among the processes. Set "
-        f"{limit} to a multiple of {run.world_size} that the data have, or call it where all "
-        f"processes come, such as {instead}."
+        f"{feed.limited_by} to a multiple of {feed.world_size} that the data have, or call it "
+        f"where all processes come, such as {instead}."
     )
 
 

@@ -116,7 +116,7 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
             batch, items = items_of(current)
             run.metrics.begin_batch(items, suffix)
             where = (batch_idx, index) if several else (batch_idx,)
-            with apart(run, phase, current):
+            with apart(phase, feed, current):
                 start(batch, *where)
                 with run.precision.autocast():
                     outputs = step(batch, *where)
@@ -124,19 +124,16 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
     return rounds_here
 
 
-def apart(run: Run, phase: str, current: Round) -> AbstractContextManager[None]:
+def apart(phase: str, feed: Feed, current: Round) -> AbstractContextManager[None]:
     """Inside, the hooks and the step of a batch run; collectives are refused if not all have one.
 
     Raises:
         DistributedOperationException: See `trainer.loops.apart`.
     """
-    if current.batches == run.world_size:
+    if current.batches == feed.world_size:
         return nullcontext()
-    limit = f"limit_{'val' if phase == VALIDATION else phase}_batches"
     where = f"{phase}_step or a hook of a batch"
-    return meeting.unaccompanied(
-        reason(run, current, where, limit=limit, instead=f"on_{phase}_epoch_end")
-    )
+    return meeting.unaccompanied(reason(feed, current.batches, where, f"on_{phase}_epoch_end"))
 
 
 def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:

@@ -286,8 +286,9 @@ def sanity_check(run: FitRun) -> None:
     run.sanity_checking = True
     try:
         if run.sanity_steps > 0:
+            rounded = run.sanity_steps + -run.sanity_steps % run.world_size  # all have a share
             for feed, limit in zip(run.val_feeds, limits, strict=True):
-                feed.limit = run.sanity_steps if limit is None else min(run.sanity_steps, limit)
+                feed.limit = rounded if limit is None else min(rounded, limit)
         run.hooks.on_sanity_check_start()
         share_untrained(run)
         with run.timing.part(VALIDATING):

@@ -128,6 +128,7 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
     Raises:
         ValueError: A fraction of a stream without length, or one that rounds down to no batch.
     """
+    feed.limited_by = name
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return
     if isinstance(limit, int):

@@ -212,6 +212,8 @@ def feeds_for(
         ValueError: A loader is empty, or its length differs between processes.
     """
     name, limit = settings.limit(kind)
+    if settings.fast_dev_run and limit:
+        limit *= accelerator.num_processes  # each tries its share
     feeds = []
     for number, loader in enumerate(loaders):
         feed = Feed(

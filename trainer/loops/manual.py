@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.data.rounds import Round
 from trainer.distributed.objects import broadcast_object
-from trainer.loops.apart import TRAINING, Apart, reason
+from trainer.loops.apart import Apart, reason
 from trainer.loops.batch_norm import kept_metrics
 from trainer.loops.evaluate import ENDED_EARLY, kept
 from trainer.loops.moving import items_of
@@ -45,7 +45,8 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     # The step itself is called on all processes; see `stand_in`.
     own: Any = hooks
     if micro.batches < run.world_size:
-        own = Apart(hooks, reason(run, micro, "a hook of a batch", **TRAINING))
+        own = Apart(hooks, reason(run.feed, micro.batches, "a hook of a batch"))
+    run.own_hooks = own
     if micro.present:
         metrics.begin_batch(items)
         own.on_train_batch_start(batch, batch_idx)
@@ -84,7 +85,7 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
     """
     take_note(run)
     if not run.weightless:
-        run.hooks.on_before_optimizer_step(optimizer)
+        run.own_hooks.on_before_optimizer_step(optimizer)
     if run.guard is None or run.precision.scales:
         return
     found = find_non_finite(parameter.grad for parameter in parameters_of([optimizer]))

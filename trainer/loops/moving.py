@@ -18,13 +18,17 @@ from trainer.data.own_generators import alike, set_aside
 from trainer.data.prefetch import InFlight, send, streams_for
 from trainer.data.rounds import Round
 from trainer.datamodule import DataModule
+from trainer.distributed import meeting
 from trainer.hooks import is_overridden
+from trainer.loops.apart import reason
 from trainer.loops.randomness import kept_by
 from trainer.module import TrainModule
 from trainer.rng import isolated_rng, mix
 
 logger = logging.getLogger(__name__)
 
+_HERE = "a hook of a batch's transfer or count_items"
+_INSTEAD = "on_train_step_end or a hook of an epoch's end"
 _DRAWS_BY_HOOKS = 4  # separates their seeds from those of an epoch's order
 
 
@@ -40,6 +44,7 @@ class Mover:
 
     Attributes:
         counts_items: Whether items are what the user's `count_items` returns, not samples.
+        may_lack_items: Whether a process may have a batch without items while others have some.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class Mover:
         self._rank, self._world_size = rank, world_size
         self._alike = alike(kept_by(module, datamodule))
         self.counts_items = counts_items(module)
+        self.may_lack_items = self.counts_items and world_size > 1
 
         def own(name: str) -> Callable[..., Any] | None:
             return _batch_hook(name, module, datamodule)
@@ -62,6 +68,7 @@ class Mover:
         moves = own("transfer_batch_to_device")
         self._before, self._after = own("on_before_batch_transfer"), own("on_after_batch_transfer")
         ours = moves is None and self._before is None and self._after is None
+        self._runs_users_code = self.counts_items or not ours
         if moves is None and device.type != "cpu":
             moves = module.transfer_batch_to_device
         self._moves = moves
@@ -84,7 +91,8 @@ class Mover:
             dataloader_idx: Its index among several, for the hooks.
             counted: Whether batches come with their number of items, for `items_of`.
         """
-        rounds = feed.rounds(self.transfer(feed, dataloader_idx, counted=counted))
+        transfer = self.transfer(feed, dataloader_idx, counted=counted)
+        rounds = feed.rounds(self._accompanied(feed, transfer))
         return rounds if self._streams is None else self._handed_over(rounds)
 
     def _handed_over(self, rounds: Generator[Round, None, None]) -> Generator[Round, None, None]:
@@ -93,6 +101,19 @@ class Mover:
                 if current.present:
                     current.batch = self.hand_over(current.batch)
                 yield current
+
+    def _accompanied(self, feed: Feed, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `transfer`, in which collectives raise if not all processes have a batch."""
+        if feed.world_size == 1 or not self._runs_users_code:
+            return transfer
+
+        def accompanied(batch: Any) -> Any:
+            if feed.batches_read == feed.world_size:
+                return transfer(batch)
+            with meeting.unaccompanied(reason(feed, feed.batches_read, _HERE, _INSTEAD)):
+                return transfer(batch)
+
+        return accompanied
 
     def hand_over(self, batch: InFlight) -> Any:
         """See `InFlight.arrive`."""

@@ -61,7 +61,7 @@ def predict_feed(
             run.batch_idx = batch_idx
             batch = current.batch
             where = (batch_idx, index) if several else (batch_idx,)
-            with apart(run, PREDICT, current):
+            with apart(PREDICT, feed, current):
                 run.hooks.on_predict_batch_start(batch, *where)
                 with run.precision.autocast():
                     output = to_host(step(batch, *where))

@@ -240,6 +240,8 @@ class FitRun(Run):
         log_due: Whether the values of the current update will be recorded.
         found: In manual optimisation on an accelerator, whether any gradients of the current step
             are not finite.
+        own_hooks: In manual optimisation, the hooks for the current batch; see
+            `trainer.loops.apart`.
         last_batch: The latest batch in manual optimisation, for a round in which this process has
             none.
         weightless: Whether a batch stands in for a missing one, so that its loss counts for
@@ -296,6 +298,7 @@ class FitRun(Run):
     in_boundary: bool = False
     log_due: bool = False
     found: Tensor | None = None
+    own_hooks: Any = None
     last_batch: Any = None
     weightless: bool = False
 

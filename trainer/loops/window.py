@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer.data.rounds import Round
 from trainer.distributed import meeting
-from trainer.loops.apart import TRAINING, Apart, reason
+from trainer.loops.apart import WITHOUT_ITEMS, Apart, reason
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.timing import OPTIMIZER
@@ -51,8 +51,9 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
         outputs: Any = None
         loss: Tensor | None = None
         seen: Tensor | None = None
-        why = reason(run, micro, _HERE, **TRAINING) if micro.batches < run.world_size else ""
+        why = "" if micro.batches == run.world_size else reason(run.feed, micro.batches, _HERE)
         own, stepping = (Apart(hooks, why), Apart(engine, why)) if why else (hooks, engine)
+        around = Apart(own, WITHOUT_ITEMS) if run.mover.may_lack_items and not why else own
         if micro.present:
             metrics.begin_batch(items)
             own.on_train_batch_start(batch, batch_idx)
@@ -66,7 +67,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
             loss = loss_of(outputs)
             seen = loss.detach()
             largest = seen if size == 1 else larger(run, largest, seen)
-            own.on_before_backward(loss)
+            around.on_before_backward(loss)
             loss = run.precision.scale(run.weighting.weigh(loss, items))
         items_here += items
         known = count_round(run, micro, known)
@@ -77,7 +78,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
         elif loss is not None:
             engine.backward(loss)
         if loss is not None:
-            own.on_after_backward()
+            around.on_after_backward()
         if sync:
             metrics.items = items_here  # the weight of what is logged about the update
             run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)

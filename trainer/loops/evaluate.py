@@ -16,7 +16,7 @@ from trainer.loops.apart import reason
 from trainer.loops.moving import items_of
 from trainer.loops.run import Run
 from trainer.metrics import Scope
-from trainer.metrics.cells import forget_computed
+from trainer.metrics.computing import computing
 
 # The phases, as they occur in the names of their hooks and steps.
 VALIDATION, TEST, PREDICT = "validation", "test", "predict"
@@ -82,9 +82,8 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
         refuse_missing(run, phase, rounds)
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()
-        if run.world_size > 1:
-            forget_computed(run.module)  # the hook may compute
-        getattr(hooks, f"on_{phase}_epoch_end_module")()
+        with computing([("module", run.module)]):
+            getattr(hooks, f"on_{phase}_epoch_end_module")()
         values = metrics.reduce_epoch(phase)
         if run.sanity_checking:
             read = {}

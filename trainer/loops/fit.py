@@ -23,7 +23,7 @@ from trainer.loops.timing import DATA, VALIDATING
 from trainer.loops.untrained import share_untrained
 from trainer.loops.window import tick, train_window
 from trainer.metrics import TRAIN_EPOCH
-from trainer.metrics.cells import forget_computed
+from trainer.metrics.computing import computing
 
 
 def fit(run: FitRun) -> None:
@@ -262,9 +262,8 @@ def end_epoch(run: FitRun) -> None:
     counters = run.counters
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
-    if run.world_size > 1:
-        forget_computed(run.module)  # the hook may compute
-    run.hooks.on_train_epoch_end_module()
+    with computing([("module", run.module)]):
+        run.hooks.on_train_epoch_end_module()
     run.recorder.record(
         run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch
     )

@@ -130,17 +130,6 @@ def forget_call(metric: Any) -> None:
         metric._forward_cache = None  # as its reset does
 
 
-def forget_computed(metric: Any) -> None:
-    """Let a torchmetrics object compute anew.
-
-    It keeps the result until its next update. A process without a batch would take the kept one,
-    and the others would wait for it in the reduction of their states.
-    """
-    for part in metric.modules():
-        if getattr(part, "_computed", None) is not None:
-            part._computed = None  # torchmetrics has no public name for it
-
-
 def computed(name: str, value: Any) -> Value:
     """Return the result of a metric object as one number.
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.errors import MetricError
-from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, forget_computed, owes
+from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
+from trainer.metrics.computing import computing
 
 
 class Reduction:
@@ -43,11 +44,10 @@ class Reduction:
         else:
             found = self._all_reduce(cells, what)
             reduced = {name: found[name] for name, _ in cells.agreed if name in found}
-        for name, kind in self.pairs(cells):
-            if kind == "object":
-                if self._world_size > 1:
-                    forget_computed(cells.known[name])
-                reduced[name] = computed(name, cells.known[name].compute())
+        names = [name for name, kind in self.pairs(cells) if kind == "object"]
+        if names:
+            with computing((name, cells.known[name]) for name in names):
+                reduced |= {name: computed(name, cells.known[name].compute()) for name in names}
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:

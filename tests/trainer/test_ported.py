@@ -3,15 +3,19 @@
 import copy
 import inspect
 import logging
+import re
+from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import callbacks
 from callbacks import Callback
 from trackers import GeneralTracker, read_metrics
 from trainer import DataModule, Trainer, TrainModule
+from trainer.cli import main
 from trainer.ported import arguments, attributes, hooks
 
 
@@ -205,7 +209,7 @@ def test_what_a_refused_hook_recommends_exists():
         ("output_dir", "use project_dir"),
         ("num_train_epochs", "use max_epochs"),
         ("train_dataset", "fit(module, DataLoader("),
-        ("save_total_limit", "ModelCheckpoint(every=500"),
+        ("save_total_limit", "ModelCheckpoint(save_last=3)"),
     ],
 )
 def test_arguments_of_the_hugging_face_trainer_say_what_to_pass(argument, hint):
@@ -218,7 +222,7 @@ def test_what_is_recommended_for_them_are_arguments():
     known = inspect.signature(Trainer).parameters
     for ported, instead in arguments._INSTEAD.items():
         assert ported not in known
-        for value in (..., 2, 0.5):
+        for value in (..., 2, 0.5, True, False, "no"):
             text = instead if isinstance(instead, str) else instead(value)
             name = text.partition("=")[0]
             if name.isidentifier() and "=" in text:
@@ -230,10 +234,19 @@ def test_what_is_recommended_for_them_are_arguments():
     [
         ("devices", 1, "leave it out: one process is the default"),
         ("devices", 4, "use trainer launch --num_processes 4 script.py"),
-        ("devices", "auto", "use trainer launch --num_processes N script.py"),
-        ("gpus", [0, 1], "use trainer launch --num_processes 2 script.py"),
+        ("devices", "2", "use trainer launch --num_processes 2 script.py"),
+        ("devices", ..., "use trainer launch --num_processes N script.py"),
+        ("devices", "auto", "use trainer launch script.py"),
+        ("gpus", -1, "use trainer launch script.py"),
+        ("gpus", 0, "use cpu=True."),
+        ("gpus", None, "leave it out"),
+        ("gpus", [0], "leave it out: one process is the default"),
+        ("gpus", [1], "use trainer launch --gpu_ids 1 script.py"),
+        ("devices", "1,", "use trainer launch --gpu_ids 1 script.py"),
+        ("devices", "0, 2", "use trainer launch --gpu_ids 0,2 script.py"),
         ("num_nodes", 1, "leave it out"),
-        ("num_nodes", 3, "use trainer launch --num_machines 3 script.py"),
+        ("num_nodes", 3, "use trainer launch --num_machines 3 --machine_rank R "),
+        ("tpu_cores", 8, "leave it out: such devices are not supported"),
         ("precision", 32, "leave it out: float32"),
         ("precision", "32-true", "leave it out: float32"),
         ("precision", "bf16-mixed", "use mixed_precision='bf16'"),
@@ -241,23 +254,115 @@ def test_what_is_recommended_for_them_are_arguments():
         ("precision", "bf16-true", "use self.to(torch.bfloat16) in __init__"),
         ("precision", "64", "use self.to(torch.float64) in __init__"),
         ("precision", ..., "use mixed_precision='bf16' or 'fp16'"),
+        ("precision", None, "leave it out"),
         ("strategy", "ddp", "several processes train with DDP"),
         ("strategy", "fsdp", "not supported yet"),
         ("strategy", "auto", "leave it out"),
         ("val_check_interval", 0.25, "val_every='0.25 epochs'"),
         ("val_check_interval", 1.0, "val_every='1 epoch'"),
-        ("val_check_interval", 100, "val_every='100 steps'"),
+        ("val_check_interval", 100, "val_every='100 steps', where a step is an update"),
+        ("val_check_interval", {"minutes": 30}, "val_every='30 minutes'"),
         ("check_val_every_n_epoch", 5, "val_every='5 epochs'"),
+        ("check_val_every_n_epoch", None, "val_every='500 steps', which counts across epochs"),
         ("eval_steps", 20, "val_every='20 steps'"),
+        ("eval_steps", 20.0, "val_every='20 steps'"),
         ("eval_steps", 0.1, "val_every='N steps'"),  # a part of the run
+        ("eval_steps", True, "val_every='N steps'"),
+        ("eval_strategy", "epoch", "leave it out: val_every='1 epoch' is the default"),
+        ("save_strategy", "no", "use checkpointing=False."),
+        ("save_total_limit", None, "ModelCheckpoint(save_top_k=-1)"),
+        ("num_train_epochs", 3.0, "use max_epochs=3."),
+        ("num_train_epochs", 0.5, "use max_steps"),
+        ("greater_is_better", False, "mode='min'"),
+        ("gradient_clip_algorithm", "value", "use max_grad_value."),
+        ("accumulate_grad_batches", {0: 2}, "callbacks=[GradientAccumulationScheduler({0: 2})]"),
+        ("terminate_on_nan", False, "use non_finite='ignore'."),
         ("epochs", 3, "use max_epochs."),
-        ("even_batches", True, "DataLoaderConfiguration(even_batches=...)"),
+        ("even_batches", True, "leave it out: each process reads whole batches"),
+        ("ddp_backend", "gloo", "InitProcessGroupKwargs(backend=...)"),
+        # what is on by default
+        ("enable_checkpointing", True, "leave it out: checkpointing=True is the default"),
+        ("enable_checkpointing", False, "use checkpointing=False."),
+        ("progress_bar_refresh_rate", 0, "use progress_bar=False."),
+        ("disable_tqdm", True, "use progress_bar=False."),
+        ("use_distributed_sampler", False, "leave it out: the Trainer shards the loaders"),
+        # what is off by default
+        ("logger", False, "leave it out: False asks for nothing"),
+        ("profiler", None, "leave it out: None asks for nothing"),
+        ("torch_compile", False, "leave it out: False asks for nothing"),
+        ("deepspeed", None, "leave it out: None asks for nothing"),
+        ("fsdp", "", "leave it out: '' asks for nothing"),
+        ("report_to", "none", "leave it out: 'none' asks for nothing"),
+        ("weight_decay", 0.0, "use configure_optimizers"),  # torch's default is another
     ],
 )
 def test_what_to_pass_depends_on_the_value(argument, value, said):
     with pytest.raises(TypeError, match=f"no argument '{argument}'") as error:
         Trainer(**{argument: value})
     assert said in str(error.value)
+
+
+HINTED = [  # each hint is code
+    {"check_val_every_n_epoch": 5},
+    {"eval_steps": 500.0},
+    {"gpus": 0},
+    {"precision": "bf16-mixed"},
+    {"num_train_epochs": 3.0},
+    {"save_steps": 500},
+    {"save_total_limit": None},
+    {"save_total_limit": 2},
+    {"save_only_model": True},
+    {"save_strategy": "steps"},
+    {"enable_checkpointing": False},
+    {"enable_model_summary": True},
+    {"track_grad_norm": 2},
+    {"log_gpu_memory": "all"},
+    {"accumulate_grad_batches": {0: 2, 4: 1}},
+    {"terminate_on_nan": False},
+    {"torch_compile": True},
+]
+
+
+@pytest.mark.parametrize("ported", HINTED, ids=str)
+def test_what_to_pass_is_taken(ported):
+    with pytest.raises(TypeError) as error:
+        Trainer(**ported)
+    hint = str(error.value).partition("; use ")[2].removesuffix(".")
+    eval(f"Trainer(progress_bar=False, {hint})", vars(callbacks) | {"Trainer": Trainer})
+
+
+@pytest.mark.parametrize(
+    ("ported", "started", "machines"),
+    [({"devices": 3}, 3, 1), ({"devices": "auto"}, 1, 1), ({"num_nodes": 2}, 4, 2)],
+)
+def test_the_command_to_use_starts_the_processes(ported, started, machines, capsys):
+    Path("script.py").touch()
+    with pytest.raises(TypeError) as error:
+        Trainer(**ported)
+    command = re.search(r"use trainer (launch.* script\.py)", str(error.value))[1]
+    words = [{"R": "0", "HOST": "localhost", "N": "4"}.get(each, each) for each in command.split()]
+    assert main([words[0], "--cpu", "--dry_run", *words[1:]]) == 0
+    told = capsys.readouterr().out
+    assert f"processes on this machine  {started}," in told
+    assert re.search(rf"machines +{machines}\n", told)
+
+
+def test_all_arguments_of_another_trainer_are_answered_at_once():
+    with pytest.raises(TypeError) as error:
+        Trainer(gpus=1, epoch_limit=2, precision=16, max_epoch=3)
+    assert str(error.value).splitlines() == [
+        "Trainer has no argument 'gpus'; leave it out: one process is the default, on the fastest "
+        "device or with cpu=True.",
+        "Trainer has no argument 'epoch_limit'.",
+        "Trainer has no argument 'precision'; use mixed_precision='fp16'.",
+        "Trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?",
+    ]
+
+
+@pytest.mark.parametrize("name", ["eval_delay", "fp16_backend", "parallelism_config"])
+def test_a_name_that_resembles_none_is_answered_by_all(name):
+    with pytest.raises(TypeError, match=rf"'{name}'; it must be one of .*'val_every'\.$"):
+        Trainer(**{name: 1})
 
 
 def test_a_misspelt_argument_is_answered_by_the_nearest_alone():

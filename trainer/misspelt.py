@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import dis
 import inspect
 import logging
 import re
+from collections.abc import Container, Iterable
+from itertools import pairwise
+from types import CodeType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +23,8 @@ _ALIKE = 0.9  # difflib's ratio for names that differ by a letter or two
 def tell_of_misspelt(owner: object, base: type) -> None:
     """Log a warning for methods named almost like a hook that the user does not define.
 
-    This is not an error: a method may have any name and be called by the user's own code.
+    This is not an error: a method may have any name and be called by the user's own code. One that
+    another method of the class uses is a helper, of which nothing is said.
 
     Args:
         owner: The user's module, callback or datamodule.
@@ -33,10 +39,41 @@ def tell_of_misspelt(owner: object, base: type) -> None:
         for others, ours in _OTHER_WORDS.items():
             spelt = re.sub(others, ours, spelt)
         spellings = (difflib.get_close_matches(each, open_, 1, _ALIKE) for each in (name, spelt))
-        if near := next(filter(None, spellings), None):
+        near = next(filter(None, spellings), None)
+        if near and name not in used_by_itself(own):
             logger.warning(
-                "%s defines %s, which is not a hook and is never called; did you mean %s?",
+                "%s defines %s, which is not a hook, so the Trainer never calls it; "
+                "did you mean %s?",
                 type(owner).__name__,
                 name,
                 near[0],
             )
+
+
+def used_by_itself(classes: Iterable[type], but: Container[str] = ()) -> set[str]:
+    """The attributes that methods of these classes read of ``self``: what is called by user code.
+
+    Args:
+        classes: The user's class and its bases.
+        but: Methods that do not count.
+    """
+    members = [each for cls in classes for each in vars(cls).items()]
+    return {used for name, value in members if name not in but for used in _used(value) - {name}}
+
+
+def _used(member: Any) -> set[str]:
+    function = getattr(member, "__func__", getattr(member, "fget", member))
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return _read_of_self(code) if isinstance(code, CodeType) else set()
+
+
+def _read_of_self(code: CodeType) -> set[str]:
+    steps = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
+    read = {
+        step.argval
+        for before, step in pairwise(steps)
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        # Later Python versions load two variables in one step.
+        and "self" in (before.argval, *(before.argval if type(before.argval) is tuple else ())[1:])
+    }
+    return read.union(*(_read_of_self(each) for each in code.co_consts if type(each) is CodeType))

@@ -1,6 +1,7 @@
 import logging
 
 import pytest
+import torch
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from trainer import DataModule, Trainer, TrainModule
@@ -70,10 +71,43 @@ class OddData(DataModule):
 def test_a_name_that_is_almost_a_hook_is_told(owner, base, expected, caplog):
     tell_of_misspelt(owner(), base)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{owner.__name__} defines {name}, which is not a hook and is never called; "
+        f"{owner.__name__} defines {name}, which is not a hook, so the Trainer never calls it; "
         f"did you mean {near}?"
         for name, near in expected
     ]
+
+
+def test_a_helper_that_the_class_itself_calls_is_not_told(caplog):
+    class Helped(TrainModule):
+        @torch.no_grad()
+        def training_step(self, batch, batch_idx):
+            return [self.val_step(each) for each in batch]
+
+        def forward(self, batch):
+            return map(batch, self.predict_steps)
+
+        def predict_steps(self, batch):
+            pass
+
+        def val_step(self, batch):
+            pass
+
+        @property
+        def done(self):
+            return self.test_steps
+
+        def test_steps(self, batch):
+            pass
+
+        def on_trian_end(self):
+            super().on_trian_end()
+
+    class Further(Helped):
+        def on_trian_end(self):
+            super().on_trian_end()
+
+    tell_of_misspelt(Further(), TrainModule)
+    assert [record.args[1] for record in caplog.records] == ["on_trian_end"]
 
 
 def test_our_own_callbacks_are_not_told(caplog):

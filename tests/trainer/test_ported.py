@@ -371,6 +371,43 @@ def test_a_misspelt_argument_is_answered_by_the_nearest_alone():
     assert str(error.value) == "Trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
 
 
+def test_a_helper_that_has_the_name_of_a_hook_elsewhere_is_left_to_its_class():
+    class Saves(Callback):
+        def on_train_end(self, trainer, module):
+            self.on_save("last")
+
+        def on_save(self, name):
+            called.append(name)
+
+    class Shares(Net):
+        def on_train_epoch_end(self):
+            self.on_epoch_end()
+
+        def on_epoch_end(self):
+            called.append("epoch")
+
+    called = []
+    make(callbacks=[Saves()]).fit(Shares(), loader())
+    assert called == ["epoch", "last"]
+
+
+def test_a_hook_elsewhere_that_only_such_hooks_call_is_refused():
+    class Old(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            loss.backward()  # of a tensor
+            return loss
+
+        def backward(self, loss):
+            pass
+
+        def on_epoch_end(self):
+            self.backward()
+
+    with pytest.raises(TypeError, match="Old defines backward, which is never called here"):
+        make().fit(Old(), loader())
+
+
 @pytest.mark.parametrize("name", hooks._TRAINER)
 def test_methods_that_subclasses_of_the_hugging_face_trainer_override_are_refused(name):
     assert not hasattr(Trainer, name)

@@ -9,6 +9,8 @@ may call.
 
 from __future__ import annotations
 
+from trainer.misspelt import used_by_itself
+
 MANUAL = "set automatic_optimization = False and do it in training_step"
 _EPOCH_END = (
     "outputs are not collected: keep what you need in a list of your own in {0}_step, and use and "
@@ -111,7 +113,7 @@ _TRAINER = {
 
 
 def refuse_uncalled(owner: object, kind: str) -> None:
-    """Refuse a hook of another trainer that nobody would call.
+    """Refuse a hook of another trainer that nobody would call, not even another method of its own.
 
     Args:
         owner: The user's module, callback or datamodule, or a Trainer.
@@ -128,9 +130,10 @@ def refuse_uncalled(owner: object, kind: str) -> None:
     }[kind]
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.
-        if callable(getattr(type(owner), name, None)) or (
+        defined = callable(getattr(type(owner), name, None)) or (
             kind == "module" and callable(vars(owner).get(name))
-        ):
+        )
+        if defined and name not in used_by_itself(type(owner).__mro__, refused):
             raise TypeError(
                 f"{type(owner).__name__} defines {name}, which is never called here: "
                 f"{refused[name]}."

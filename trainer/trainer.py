@@ -427,10 +427,11 @@ class Trainer:
         )
         with (
             watch_signals() as watch,
-            self._parts.project.alone(self._parts.roots()) as tell_run_id,
+            self._parts.project.alone(self._parts.roots) as (lock_added, tell_run_id),
             self._profiling("fit") as begin_profile,
             self._stage("fit", module, datamodule) as hooks,
         ):
+            lock_added()
             chosen = assemble.choose_start(self._parts, ckpt_path, datamodule)
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks

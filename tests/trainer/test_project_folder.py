@@ -217,6 +217,30 @@ def test_a_folder_of_checkpoints_that_two_projects_share_is_theirs_one_after_the
     assert not Path("other").exists()
 
 
+def adding(*folders):
+    """Return a module whose `setup` adds callbacks that save to these folders."""
+    module = Net()
+    savers = [ModelCheckpoint(every=4, dirpath=folder) for folder in folders]
+    module.setup = lambda stage: module.trainer.callbacks.extend(savers)
+    return module
+
+
+def test_folders_of_callbacks_added_in_setup_are_the_runs_own_too():
+    def holders():
+        return [holder_of(Path(name)) is not None for name in ("run", "shared", "shared/best")]
+
+    def beside():
+        assert holders() == [True] * 3
+        for taken in ("shared/best", "run/best"):
+            refused(lambda each=taken: fit("other", module=adding(each)))
+
+    shared = ModelCheckpoint(dirpath="shared")
+    fit("run", At({2: beside}), shared, module=adding("shared/best"))
+    assert holders() == [False] * 3
+    assert names("shared/best") == ["step-00000012"]
+    assert not Path("other").exists()
+
+
 def test_a_new_run_clears_what_a_run_without_checkpoints_has_left():
     leftover = CHECKPOINTS / ".cadence-staging-step-00000005"
     leftover.mkdir(parents=True)

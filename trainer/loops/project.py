@@ -159,45 +159,54 @@ class Project:
         return Path(ckpt_path).expanduser().absolute()
 
     @contextmanager
-    def alone(self, roots: Sequence[Path]) -> Iterator[Callable[[str], None]]:
+    def alone(
+        self, roots: Callable[[], Sequence[Path]]
+    ) -> Iterator[tuple[Callable[[], None], Callable[[str], None]]]:
         """Inside, no other run may write to the project's folder or to `roots`; collective.
 
         Args:
-            roots: The folders that the run's callbacks save to.
+            roots: Returns the folders that the run's callbacks save to.
 
         Yields:
-            A function that publishes the run's id for the errors of runs that are refused.
+            A collective function that locks the folders of callbacks which were added since, and
+            one that publishes the run's id for the errors of runs that are refused.
 
         Raises:
             ValueError: Another run does; on all processes alike.
             RuntimeError: This is a spawned process that is importing the main script.
         """
         _refuse_in_import()
-        own = self.folder.resolve()
-        others = {root.resolve(): root for root in roots}
-        folders = [self.folder, *(o for at, o in others.items() if not at.is_relative_to(own))]
-        tells: list[Callable[[str], None]] = []
-        state = PartialState()
+        state, own = PartialState(), self.folder.resolve()
+        here = self._writes and disk.keeps(state, self.on_each_node)
+        tells: dict[Path, Callable[[str], None]] = {}  # of the folders that are locked
         with ExitStack() as held:
 
             def take() -> None:
+                others = {root.resolve(): root for root in roots()}
+                folders = {own: self.folder} | {
+                    at: root for at, root in others.items() if not at.is_relative_to(own)
+                }
+                new = {at: folder for at, folder in folders.items() if at not in tells}
                 # A `dirpath` may be in the folder of another run, whichever started first.
-                for near in (self.checkpoints, *(folder.parent for folder in folders[1:])):
-                    if holder := disk.holder_of(near):
+                for at, folder in new.items():
+                    near = self.checkpoints if at == own else folder.parent
+                    if near.resolve() not in tells and (holder := disk.holder_of(near)):
                         raise ValueError(
                             f"{near} is in use by {holder}. Wait until it ends, or give one of the "
                             "runs another project_dir or dirpath."
                         )
-                tells.extend(held.enter_context(disk.alone_in(folder)) for folder in folders)
+                for at, folder in new.items():
+                    tells[at] = held.enter_context(disk.alone_in(folder))
 
-            here = self._writes and disk.keeps(state, self.on_each_node)
-            disk.refuse_together(take, state, here=here)
+            def lock() -> None:
+                disk.refuse_together(take, state, here=here)
 
             def tell_all(run_id: str) -> None:
-                for tell in tells:
+                for tell in tells.values():
                     tell(run_id)
 
-            yield tell_all
+            lock()
+            yield lock, tell_all
 
     def check_fresh(self, roots: Sequence[Path]) -> None:
         """Refuse to start a new run where another run's checkpoints are; collective.

@@ -60,6 +60,7 @@ class Callback:
     """
 
     runs_last: ClassVar[bool] = False
+    _is_default: bool = False  # added by the Trainer, and removed if the user adds one of its kind
 
     @property
     def state_key(self) -> str:

@@ -1077,12 +1077,8 @@ class Trainer:
     @contextmanager
     def _stage(self, name: str, module: TrainModule, datamodule: Any) -> Iterator[HookTable]:
         check_module(module, name)
-        check_hooks(
-            module,
-            self.callbacks,
-            datamodule,
-            tells=self._parts.tells and self.accelerator.is_main_process,
-        )
+        check = partial(check_hooks, tells=self._parts.tells and self.accelerator.is_main_process)
+        check(module, self.callbacks, datamodule)
         self._stop_requested = False
         self._datamodule, self._module = datamodule, module
         settings = self._parts.settings
@@ -1092,7 +1088,15 @@ class Trainer:
             sharing_the_process(),
             deterministic(settings.deterministic),
             detecting_anomalies(settings.detect_anomaly and name == "fit"),
-            stage_of(name, self, module, datamodule, self.callbacks, finish=self._finish) as hooks,
+            stage_of(
+                name,
+                self,
+                module,
+                datamodule,
+                self.callbacks,
+                check=check,
+                finish=self._finish,
+            ) as hooks,
             compiled_steps(
                 module,
                 steps_of(name, module),

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from callbacks import Callback, ModelCheckpoint
-from trainer import Accelerator, Trainer, TrainModule, load_checkpoint_in_model
+from callbacks import Callback, ModelCheckpoint, ProgressBar
+from trainer import Accelerator, DataModule, Trainer, TrainModule, load_checkpoint_in_model
 from trainer.errors import CheckpointError
 
 
@@ -91,8 +91,29 @@ def test_callbacks_and_hooks_that_setup_adds_are_called_and_those_that_save_stay
     called, trainer = [], make()
     trainer.fit(Adding(), data())
     assert called == ["fit", "added", "assigned"]
-    assert [type(each) for each in trainer.callbacks] == [Added, ModelCheckpoint, ModelCheckpoint]
+    assert [type(each) for each in trainer.callbacks] == [Added, ModelCheckpoint]
     assert [path.name for path in Path("own").iterdir()] == ["step-00000003"]
+    assert not Path("run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("where", ["setup", "configure_model", "datamodule"])
+def test_a_default_callback_makes_way_for_one_that_setup_adds(where):
+    class Bar(ProgressBar):
+        pass
+
+    def add(stage=None):
+        trainer.callbacks += [Bar(), ModelCheckpoint(every=2, save_top_k=-1)]
+
+    module, trainer = Net(), make(progress_bar=True)
+    datamodule = DataModule()
+    datamodule.train_dataloader = data
+    setattr(
+        datamodule if where == "datamodule" else module, where.replace("datamodule", "setup"), add
+    )
+    trainer.fit(module, datamodule=datamodule)
+    assert [type(each) for each in trainer.callbacks] == [Bar, ModelCheckpoint]
+    saved = sorted(path.name for path in trainer.checkpoint_dir.iterdir())
+    assert saved == ["step-00000002", "step-00000003"]
 
 
 # -- what would have no effect is refused ----------------------------------------------------------
@@ -349,6 +370,41 @@ def test_callbacks_added_in_setup_are_checked_like_those_given():
 
     with pytest.raises(ValueError, match="Two callbacks have the state_key 'Counting'"):
         make().fit(Twice(), data())
+
+
+def adding(callback):
+    """Return a module whose `setup` adds a callback."""
+    module = Net()
+    module.setup = lambda stage: module.trainer.callbacks.append(callback)
+    return module
+
+
+def test_hooks_of_callbacks_added_in_setup_are_checked_like_those_given(caplog):
+    class Lightning(Callback):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            pass
+
+    class Wrong(Callback):
+        def setup(self, trainer):
+            pass
+
+    class Misspelt(Callback):
+        def on_train_strat(self, trainer, module):
+            pass
+
+    def told(fit):
+        caplog.clear()
+        try:
+            fit()
+        except TypeError as error:
+            return str(error)
+        return [record.getMessage() for record in caplog.records]
+
+    for callback in (Lightning(), Wrong(), "x", Misspelt()):
+        given = told(lambda each=callback: make(each, fast_dev_run=True).fit(Net(), data()))
+        added = told(lambda each=callback: make(fast_dev_run=True).fit(adding(each), data()))
+        assert given == added
+        assert given
 
 
 def test_a_module_within_another_stays_that_of_its_own_run():

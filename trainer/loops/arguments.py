@@ -145,11 +145,25 @@ def complete(
         raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     given = list(callbacks or [])
     check_callbacks(given)
-    if progress_bar and not any(isinstance(one, ProgressBar) for one in given):
-        given.insert(0, ProgressBar())
-    if checkpointing and not any(isinstance(one, ModelCheckpoint) for one in given):
-        given.append(ModelCheckpoint())
-    return sorted(given, key=lambda callback: callback.runs_last)
+    every = [
+        *([_default(ProgressBar())] if progress_bar else []),
+        *given,
+        *([_default(ModelCheckpoint())] if checkpointing else []),
+    ]
+    make_way(every)
+    return sorted(every, key=lambda callback: callback.runs_last)
+
+
+def _default(callback: Callback) -> Callback:
+    callback._is_default = True
+    return callback
+
+
+def make_way(callbacks: list[Callback]) -> None:
+    """Remove the default callbacks of whose kind the user has added one."""
+    for default in [one for one in callbacks if getattr(one, "_is_default", False)]:
+        if sum(isinstance(one, type(default)) for one in callbacks) > 1:
+            callbacks.remove(default)
 
 
 def check_callbacks(given: Sequence[Any]) -> None:

@@ -85,12 +85,12 @@ def check_module(module: Any, stage: str) -> None:
 
 
 def check_hooks(
-    module: TrainModule, callbacks: Iterable[Callback], datamodule: Any, *, tells: bool
+    module: TrainModule | None, callbacks: Iterable[Callback], datamodule: Any, *, tells: bool
 ) -> None:
     """Refuse hooks that cannot be called or never would be, and warn of names that look misspelt.
 
     Args:
-        module: The user's.
+        module: The user's; None for callbacks that came later.
         callbacks: All of them.
         datamodule: The user's, or None.
         tells: Whether to warn: on the main process only, and not in trials.
@@ -101,8 +101,10 @@ def check_hooks(
     """
     owners: list[tuple[object, str, type]] = [(module, "module", TrainModule)]
     owners += [(callback, "callback", Callback) for callback in callbacks]
-    owners += [] if datamodule is None else [(datamodule, "datamodule", DataModule)]
+    owners += [(datamodule, "datamodule", DataModule)]
     for owner, kind, base in owners:
+        if owner is None:
+            continue
         refuse_uncalled(owner, kind)
         for name in _RARELY_CALLED:
             if hasattr(base, name) and is_overridden(owner, name, base):

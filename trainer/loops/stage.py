@@ -14,7 +14,7 @@ from trainer.datamodule import DataModule
 from trainer.distributed.control import on_all
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
-from trainer.loops.arguments import check_callbacks
+from trainer.loops.arguments import check_callbacks, make_way
 from trainer.loops.loaders import call_if_there
 from trainer.module import TrainModule
 from trainer.ported.signatures import without_batch_idx
@@ -31,6 +31,7 @@ def stage_of(
     datamodule: Any,
     callbacks: list[Callback],
     *,
+    check: Callable[..., None],
     finish: Callable[[Status, BaseException | None], None],
 ) -> Iterator[HookTable]:
     """Inside, the module belongs to the trainer and is set up.
@@ -41,6 +42,7 @@ def stage_of(
         module: The user's.
         datamodule: The user's, or None.
         callbacks: In the order in which they are called; `setup` may add some.
+        check: See `check_hooks`; called for the callbacks that `setup` adds.
         finish: Called last, whatever happened, with the status and the error if there is one.
     """
     hooks = HookTable(trainer, module, callbacks, TrainModule)
@@ -48,7 +50,7 @@ def stage_of(
     cause: BaseException | None = None
     with _belonging_to(trainer, module, datamodule):
         try:
-            _set_up(name, trainer, module, datamodule, callbacks)
+            _set_up(name, trainer, module, datamodule, callbacks, check)
             _tell_of_trainer(trainer, module)
             callbacks.sort(key=lambda callback: callback.runs_last)
             hooks = HookTable(trainer, module, callbacks, TrainModule)  # `setup` may add some
@@ -65,7 +67,10 @@ def stage_of(
         finally:
             tear_down: list[Callable[[], Any]] = [
                 partial(call_if_there, datamodule, "teardown", name),
-                *(partial(callback.teardown, trainer, module, name) for callback in callbacks),
+                *(
+                    partial(call_if_there, each, "teardown", trainer, module, name)
+                    for each in callbacks
+                ),
                 partial(module.teardown, name),
             ]
             errors = _errors_of(tear_down)
@@ -119,32 +124,40 @@ def _tell_of_trainer(trainer: Any, module: TrainModule) -> None:
 
 
 def _set_up(
-    name: str, trainer: Any, module: TrainModule, datamodule: Any, callbacks: Sequence[Callback]
+    name: str,
+    trainer: Any,
+    module: TrainModule,
+    datamodule: Any,
+    callbacks: list[Callback],
+    check: Callable[..., None],
 ) -> None:
+    given, done = set(map(id, callbacks)), set[int]()
     with PartialState().local_main_process_first():
         call_if_there(datamodule, "prepare_data")
         module.prepare_data()
 
+    def next_callback() -> Callback | None:
+        make_way(callbacks)
+        check_callbacks(callbacks)
+        return next((each for each in callbacks if id(each) not in done), None)
+
+    def set_up_callbacks() -> None:
+        """Set up those that are not done yet; each may add others, at any place."""
+        while (callback := next_callback()) is not None:
+            done.add(id(callback))
+            if id(callback) not in given:
+                check(None, [callback], None)
+            callback.setup(trainer, module, name)
+
     def hooks() -> None:
         call_if_there(datamodule, "setup", name)
-        done: set[int] = set()
-        _set_up_callbacks(name, trainer, module, callbacks, done)
+        set_up_callbacks()
         module.setup(name)
-        _set_up_callbacks(name, trainer, module, callbacks, done)  # those that it has added
+        set_up_callbacks()  # those that it has added
         module.configure_model()
-        _set_up_callbacks(name, trainer, module, callbacks, done)
-        check_callbacks(callbacks)
+        set_up_callbacks()
 
     on_all(hooks, name)
-
-
-def _set_up_callbacks(
-    name: str, trainer: Any, module: TrainModule, callbacks: Sequence[Callback], done: set[int]
-) -> None:
-    """Set up those that are not done yet; each may add others, at any place."""
-    while waiting := [each for each in callbacks if id(each) not in done]:
-        done.add(id(waiting[0]))
-        waiting[0].setup(trainer, module, name)
 
 
 def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:

@@ -58,7 +58,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(file.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{file} is missing: {path} is not a checkpoint, or its save never finished."
+            f"{file} is missing: {path} is not a checkpoint, is an incomplete copy of one (copy it "
+            "again), or its save never finished."
         ) from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from error

@@ -243,7 +243,8 @@ def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
     if not (path / MANIFEST).exists() and accelerate_format.recognised(path):
         return path, None
     weights = [each for each in _WEIGHTS if (path / each).exists()]
-    if weights and not (path / MANIFEST).exists():
+    state = (path / MANIFEST).exists() or any(path.glob("random_states_*.json"))
+    if weights and not state:
         raise CheckpointError(
             f"{path} holds weights ({weights[0]}), but no state of save_state: there is no "
             f"{MANIFEST}. Load them with load_checkpoint_in_model(model, folder)."

@@ -312,6 +312,14 @@ def test_a_folder_that_is_none():
         load_state("step-00000001", Prepared(), ALONE)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_state_that_has_lost_its_manifest_is_not_said_to_be_weights(safe):
+    save_state(OUT, make(1), ALONE, safe_serialization=safe)
+    (OUT / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing: .* incomplete copy"):
+        load_state(OUT, make(2), ALONE)
+
+
 def snapshot(prepared: Prepared) -> str:
     torch.set_printoptions(profile="full")
     things = [

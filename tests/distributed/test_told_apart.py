@@ -272,6 +272,33 @@ def test_processes_in_other_working_directories_find_what_their_machine_keeps(
     assert not any(path.startswith("second") for path in found)
 
 
+@pytest.mark.parametrize("on_each_node", [False, True], ids=["one disk", "disks of their own"])
+@pytest.mark.parametrize("of", ["the user", "save_checkpoint", "the callback"])
+def test_a_path_of_a_process_in_another_working_directory_is_that_of_the_one_that_saved(
+    ranks2, tmp_path, of, on_each_node
+):
+    def run():
+        rank = PartialState(cpu=True).process_index
+        in_folders_of_their_own(tmp_path)
+        saver = ModelCheckpoint()
+        config = ProjectConfiguration(save_on_each_node=on_each_node)
+        arguments = {"project_dir": "run", "progress_bar": False, "cpu": True}
+        arguments |= {"max_epochs": 1, "callbacks": [saver], "project_config": config}
+        samples = torch.ones(16, 2)
+        trainer, module = Trainer(**arguments), Line()
+        trainer.fit(module, DataLoader(samples, 2))
+        saved = trainer.save_checkpoint("x")
+        path = {"the user": "x", "save_checkpoint": saved, "the callback": saver.last_model_path}
+        if rank:
+            Path("x").mkdir()  # another one's
+        trainer.test(module, DataLoader(samples, 2), ckpt_path=path[of])
+        trainer = Trainer(**arguments | {"max_epochs": 2, "project_dir": "again"})
+        trainer.fit(module, DataLoader(samples, 2), ckpt_path=path[of])
+        return trainer.global_step
+
+    assert ranks2(run) == [8, 8]
+
+
 def test_an_old_run_where_no_process_saves_is_not_in_the_way(ranks2, tmp_path):
     def run():
         first = in_folders_of_their_own(tmp_path)

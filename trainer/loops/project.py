@@ -134,7 +134,9 @@ class Project:
     def given_checkpoint(self, ckpt_path: Any) -> Any:
         """Return what was given as ``ckpt_path``, a path as an absolute one; collective.
 
-        Hooks may leave the working directory before it is read.
+        Hooks may leave the working directory before it is read. A path is that of the process which
+        keeps the checkpoints on this one's disk, if it exists here: others may have another working
+        directory.
 
         Raises:
             TypeError: It is not None, a string or a path.
@@ -154,9 +156,14 @@ class Project:
                 "without project_dir every start has a new folder. Pass "
                 "Trainer(project_dir='runs/…')."
             )
-        if ckpt_path is None or ckpt_path in WORDS:
+        own = None
+        if ckpt_path is not None and ckpt_path not in WORDS:
+            own = Path(ckpt_path).expanduser().absolute()
+        keeper = disk.keeper_of(PartialState(), self.on_each_node)
+        kept = all_gather_object(own)[keeper]  # by all: some may have been given a word
+        if own is None:
             return ckpt_path
-        return Path(ckpt_path).expanduser().absolute()
+        return kept if kept is not None and disk.locate(kept).exists() else own
 
     @contextmanager
     def alone(

@@ -225,7 +225,8 @@ class Endless(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda: Later([]), "train loader is empty"),
+        (lambda: Later([]), "train_dataloader of Later returned None or an empty list"),
+        (lambda: Later(DataLoader([])), "train loader is empty"),
         (lambda: Later([DataLoader([1]), DataLoader([1])]), "2 training loaders; it takes one"),
         (lambda: Later(DataLoader(Endless())), r"val_every is 0\.5 epochs.*no length"),
         (lambda: Later(val=lambda: None), "val_dataloader returned nothing in epoch 1"),

@@ -932,6 +932,24 @@ def test_places_without_a_loader_are_refused(data, parts):
     fit_fails(net(), TypeError, *parts, train=data)
 
 
+@pytest.mark.parametrize("owner", ["module", "datamodule"])
+@pytest.mark.parametrize(
+    ("stage", "hook", "nothing"),
+    [
+        ("fit", "train_dataloader", None),
+        ("validate", "val_dataloader", []),
+        ("validate", "val_dataloader", None),
+        ("test", "test_dataloader", []),
+    ],
+)
+def test_a_hook_that_returned_no_loader_is_named(stage, hook, nothing, owner):
+    module, data = net(), DataModule()
+    holder = module if owner == "module" else data
+    setattr(holder, hook, lambda: nothing)
+    told = f"{hook} of {type(holder).__name__} returned None or an empty list. Return a loader"
+    fails(lambda: getattr(make(), stage)(module, datamodule=data), ValueError, told)
+
+
 def test_what_is_no_datamodule_is_refused():
     test = lambda *given, **named: lambda: make().test(net(), *given, **named)  # noqa: E731
     fails(test(datamodule=DataModule), TypeError, "datamodule is the class DataModule")

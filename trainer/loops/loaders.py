@@ -154,6 +154,13 @@ def loaders_for(stage: str, given: Any, module: TrainModule, datamodule: Any) ->
     """
     _, hook, argument = _STEPS[stage]
     loaders = find_loaders(hook, given, module, datamodule, argument)
+    owners = [(datamodule, DataModule)] * (datamodule is not None) + [(module, TrainModule)]
+    gave_none = [type(one).__name__ for one, base in owners if is_overridden(one, hook, base)]
+    if not loaders and gave_none:
+        raise ValueError(
+            f"{stage} has no data: {hook} of {' and of '.join(gave_none)} returned None or an "
+            f"empty list. Return a loader there, or pass {argument}."
+        )
     if not loaders:
         raise ValueError(
             f"{stage} has no data: pass {argument}, or a datamodule, or define {hook} in "
@@ -172,7 +179,7 @@ def find_loaders(
         given = None if datamodule is None else call_if_there(datamodule, hook)
         if given is None:
             given = call_if_there(module, hook)
-        if given is None or (hook == "val_dataloader" and isinstance(given, list) and not given):
+        if given is None or (isinstance(given, list) and not given):
             return []
     several = isinstance(given, (tuple, MutableSequence))  # Hydra's lists are not Python lists
     if several and any(one is None for one in given):

@@ -478,6 +478,14 @@ def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):
     assert "Traceback" not in shown
 
 
+@pytest.mark.parametrize("words", [(), ("--data=Loaders",)])
+def test_where_there_is_no_data_the_option_for_it_is_named(capsys, words):
+    words = ("fit", "--model=fitted.Line", "--trainer.max_epochs=1", *words)
+    shown = error_of(capsys, *words, code=1)
+    assert "fit has no data" in shown
+    assert "--data CLASS" in shown
+
+
 def test_libraries_are_known_wherever_they_are_installed(capsys, monkeypatch):
     """A wrapper of theirs around a method of ours makes no error of ours the user's."""
     monkeypatch.setattr(torch, "__file__", "/lib64/torch/__init__.py")

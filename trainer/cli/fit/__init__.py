@@ -107,6 +107,11 @@ def _on_the_command_line(text: str) -> str:
     """Return the text of an error with the command-line form of the arguments that it names."""
     if "ckpt_path" in text or "Trainer(" in text:
         text += "\n(On the command line: --ckpt_path auto, --trainer.project_dir runs/other, ...)"
+    if "has no data" in text:
+        text += (
+            "\n(On the command line: --data CLASS, a DataModule with such a loader, or --data "
+            "Loaders with a loader for each stage; see --data.help Loaders)"
+        )
     if "overwrite=True" in text:
         text += (
             "\n(On the command line: --trainer.callbacks+=PredictionWriter "

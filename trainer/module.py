@@ -175,7 +175,8 @@ class TrainModule(nn.Module):
         if trainer is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no trainer: it has one only while fit, validate, "
-                "test or predict run. (Did __init__ call super().__init__()?)"
+                "test or predict run, and as a part of another module only if it was created in "
+                "__init__, setup or configure_model. (Did __init__ call super().__init__()?)"
             )
         return trainer
 

@@ -75,6 +75,22 @@ def test_a_module_within_a_module_knows_the_run_while_it_lasts():
             _ = part.trainer
 
 
+def test_a_part_that_is_created_too_late_to_know_the_run_is_told_where_to_create_it():
+    class Inner(TrainModule):
+        def forward(self, batch):
+            self.log("inner", 1.0)
+
+    class Late(Net):
+        def on_train_start(self):
+            self.inner = Inner()
+
+        def training_step(self, batch, batch_idx):
+            return self.inner(batch)
+
+    with pytest.raises(RuntimeError, match="only if it was created in __init__, setup or confi"):
+        make().fit(Late(), data())
+
+
 def test_callbacks_and_hooks_that_setup_adds_are_called_and_those_that_save_stay_last():
     class Added(Callback):
         def setup(self, trainer, module, stage):

@@ -22,6 +22,7 @@ from callbacks import (
     PredictionWriter,
     Progress,
 )
+from callbacks.folder import given_path
 from trackers import GeneralTracker
 from trackers.base import Status
 from trackers.registry import TrackerChoice
@@ -564,7 +565,7 @@ class Trainer:
         if run is None:
             raise RuntimeError("save_checkpoint has nothing to save before the first fit.")
         # Absolute: a save that is made later must not depend on the working directory of then.
-        target = Path(path).expanduser().absolute()
+        target = given_path("path", path)
         if self._parts.trial_steps is not None:
             return target  # a trial of a `Tuner` writes nothing, nor replaces the user's checkpoint
         if not run.in_boundary:

@@ -1,5 +1,6 @@
 """Wrong input fails where it enters, with the value, the choices and the fix in the text."""
 
+import os
 from collections import UserDict
 from pathlib import Path
 
@@ -930,6 +931,33 @@ def test_a_schedule_of_an_optimizer_whose_parameters_no_other_has_is_refused():
 )
 def test_places_without_a_loader_are_refused(data, parts):
     fit_fails(net(), TypeError, *parts, train=data)
+
+
+PATHS = {
+    "dirpath": lambda path: ModelCheckpoint(dirpath=path),
+    "project_dir": lambda path: make(project_dir=path),
+    "ckpt_path": lambda path: make().validate(net(), loader(), ckpt_path=path),
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_in_an_unknown_home_is_refused(name):
+    given = "~nobody-of-this-name/runs"
+    text = f"{name} is {given!r}, but the home that it begins with is not known here"
+    fails(lambda: PATHS[name](given), ValueError, text)
+
+
+def test_a_relative_path_where_the_working_directory_was_deleted_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where it goes back to
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    text = "relative to the working directory, which no longer exists. Give an absolute path"
+    fails(lambda: ModelCheckpoint(dirpath="best"), ValueError, "dirpath is 'best'", text)
+    fails(lambda: make(project_dir="run"), ValueError, "project_dir is 'run'", text)
+    fails(lambda: make(project_dir=None), ValueError, "project_dir is 'runs/run-", text)
+    make(project_dir=tmp_path / "run").fit(net(), loader())
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])

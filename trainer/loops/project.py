@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from callbacks.folder import given_path
 from trackers import (
     BackgroundTracker,
     JsonlTracker,
@@ -91,8 +92,8 @@ class Project:
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
         else:
-            given = Path(folder).expanduser()
-        self.folder: Path = given.absolute()  # hooks may change the working directory
+            given = Path(folder)
+        self.folder: Path = given_path("project_dir", given)
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
@@ -158,7 +159,7 @@ class Project:
             )
         own = None
         if ckpt_path is not None and ckpt_path not in WORDS:
-            own = Path(ckpt_path).expanduser().absolute()
+            own = given_path("ckpt_path", ckpt_path)
         keeper = disk.keeper_of(PartialState(), self.on_each_node)
         kept = all_gather_object(own)[keeper]  # by all: some may have been given a word
         if own is None:

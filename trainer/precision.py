@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import MethodType
 from typing import Any
 from weakref import WeakSet
@@ -244,19 +245,22 @@ class Precision:
         if self.mode == "no":
             return
         original = model.forward
-        function = getattr(original, "__func__", None)
+        function: Any = original
+        if isinstance(original, MethodType) and original.__self__ is model:
+            function = original.__func__
 
         def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with self.autocast():
-                # Call the unbound function: a copy of the model must use its own weights.
-                outputs = (
-                    function(model, *args, **kwargs) if function else original(*args, **kwargs)
-                )
+                # Read it from the model: a copy of the model must use its own weights.
+                outputs = vars(model)["_original_forward"](*args, **kwargs)
             return map_tree(_to_float32, outputs)
 
-        model._original_forward = original  # type: ignore[assignment]  # a method, kept for unwrapping
-        # Of the unbound function: `inspect.signature` leaves out the first parameter once only.
-        model.forward = MethodType(functools.update_wrapper(forward, function or original), model)
+        functools.update_wrapper(forward, function)
+        if function is original:
+            with suppress(ValueError):  # that of a builtin is unknown
+                _add_first_parameter(forward)
+        forward.replaces = "forward" in vars(model)  # type: ignore[attr-defined]
+        vars(model).update(_original_forward=original, forward=MethodType(forward, model))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaler's state; empty without a scaler."""
@@ -275,9 +279,17 @@ def unwrap_forward(model: nn.Module) -> None:
     original = vars(model).pop("_original_forward", None)
     if original is None:
         return
-    del model.forward  # the wrapper, an instance attribute
-    if getattr(original, "__func__", None) is not type(model).forward:
-        model.forward = original  # the user's own was an instance attribute too
+    wrapper = vars(model).pop("forward")
+    if getattr(wrapper, "replaces", False):  # the user's own was an instance attribute too
+        vars(model)["forward"] = original
+
+
+def _add_first_parameter(function: Callable[..., Any]) -> None:
+    """Let a function that will be bound show what it wraps: binding hides the first parameter."""
+    signature = inspect.signature(function)
+    first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
+    parameters = [first, *signature.parameters.values()]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
 
 
 _REFUSALS = ("unscale FP16", "not implemented")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import logging
+import operator
 import pickle
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -281,14 +284,82 @@ def test_wrapping_again_replaces_the_wrapper(again):
     unwrap_forward(model)  # nothing is left to unwrap
 
 
-def test_a_forward_of_the_users_own_is_put_back():
+class Static(torch.nn.Linear):
+    @staticmethod
+    def forward(x, k=2):
+        return x.to(torch.bfloat16) * k
+
+
+class OfAClass(Static):
+    forward = classmethod(lambda cls, x, k=2: Static.forward(x, k))
+
+
+class Tripled(torch.nn.Linear):
+    forward = functools.partialmethod(lambda self, k, x: torch.nn.Linear.forward(self, x) * k, 3)
+
+
+class WithTheForwardOfAnother(torch.nn.Linear):
+    def __init__(self, other):
+        super().__init__(2, 2)
+        self.other = other
+        self.forward = other.forward
+
+
+def with_a_forward(make):
     model = torch.nn.Linear(2, 2)
-    own = lambda x: x * 3  # noqa: E731
-    model.forward = own
-    Precision("bf16", CPU).wrap_forward(model)
-    assert model(torch.ones(1, dtype=torch.bfloat16)).dtype == torch.float32
+    model.forward = make(model)
+    return model
+
+
+MODELS = {
+    "own": lambda: torch.nn.Linear(2, 2),
+    "of another": lambda: WithTheForwardOfAnother(torch.nn.Sequential(torch.nn.Linear(2, 2))),
+    "of another like it": lambda: WithTheForwardOfAnother(torch.nn.Linear(2, 2)),
+    "function": lambda: with_a_forward(lambda model: lambda x, *, k=3: x.to(torch.bfloat16) * k),
+    "builtin": lambda: with_a_forward(lambda model: torch.relu),
+    "partial": lambda: with_a_forward(lambda model: functools.partial(type(model).forward, model)),
+    "callable": lambda: with_a_forward(lambda model: operator.methodcaller("relu")),
+    "module without effect": lambda: with_a_forward(lambda model: torch.nn.Linear(2, 2)),
+    "static": lambda: Static(2, 2),
+    "of a class": lambda: OfAClass(2, 2),
+    "partial method": lambda: Tripled(2, 2),
+    "script": lambda: torch.jit.script(torch.nn.Linear(2, 2)),
+}
+
+
+def signature_of(function):
+    try:
+        return inspect.signature(function)
+    except ValueError:  # of a builtin
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
+@pytest.mark.parametrize("kind", MODELS)
+def test_any_forward_is_called_as_it_was_and_put_back(kind):
+    precision, model, x = Precision("bf16", CPU), MODELS[kind](), torch.randn(3, 2)
+    with precision.autocast():
+        expected = model(x).float()
+    before, signature = vars(model).get("forward"), signature_of(model.forward)
+    precision.wrap_forward(model)
+    output = model(x)
+    assert output.dtype == torch.float32
+    assert torch.equal(output, expected)
+    assert signature_of(model.forward) == signature
     unwrap_forward(model)
-    assert model.forward is own
+    assert vars(model).get("forward") is before
+    assert "_original_forward" not in vars(model)
+
+
+def test_a_copy_has_a_copy_of_the_object_whose_forward_it_calls():
+    model = MODELS["of another"]()
+    Precision("bf16", CPU).wrap_forward(model)
+    duplicate = copy.deepcopy(model)
+    with torch.no_grad():
+        duplicate.other[0].weight.zero_()
+        duplicate.other[0].bias.zero_()
+    assert duplicate(torch.ones(1, 2)).count_nonzero() == 0
+    assert model(torch.ones(1, 2)).count_nonzero() > 0
 
 
 @dataclass

@@ -32,18 +32,37 @@ def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     reports no other listeners to Python, and opening an unused section takes 1 µs. Its trace has no
     section for the step unless the optimizer has a hook.) Without a closure none is passed
     unless it is required: the step of some optimizers takes none.
+
+    Raises:
+        TypeError: There is no closure, but the optimizer calls it.
     """
-    given = () if closure is None and not _requires_closure(type(optimizer).step) else (closure,)
+    required, by_name = _takes_closure(type(optimizer).step)
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if required or closure is not None:
+        args, kwargs = ((), {"closure": closure}) if by_name else ((closure,), {})
     bare = _bare_step(optimizer)
-    return optimizer.step(*given) if bare is None else bare(optimizer, *given)
+    try:
+        return optimizer.step(*args, **kwargs) if bare is None else bare(optimizer, *args, **kwargs)
+    except TypeError as error:
+        if closure is not None or not required or "NoneType" not in str(error):
+            raise
+        raise TypeError(
+            f"step of {type(optimizer).__name__} was called without the closure that it needs: a "
+            "function that zeroes the gradients, computes the loss, does the backward pass and "
+            "returns the loss. Call optimizer.step(closure), in a TrainModule with "
+            "automatic_optimization = False."
+        ) from error
 
 
 @cache
-def _requires_closure(step: Callable[..., Any]) -> bool:
-    """Return whether a step must be given a closure, even if it is None."""
+def _takes_closure(step: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return whether a step must be given a closure, even if it is None, and whether by name."""
     _, *others = inspect.signature(step).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(each.kind in positional and each.default is each.empty for each in others)
+    required = [each for each in others if each.default is each.empty]
+    by_name = any(each.name == "closure" and each.kind is each.KEYWORD_ONLY for each in others)
+    return any(each.kind in positional or each.name == "closure" for each in required), by_name
 
 
 def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:

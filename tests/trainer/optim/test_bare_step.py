@@ -298,3 +298,55 @@ def test_a_step_need_not_take_a_closure_and_may_require_one(loop, takes, hooked)
         optimizer.step()
     assert module.weight.item() == 0.5
     assert len(called) == hooked
+
+
+class Named(torch.optim.SGD):
+    def step(self, *, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Named])
+def test_an_optimizer_that_calls_its_closure_is_told_to_lack_one(kind):
+    optimizer = Accelerator(cpu=True).prepare(kind(network().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=rf"step of {kind.__name__} .*optimizer.step\(closure\)"):
+        optimizer.step()
+
+
+def test_other_errors_of_a_step_are_its_own():
+    class Failing(torch.optim.SGD):
+        def step(self, closure):
+            raise TypeError("unsupported")
+
+    with pytest.raises(TypeError, match=r"^unsupported$"):
+        step(Failing(network().parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_closure_that_is_taken_by_name_is_called(required):
+    class Optional(Named):
+        def step(self, *, closure=None):
+            return super().step(closure=closure)
+
+    net = network()
+    optimizer = (Named if required else Optional)(net.parameters(), lr=0.1)
+
+    def closure():
+        backward(net)
+        return 3.0
+
+    assert Accelerator(cpu=True).prepare(optimizer).step(closure) == 3.0
+    assert not torch.equal(net.weight, network().weight)
+
+
+def test_a_closure_that_is_required_by_name_may_be_none():
+    class Indifferent(torch.optim.SGD):
+        def step(self, *, closure):
+            assert closure is None
+            return super().step()
+
+    net = network()
+    backward(net)
+    step(Indifferent(net.parameters(), lr=0.1))
+    assert not torch.equal(net.weight, network().weight)

@@ -200,7 +200,13 @@ def test_there_are_ways_to_have_no_validation_data(none):
     assert trainer.validations == 0
 
 
-@pytest.mark.parametrize("kind", ["trained", "frozen", "no dropout", "whole"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("trained", "frozen", "no dropout", "only dropout on", "whole"),
+        *("on_train_start", "on_train_epoch_start", "on_train_batch_start"),
+    ],
+)
 def test_dropout_that_is_off_in_training_is_told(kind, caplog):
     class Pretrained(Net):
         def __init__(self):
@@ -215,9 +221,16 @@ def test_dropout_that_is_off_in_training_is_told(kind, caplog):
         module.model.requires_grad_(False)
     elif kind == "no dropout":
         module.model[1][0].p = 0.0
+    elif kind == "only dropout on":
+        module.model[1][0].train()
     elif kind == "whole":
         module.eval()  # which `fit` undoes
-    make().fit(module, data())
+
+    def switch_on(self, trainer, module, *_):
+        module.model.train()
+
+    hooks = {kind: switch_on} if kind.startswith("on_") else {}
+    make(type("Switch", (Callback,), hooks)()).fit(module, data())
     told = [each.getMessage() for each in caplog.records if "dropout" in each.getMessage()]
     assert [text.partition(",")[0] for text in told] == (
         ["model is in evaluation mode"] if kind == "trained" else []

@@ -37,7 +37,7 @@ from trainer.loops.reload import Origin, Sources
 from trainer.loops.resume import load_datamodule, load_run, load_weights
 from trainer.loops.run import Counters, FitRun, Run
 from trainer.loops.settings import Settings
-from trainer.loops.switches import switches_of, tell_of_dropout_that_is_off
+from trainer.loops.switches import switches_of
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import NO_LIMITS, Limits
@@ -143,6 +143,7 @@ def make_fit_run(
         validates=bool(val_feeds) and _comes_to_validation(parts, feed),
         monitored=monitors_of(schedulers, parts.callbacks),
         stop_requested=stop_requested,
+        tells=parts.tells and accelerator.is_main_process,
         begun=switches_of(module),
         options=options,
         sources=sources,
@@ -184,11 +185,9 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit.
     """
-    if parts.tells:
+    if run.tells:
         tell_of_no_validation(run, parts.settings)
-        if run.rank == 0:
-            tell_of_dropout_that_is_off(run.module)
-            tell_of_modes(run.schedulers, parts.callbacks)
+        tell_of_modes(run.schedulers, parts.callbacks)
     offset = None
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))

@@ -126,8 +126,8 @@ def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callbac
 
 
 def tell_of_no_validation(run: FitRun, settings: Settings) -> None:
-    """Warn on rank 0 if nothing will be validated although the user seems to expect it."""
-    if run.rank > 0 or settings.limit_val_batches == 0:
+    """Warn if nothing will be validated although the user seems to expect it."""
+    if settings.limit_val_batches == 0:
         return
     name, module = type(run.module).__name__, run.module
     steps = is_overridden(module, "validation_step", TrainModule)

@@ -206,6 +206,7 @@ class FitRun(Run):
         monitored: See `trainer.loops.due.monitors_of`.
         stop_requested: Whether this process requests a stop; the others learn of it at the next
             update.
+        tells: Whether to warn the user of what is missing: on rank 0, and not in trials.
         begun: What of the module was frozen or in evaluation mode at first; see
             `trainer.loops.switches`.
         options: See `trainer.loops.options.options_of`.
@@ -267,6 +268,7 @@ class FitRun(Run):
     validates: Final[bool]
     monitored: Final[list[tuple[str, str]]]
     stop_requested: Final[Callable[[], bool]]
+    tells: Final[bool]
     begun: Final[dict[str, list[str]]]
     options: Final[dict[str, str]]
     started: Final[float] = field(default_factory=time.monotonic)

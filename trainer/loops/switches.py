@@ -24,18 +24,20 @@ def switches_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def tell_of_dropout_that_is_off(module: nn.Module) -> None:
-    """Warn of trained parts in evaluation mode whose dropout would be off, unnoticed.
+    """Warn of trained parts in evaluation mode whose dropout is off, unnoticed.
 
     ``from_pretrained`` of transformers returns models so.
     """
-    if not module.training:  # `fit` puts the whole module into training mode
+    if not module.training:  # `fit` has put the whole module into training mode, a hook has not
         return
     parts = [
         name
         for name, part in module.named_modules()
         if not part.training
         and any(parameter.requires_grad for parameter in part.parameters())
-        and any(isinstance(each, _DropoutNd) and each.p for each in part.modules())
+        and any(
+            isinstance(each, _DropoutNd) and each.p and not each.training for each in part.modules()
+        )
     ]
     outermost = [name for name in parts if name.rpartition(".")[0] not in parts]
     if outermost:

@@ -17,6 +17,7 @@ from trainer.distributed import meeting
 from trainer.loops.apart import WITHOUT_ITEMS, Apart, reason
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
+from trainer.loops.switches import tell_of_dropout_that_is_off
 from trainer.loops.timing import OPTIMIZER
 from trainer.optim.clipping import clip_, clip_apart_
 from trainer.optim.finite import find_non_finite
@@ -246,6 +247,8 @@ def take_note(run: FitRun) -> None:
             if parameters:
                 now += id(parameters[0]), id(parameters[-1])
     if now != run.noted:
+        if not run.noted and run.tells:  # hooks before the first step may have switched modes
+            tell_of_dropout_that_is_off(run.module)
         own = list(run.module.parameters())
         used = parameters_of(run.optimizers)
         own_ids, used_ids = set(map(id, own)), set(map(id, used))

@@ -459,3 +459,23 @@ def test_a_stand_in_of_manual_optimisation_updates_no_metric(ranks2):
         return trainer.callback_metrics["samples"]
 
     assert ranks2(run) == [6.0, 6.0]
+
+
+def test_the_last_update_has_the_value_of_an_object_on_all_processes(ranks2):
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.samples = torchmetrics.SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.samples.update(len(batch[0]))
+            self.log("samples", self.samples, on_step=True, on_epoch=False)
+            return super().training_step(batch, batch_idx)
+
+    def run() -> float:
+        options = {"checkpointing": False, "progress_bar": False}
+        trainer = Trainer(max_epochs=2, cpu=True, project_dir="run", **options)
+        trainer.fit(Counting(), DataLoader(TensorDataset(torch.ones(6, 6)), 2))
+        return trainer.callback_metrics["samples"]
+
+    assert ranks2(run) == [6.0, 6.0]  # rank 1 has no batch in the last update

@@ -172,15 +172,30 @@ def test_what_is_put_into_the_metrics_by_hand_stays_out_of_checkpoints():
     assert trainer.callback_metrics.keys() == {"val"}
 
 
-def test_a_value_that_nothing_would_record_is_refused():
-    class Logs(Net):
-        def training_step(self, batch, batch_idx):
-            self.log("lost", 1.0, on_step=False, on_epoch=False)
+class Counts:
+    def compute(self):
+        return 1.0
 
-    with pytest.raises(
-        ValueError, match=r"log\('lost', on_step=False, on_epoch=False\) records no"
-    ):
-        make().fit(Logs(), data())
+    def reset(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "given", "fix"),
+    [
+        ("training_step", 1.0, {"on_step": False}, "leave on_epoch out, or pass on_step=True."),
+        ("training_step", Counts(), {}, "leave on_epoch out, or pass on_step=True."),
+        ("validation_step", 1.0, {}, "leave on_epoch out."),
+        ("on_train_epoch_end", 1.0, {}, "leave on_epoch out."),
+    ],
+)
+def test_a_value_that_nothing_would_record_is_refused(hook, value, given, fix):
+    def log(self, *_):
+        self.log("lost", value, on_epoch=False, **given)
+
+    said = "".join(f"{name}={choice}, " for name, choice in given.items())
+    with pytest.raises(ValueError, match=rf"^log\('lost', {said}on_epoch=False\) .*; {fix}$"):
+        make().fit(type("Logs", (Net,), {hook: log})(), data(), data())
 
 
 def test_a_compiled_module_is_told_from_something_else():

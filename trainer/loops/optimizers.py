@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +17,11 @@ from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.strategies.averaging import average_gradients
 from trainer.strategies.zeros import sparse_weights
 
+_STRING_AND_NUMBER = re.compile("'(str' and '(float|int)|(float|int)' and 'str)'")
+_NO_STRING = (
+    "Give a number, for example float(lr): YAML reads 1e-3 as a string, and 1.0e-3 as a number."
+)
+
 
 def prepare_optimizers(
     module: TrainModule, accelerator: Accelerator
@@ -24,14 +31,21 @@ def prepare_optimizers(
     In manual optimisation on several processes, each optimizer averages its own gradients.
 
     Raises:
+        TypeError: A learning rate is a string, or see `read_optimizers`.
         ValueError: An optimizer has none of the module's parameters, or cannot be used as asked.
         RuntimeError: The hook failed on another process.
     """
-    entries, schedulers = on_all(lambda: read_optimizers(module.configure_optimizers()), "fit")
+    entries, schedulers = on_all(lambda: read_optimizers(_configured(module)), "fit")
     optimizers, names = [entry.optimizer for entry in entries], names_of(entries)
     alone = module.automatic_optimization or not accelerator.use_distributed
     own = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group.get("lr"), str):  # torch checks the default only
+                raise TypeError(
+                    f"configure_optimizers returned a {type(optimizer).__name__} with a group of "
+                    f"lr={group['lr']!r}. {_NO_STRING}"
+                )
         if isinstance(optimizer, torch.optim.LBFGS) and module.automatic_optimization:
             raise ValueError(
                 "configure_optimizers returned LBFGS, which evaluates the loss several times per "
@@ -53,6 +67,23 @@ def prepare_optimizers(
         for optimizer in optimizers
     ]
     return prepared, entries, schedulers
+
+
+def _configured(module: TrainModule) -> Any:
+    """Call ``configure_optimizers``.
+
+    Raises:
+        TypeError: A string was compared with a number, as torch's optimizers do to check options.
+    """
+    try:
+        return module.configure_optimizers()
+    except TypeError as error:
+        if not _STRING_AND_NUMBER.search(str(error)):
+            raise
+        raise TypeError(
+            f"An option in configure_optimizers of {type(module).__name__} is a string where a "
+            f"number is needed ({error}). {_NO_STRING}"
+        ) from error
 
 
 def _check_attached(schedulers: list[SchedulerEntry], optimizers: list[Optimizer]) -> None:

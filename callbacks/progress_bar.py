@@ -138,7 +138,7 @@ class _NoBar:
     def advance(self, done: int) -> None:
         pass
 
-    def draw(self) -> None:
+    def draw(self, *, last: bool = False) -> None:
         pass
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class _Bar(_NoBar):
     def __init__(
         self,
         view: View,
-        values: Callable[[], dict[str, float]],
+        values: Callable[..., dict[str, float]],
         seconds: float,
         lose: Callable[[OSError], None],
     ) -> None:
@@ -170,10 +170,11 @@ class _Bar(_NoBar):
         if monotonic() >= self._next_draw:
             self.draw()
 
-    def draw(self) -> None:
+    def draw(self, *, last: bool = False) -> None:
         if not self.done:
             return
-        text = ", ".join(f"{name}={value:.4g}" for name, value in self._values().items())
+        values = self._values(wait=last)  # what stays on the screen is up to date
+        text = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
         try:
             self._view.show(self.done, text)
         except OSError as error:
@@ -252,7 +253,7 @@ class ProgressBar(Callback):
             self._lose(error)
             return _NoBar()
         # the bar of an evaluation inside an epoch does not show the training metrics
-        values = trainer.progress_values if leave else dict
+        values = trainer.progress_values if leave else lambda **_: {}
         return _Bar(view, values, 1 / self.refresh_rate, self._lose)
 
     def _open_evaluation(self, trainer: Trainer, name: str, *, leave: bool) -> None:
@@ -291,7 +292,7 @@ class ProgressBar(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Leave the epoch on the screen."""
-        self._train.draw()
+        self._train.draw(last=True)
         self._close()
 
     on_train_end = on_train_epoch_end  # the epoch may not be finished
@@ -339,7 +340,7 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Close the bar."""
         bar, self._evaluation = self._evaluation, _NoBar()
-        bar.draw()
+        bar.draw(last=True)
         bar.close()
 
     on_test_end = on_validation_end

@@ -997,10 +997,15 @@ class Trainer:
         """Whether the values of this update will be recorded."""
         return isinstance(self._run, FitRun) and self._run.log_due
 
-    def progress_values(self) -> dict[str, float]:
-        """Return this process's latest values logged with ``prog_bar``; also after a fit."""
+    def progress_values(self, *, wait: bool = False) -> dict[str, float]:
+        """Return this process's latest values logged with ``prog_bar``; also after a fit.
+
+        Args:
+            wait: In a run on an accelerator, wait for values that have not arrived from there yet.
+                Otherwise they are those of an earlier call.
+        """
         run = self._run or self._fit
-        return {} if run is None else run.metrics.progress_values()
+        return {} if run is None else run.metrics.progress_values(wait=wait or self._run is None)
 
     @property
     def project_dir(self) -> Path:

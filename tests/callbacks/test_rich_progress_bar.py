@@ -450,7 +450,7 @@ def test_a_log_that_cannot_be_written_ends_the_lines_and_nothing_else(
         monkeypatch.setattr(sys, "stderr", file)
         loop.call("setup", "fit")
         if wrong == "encoding":
-            loop.trainer.progress_values = lambda: {"\u0394": 1.0}
+            loop.trainer.progress_values = lambda wait: {"\u0394": 1.0}
         loop.call("on_train_epoch_start")
         loop.batches([0])
         if wrong == "closed":

@@ -88,7 +88,7 @@ class TrainerStandIn:
         step = self.global_step
         return Progress(step, step / self.steps_per_epoch, step * 32.0, self.seconds)
 
-    def progress_values(self) -> dict[str, float]:
+    def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         self.bar_values_read += 1
         return self.bar_values
 

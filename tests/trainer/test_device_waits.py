@@ -259,3 +259,25 @@ def test_the_bar_shows_what_has_arrived_and_waits_for_nothing(monkeypatch):
         waits.updates += 1
         assert metrics.progress_values() == {"loss": 2.0}
         assert not waits.places
+        metrics.log("loss", torch.tensor(3.0, device=DEVICE), prog_bar=True)
+        assert metrics.progress_values() == {"loss": 2.0}
+        assert metrics.progress_values(wait=True) == {"loss": 3.0}
+
+
+def test_what_stays_on_the_screen_is_up_to_date(monkeypatch):
+    class Numbered(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("number", loss * 0 + batch_idx, prog_bar=True)
+            return loss
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    settings = {"checkpointing": False, "project_dir": "run"}
+    with counted_waits(monkeypatch):
+        trainer = Trainer(cpu=True, max_epochs=2, **settings)
+        trainer.fit(Numbered(), [[torch.randn(4, 3)] for _ in range(5)])
+        assert trainer.progress_values()["number"] == 4.0
+    first, second = screen.getvalue().split("\n")[:2]
+    for epoch in (first, second):
+        assert epoch.rpartition("number=")[2].startswith("4")

@@ -25,6 +25,7 @@ from trainer.metrics.cells import (
     computed,
     forget_call,
     scalar,
+    to_floats,
     value_of_call,
     weight_of,
 )
@@ -307,17 +308,18 @@ class MetricStore:
         """Show none of the values logged so far."""
         self._kept.clear()
 
-    def progress_values(self) -> dict[str, float]:
+    def progress_values(self, *, wait: bool = False) -> dict[str, float]:
         """Return this process's latest values with ``prog_bar``.
 
         On an accelerator these are the latest values whose asynchronous copy has arrived: the host
-        does not wait.
+        does not wait, unless it is asked to.
         """
         cells = [self.step, *self.epochs.values()]
         live = {_told(n): c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
-        if self.device.type == "cpu":
-            return {name: float(value) for name, value in latest.items()}
+        if wait or self.device.type == "cpu":
+            self._arriving, self._shown = None, to_floats(latest)
+            return dict(self._shown)
         if self._arriving is not None and self._arriving[1].query():
             self._shown = {name: float(value) for name, value in self._arriving[0].items()}
             self._arriving = None

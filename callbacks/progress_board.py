@@ -23,6 +23,7 @@ class Row:
         self.done = 0
         self.text = ""
         self.seconds = 0.0
+        self.printed: tuple[int, str] | None = None  # what the last plain line of it told
         self._began = monotonic()
         self._first = 0  # batches done before the bar was opened, in a resumed epoch
         self._marks: deque[tuple[float, int]] = deque()
@@ -79,14 +80,13 @@ class Lines:
 
     def __init__(self) -> None:
         self._row: Row | None = None
-        self._last: tuple[Row, int, str] | None = None
         self._next = monotonic() + _LINE_EVERY
 
     def draw(self, rows: list[Row]) -> None:
-        """Print a line for the outer bar if it is due."""
+        """Print a line for the inner bar, which moves, if it is due."""
         self._row = rows[0]
-        if self._row.leave and monotonic() >= self._next:
-            self._print(self._row)
+        if monotonic() >= self._next:
+            self._print(rows[-1])
 
     def end(self, *, leave: bool) -> None:
         """Print the last line of a bar that stays."""
@@ -94,14 +94,15 @@ class Lines:
             self._print(self._row)
 
     def _print(self, row: Row) -> None:
-        if row.done and (row, row.done, row.text) != self._last:
-            name, *others = row.cells
-            said = ", ".join(part for part in (*others, row.text) if part)
-            try:
-                print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
-            except ValueError as error:  # it is closed, or cannot encode a metric's name
-                raise OSError(str(error)) from error
-        self._last = row, row.done, row.text
+        if not row.done or row.printed == (row.done, row.text):
+            return
+        name, *others = row.cells
+        said = ", ".join(part for part in (*others, row.text) if part)
+        try:
+            print(f"{name}: {said}", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+        except ValueError as error:  # it is closed, or cannot encode a metric's name
+            raise OSError(str(error)) from error
+        row.printed = row.done, row.text
         self._next = monotonic() + _LINE_EVERY
 
 

@@ -358,12 +358,38 @@ def test_plain_lines_where_there_is_no_terminal(log, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
+@pytest.mark.parametrize("sanity_checking", [False, True])
+def test_a_long_validation_has_a_line_a_minute(log, clock, kind, sanity_checking):
+    loop, lines = log
+    loop = loop(kind, sanity_checking=sanity_checking)
+    if not sanity_checking:
+        loop.call("on_train_epoch_start")
+        clock.now += 70.0
+        loop.batches(range(10))
+    loop.trainer.num_eval_batches = [180]
+    loop.call("on_validation_start")
+    for index in range(180):
+        clock.now += 1.0
+        loop.call("on_validation_batch_end", None, None, index)
+    loop.call("on_validation_end")
+    name = "sanity check" if sanity_checking else "validate"
+    expected = [
+        f"{name}: 60/180, 1.0 batch/s, 01:00<02:00",
+        f"{name}: 120/180, 1.0 batch/s, 02:00<01:00",
+        f"{name}: 180/180, 1.0 batch/s, 03:00",
+    ]
+    if not sanity_checking:
+        loop.call("on_train_epoch_end")
+        expected.insert(0, "epoch 1: 1/10, 70.0 s/batch, 01:10<10:30")
+        expected.append("epoch 1: 10/10, 7.0 s/batch, 01:10")
+    assert lines() == expected
+
+
+@pytest.mark.parametrize("kind", [ProgressBar, RichProgressBar])
 def test_a_line_a_minute_and_where_it_stopped(log, clock, kind):
     loop, lines = log
     loop = loop(kind, sanity_checking=True)
     loop.evaluate("validation", [2])
-    clock.now += 100.0
-    loop.call("on_validation_batch_end", None, None, 2)
     loop.call("on_validation_end")
     loop.trainer.sanity_checking = False
     loop.call("on_train_epoch_start")

@@ -15,14 +15,13 @@ from typing import Any
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
 
 from trainer.data.by_value import sent
+from trainer.data.latecomers import Latecomers
 from trainer.data.own_generators import Found, alike, held_by, seed_all, set_aside
 from trainer.data.rows import attribute_of_dataset
 from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
 from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
 
 logger = logging.getLogger(__name__)
-
-_LOOKS = 2  # the first batches of a process, after which generators are searched again
 
 
 def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
@@ -77,8 +76,7 @@ class SeededDataset(Dataset[Any]):
         self._alike = alike(self._find())
         self._looks_anew = True
         self._own: Found = {}  # generators of the dataset and the collate_fn
-        self._late: Found = {}
-        self._fetched = 0
+        self._latecomers = Latecomers(f"The dataset ({type(dataset).__name__}) or its collate_fn")
 
     __getattr__ = attribute_of_dataset
 
@@ -119,8 +117,8 @@ class SeededDataset(Dataset[Any]):
                     batch = fetch()
             finally:
                 put_back()
-        if self._fetched < _LOOKS:
-            self._look_for_late_ones()
+        if self._latecomers.awaited:
+            self._own = self._latecomers.look(self._find, self._own)
         return batch
 
     def _find(self) -> Found:
@@ -134,22 +132,3 @@ class SeededDataset(Dataset[Any]):
             # A dataset that has grown may hide, among its samples, what was found before.
             self._own = {**self._own, **self._find()}
         return self._own
-
-    def _look_for_late_ones(self) -> None:
-        """Warn if a generator was created while the first batch was read, and was kept."""
-        self._fetched += 1
-        found = self._find()
-        if self._fetched == 1:
-            self._late = {path: each for path, each in found.items() if path not in self._own}
-            self._own = {**self._own, **found}
-            return
-        late = [path for path, each in self._late.items() if found.get(path) is each]
-        worker = get_worker_info()
-        if late and (worker is None or worker.id == 0):
-            logger.warning(
-                "The dataset (%s) or its collate_fn created a random generator (%s) while its "
-                "first batch was read. In each worker, what that batch draws from it does not "
-                "depend on the seed and differs after a resume: create it in __init__.",
-                type(self.dataset).__name__,
-                ", ".join(late),
-            )

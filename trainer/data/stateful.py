@@ -15,12 +15,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from trainer.data.latecomers import Latecomers
 from trainer.data.own_generators import Found, alike, held_by, set_aside
 from trainer.data.rebuild import LastingLoader, LastingWorker, users_kwargs
 from trainer.data.seeding import as_fetched
@@ -88,6 +90,7 @@ class StreamReader(Dataset[Reply]):
         self._ended = False
         self._alike = alike(_of_collate(self))
         self._own: Found = {}
+        self._latecomers = Latecomers("The collate_fn")
 
     def __getitem__(self, request: Request) -> Reply:
         if request.seed is None:
@@ -126,6 +129,8 @@ class StreamReader(Dataset[Reply]):
             return Reply(None, None, True)
         with set_aside(self._own, mix(request.seed, 1), self._alike):
             batch = self.collate_fn(items if self.batch_size is not None else items[0])
+        if self._latecomers.awaited:
+            self._own = self._latecomers.look(partial(_of_collate, self), self._own)
         return Reply(batch, pickled_state(self.dataset), self._ended)
 
 
@@ -259,6 +264,7 @@ class SourceReading:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
         self._alike = alike(self._without_state())
+        self._latecomers = Latecomers(f"The loader ({self.name})")
 
     def _without_state(self) -> Found:
         """Find the generators that a loader's state lacks and that this process draws from."""
@@ -288,6 +294,8 @@ class SourceReading:
                     batch = next(batches)
                 except StopIteration:
                     return
+            if self._latecomers.awaited:
+                own = self._latecomers.look(self._without_state, own)
             place = Place(place.batches + 1, number + 1, (pickled_state(self._source),), (False,))
             yield batch, place
 

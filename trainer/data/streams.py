@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import pickle
 import sys
@@ -11,7 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from trainer.data.stateful import DatasetReading, Item, Place, PlainReading, Reading, SourceReading
 from trainer.distributed.objects import all_gather_object
@@ -207,9 +208,20 @@ def knows_where_it_is(source: Any) -> bool:
 def _has_state(source: Any) -> bool:
     """Return whether something has a state that can be restored."""
     names = ("state_dict", "load_state_dict")
-    if getattr(source, "_is_accelerate_prepared", False):
+    if getattr(source, "_is_accelerate_prepared", False) or _only_counts(source):
         return False  # its state is the pass, not the position inside it
     return all(callable(getattr(source, name, None)) for name in names)
+
+
+def _only_counts(source: Any) -> bool:
+    """Return whether torchdata's loader would read its stream again, without the draws in it."""
+    data = getattr(source, "dataset", None)
+    return (
+        type(source).__module__.startswith("torchdata.")
+        and isinstance(data, IterableDataset)
+        and not _has_state(data)
+        and inspect.isgeneratorfunction(type(data).__iter__)  # other iterators may have a state
+    )
 
 
 def say_what_it_costs(batches: int) -> None:

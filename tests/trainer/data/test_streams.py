@@ -497,6 +497,69 @@ def test_what_torchdata_draws_from_generators_beside_its_state_is_resumed(datase
     assert len(set(drawn)) == len(drawn)
 
 
+class Shuffled(IterableDataset):
+    """Has no state: its order goes on from one epoch to the next."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        for index in torch.randperm(SAMPLES, generator=self.generator).tolist():
+            yield (index,)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_that_torchdata_would_read_again_is_read_as_it_was(workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loaders = []
+
+    def make() -> Any:
+        for each in loaders:
+            each._iterator = None  # ends its workers
+        loaders.append(StatefulDataLoader(Shuffled(), 2, collate_fn=listed, num_workers=workers))
+        return loaders[-1]
+
+    seen = assert_resumes(make, epochs=2, positions=False)
+    make()
+    if not workers:
+        assert sorted(samples_of(seen, 1)) == list(range(SAMPLES))
+
+
+class LateMasking(Masking):
+    """Makes its generator in its first call."""
+
+    def __init__(self) -> None:
+        self.generator = None
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.generator = self.generator or torch.Generator().manual_seed(1)
+        return super().__call__(items)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("torchdatas", [False, True])
+def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seeded(
+    torchdatas, caplog
+):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def drawn() -> list[float]:
+        dataset = Numbers() if torchdatas else Onward()
+        kind = StatefulDataLoader if torchdatas else DataLoader
+        feed = feed_of(kind(dataset, 2, collate_fn=LateMasking()))
+        return [batch[-1] for _, _, batch, _ in read(feed, epochs=1)]
+
+    first = drawn()
+    (text,) = [each.getMessage() for each in caplog.records]
+    assert "created a random generator (collate_fn.generator) while its first batch" in text
+    plain = torch.Generator().manual_seed(1)
+    inherited = [torch.rand((), generator=plain).item() for _ in first]
+    assert first[0] == (inherited[0],)
+    assert not {each for (each,) in first[1:]} & set(inherited)
+
+
 # -- what is drawn and read --------------------------------------------------------------------
 
 

@@ -1,0 +1,53 @@
+"""Generators that a dataset or a ``collate_fn`` creates while the first batch is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch.utils.data import get_worker_info
+
+from trainer.data.own_generators import Found
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 2  # the first batches of a process, after which generators are searched again
+
+
+class Latecomers:
+    """Finds the generators that a process creates while it reads its first batch, and keeps.
+
+    They are seeded from the second batch on. For the first it is too late, which is told.
+
+    Args:
+        owner: Who creates them, for the message.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._looks = 0
+        self._late: Found = {}
+
+    @property
+    def awaited(self) -> bool:
+        """Whether to `look` after the next batch."""
+        return self._looks < _LOOKS
+
+    def look(self, find: Callable[[], Found], own: Found) -> Found:
+        """Return the generators found after a batch, with those that were known before it."""
+        self._looks += 1
+        found = find()
+        if self._looks == 1:
+            self._late = {path: each for path, each in found.items() if path not in own}
+            return {**own, **found}
+        late = [path for path, each in self._late.items() if found.get(path) is each]
+        worker = get_worker_info()
+        if late and (worker is None or worker.id == 0):
+            logger.warning(
+                "%s created a random generator (%s) while its first batch was read. In each "
+                "worker, what that batch draws from it does not depend on the seed and differs "
+                "after a resume: create it in __init__.",
+                self._owner,
+                ", ".join(late),
+            )
+        return own

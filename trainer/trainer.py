@@ -38,6 +38,7 @@ from trainer.loops.arguments import (
     chosen_accelerator,
     chosen_window,
     complete,
+    listed,
     project_dir_of,
     refuse_beside_barebones,
 )
@@ -344,7 +345,7 @@ class Trainer:
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "callbacks" and name in vars(self):  # the list that all parts have
-                self.callbacks[:] = value
+                self.callbacks[:] = listed(value)
                 return
             if not hasattr(type(self), name):
                 refuse_to_set(name, Trainer.__init__.__kwdefaults__)

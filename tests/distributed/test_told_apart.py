@@ -7,6 +7,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -155,7 +156,7 @@ def of_sgd(**changed):
             optimizer = kind(weights, lr=options["lr"])
             if changed.get("alone"):
                 return optimizer
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, changed.get("every", 2))
             return {"optimizer": optimizer, "scheduler": scheduler, "interval": options["interval"]}
 
     return Differs()
@@ -172,6 +173,8 @@ def of_sgd(**changed):
             {"interval": "epoch"},
             "scheduler 0: rank 0: StepLR, every 1 step, monitor=None;",
         ),
+        ({"every": 3}, "step_size of scheduler 0 (StepLR): rank 0: 2; rank 1: 3."),
+        ({"lr": numpy.float32(0.2)}, "lr of SGD: rank 0: 0.1; rank 1: 0.2."),
         ({"alone": True}, "scheduler 0: rank 0: StepLR, every 1 step"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -395,6 +395,8 @@ def test_the_digests_of_frozen_parameters_tell_orders_apart_and_take_any_part_of
     flat = torch.arange(64.0)
     orders = [flat, flat.flip(0), flat.roll(1), flat.view(8, 8).t().reshape(-1)]
     assert len({_digests({"": each})[""] for each in orders}) == len(orders)
+    masks = [torch.tensor([*map(float, f"{number:08b}")]) for number in range(256)]
+    assert len({_digests({"": each})[""] for each in masks}) == len(masks)
     for dtype in (torch.float16, torch.bfloat16, torch.int8, torch.uint8):
         whole = flat.to(dtype)
         part = whole[1:9]  # not at a multiple of four bytes

@@ -328,6 +328,8 @@ def test_a_metric_of_a_validation_that_did_not_run_is_not_called_misspelt(caplog
         ("val_acc", "min", "mode='max'"),
         ("val/F1", "min", "mode='max'"),
         ("val/loss", "max", "mode='min'"),
+        ("val/acc@1", "min", "mode='max'"),
+        ("top_1_accuracy", "min", "mode='max'"),
         ("val/accuracy", "max", None),
         ("val/loss", "min", None),
         ("accuracy/loss", "min", None),

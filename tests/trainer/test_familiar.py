@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from callbacks import Callback, ModelCheckpoint, ProgressBar
+from callbacks import Callback, EarlyStopping, ModelCheckpoint, ProgressBar
 from trainer import Accelerator, DataModule, Trainer, TrainModule, load_checkpoint_in_model
 from trainer.errors import CheckpointError
 
@@ -416,6 +416,34 @@ def test_callbacks_added_in_setup_are_checked_like_those_given():
         make().fit(Twice(), data())
 
 
+def test_callbacks_that_setup_adds_in_every_stage_are_there_once():
+    class Adds(Net):
+        def setup(self, stage):
+            self.trainer.callbacks += [Counting(), EarlyStopping("loss", patience=9)]
+
+        def test_step(self, batch, batch_idx):
+            self.log("loss", self.layer(batch).mean())
+
+        validation_step = test_step
+
+    module, trainer = Adds(), make(max_epochs=1)
+    trainer.fit(module, data(), data())
+    added = list(trainer.callbacks)
+    trainer.test(module, data())
+    assert trainer.callbacks == added
+    assert [type(each) for each in added].count(EarlyStopping) == 1
+
+
+def test_callbacks_may_be_set_as_they_are_given():
+    trainer, counting = make(), Counting()
+    trainer.callbacks = counting
+    assert trainer.callbacks == [counting]
+    trainer.callbacks = None
+    assert trainer.callbacks == []
+    with pytest.raises(TypeError, match="must be a callback or a list of them"):
+        trainer.callbacks = 3
+
+
 def adding(callback):
     """Return a module whose `setup` adds a callback."""
     module = Net()
@@ -498,6 +526,26 @@ def test_a_parameter_replaced_by_on_load_checkpoint_is_refused():
 
     make(max_epochs=1, checkpointing=True).fit(Net(), data())
     with pytest.raises(
-        RuntimeError, match=r"Replaces has replaced parameters.*nothing would train"
+        RuntimeError, match=r"Replaces has replaced parameters that are trained.*have the old ones"
     ):
         make(max_epochs=2, checkpointing=True).fit(Replaces(), data(), ckpt_path="auto")
+
+
+def test_a_frozen_part_may_be_made_anew_in_on_load_checkpoint():
+    class Teaches(Net):
+        def __init__(self):
+            super().__init__()
+            self.teacher = torch.nn.Linear(2, 1).requires_grad_(False)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.layer.parameters(), 0.1)
+
+    class Anew(Teaches):
+        def on_load_checkpoint(self, checkpoint):
+            self.teacher = torch.nn.Linear(2, 1).requires_grad_(False)
+
+    saved, module = Teaches(), Anew()
+    make(max_epochs=1, checkpointing=True).fit(saved, data())
+    make(max_epochs=2, checkpointing=True).fit(module, data(), ckpt_path="auto")
+    assert torch.equal(module.teacher.weight, saved.teacher.weight)
+    assert not torch.equal(module.layer.weight, saved.layer.weight)

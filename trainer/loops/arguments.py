@@ -139,11 +139,7 @@ def complete(
     callbacks: Sequence[Callback] | Callback | None, *, progress_bar: bool, checkpointing: bool
 ) -> list[Callback]:
     """Return the user's callbacks and the default ones, those that save last."""
-    if isinstance(callbacks, Callback):
-        callbacks = [callbacks]
-    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's are neither list nor tuple
-        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
-    given = list(callbacks or [])
+    given = listed(callbacks)
     check_callbacks(given)
     every = [
         *([_default(ProgressBar())] if progress_bar else []),
@@ -152,6 +148,19 @@ def complete(
     ]
     make_way(every)
     return sorted(every, key=lambda callback: callback.runs_last)
+
+
+def listed(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
+    """Return the user's callbacks as a list.
+
+    Raises:
+        TypeError: It is neither a callback nor a sequence.
+    """
+    if isinstance(callbacks, Callback):
+        callbacks = [callbacks]
+    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's are neither list nor tuple
+        raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
+    return list(callbacks or [])
 
 
 def _default(callback: Callback) -> Callback:

@@ -115,7 +115,8 @@ def make_fit_run(
         ddp_kwargs=accelerator.ddp_kwargs,
     )
     optimizers, entries, schedulers = prepare_optimizers(module, accelerator)
-    options = options_of(entries, schedulers)
+    names = names_of(entries)
+    options = options_of(names, optimizers, schedulers)
     refuse_differing_options(options)
     own = [Limits(max_norm=one.max_grad_norm, max_value=one.max_grad_value) for one in entries]
     common = _common(parts, module, sources.datamodule, hooks, recorder, quiet=settings.barebones)
@@ -130,7 +131,7 @@ def make_fit_run(
         ),
         guard=_guard(module, [each.optimizer for each in optimizers], accelerator, settings),
         optimizers=optimizers,
-        optimizer_names=names_of(entries),
+        optimizer_names=names,
         schedulers=schedulers,
         limits=Limits(max_norm=settings.max_grad_norm, max_value=settings.max_grad_value),
         own_limits=[pair for pair in zip(optimizers, own, strict=True) if pair[1] != NO_LIMITS],

@@ -44,7 +44,7 @@ _BETTER = {
     "min": {"cer", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"},
 }
 _TURNED = {  # words that turn a name's meaning round, or make it another thing
-    *("neg", "negative", "inverse", "1", "error", "err", "gap", "drop", "diff", "delta", "std"),
+    *("neg", "negative", "inverse", "error", "err", "gap", "drop", "diff", "delta", "std"),
     *("var", "improvement", "reduction", "gain", "time", "change"),
 }
 _NONE_WANTED = "limit_val_batches=0 says that no validation is wanted."
@@ -113,6 +113,8 @@ def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callbac
         if entry.monitor is not None and isinstance(entry.scheduler, ReduceLROnPlateau)
     ]
     for who, name, mode in taken:
+        if re.search(r"(^|[/_ ])1 ?-", name):  # less of it is more of the rest
+            continue
         words = set(re.split(r"[^a-z0-9]+", name.lower()))
         other = "max" if mode == "min" else "min"
         if words & _BETTER[other] and not words & (_BETTER[mode] | _TURNED):

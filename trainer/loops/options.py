@@ -3,72 +3,146 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
-from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of
+from trainer.errors import CheckpointError
+from trainer.optim.configure import SchedulerEntry
+from trainer.optim.optimizer import AcceleratedOptimizer
 
 logger = logging.getLogger(__name__)
 
 _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
+_NOT_CHOSEN = ("params", "initial_lr")  # of a group
+_BASE_RATES = "base_lrs"  # of a schedule: those of the optimizer
+_COUNTS = ("last_epoch", "verbose", _BASE_RATES)
 
 
 def options_of(
-    entries: Sequence[OptimizerEntry], schedulers: Iterable[SchedulerEntry]
+    names: Sequence[str],
+    optimizers: Sequence[AcceleratedOptimizer],
+    schedulers: Sequence[SchedulerEntry],
 ) -> dict[str, str]:
     """Return what the updates depend on, by what it is called in messages.
 
-    Of an optimizer these are its options; of a schedule, which may keep anything, only its class
-    and when it ticks.
+    Of an optimizer these are its options, with the learning rates that schedules begin from; of
+    torch's schedules, their numbers; of other schedules, the class and when they tick.
+
+    Args:
+        names: The names of the optimizers.
+        optimizers: In the user's order, as are the schedules.
+        schedulers: The schedules.
     """
-    names = names_of(entries)
     options = {"optimizers": ", ".join(names) or "none"}
-    for name, entry in zip(names, entries, strict=True):
-        groups = entry.optimizer.param_groups
-        chosen = [option for option in entry.optimizer.defaults if option not in _OF_SPEED]
-        options[f"the class of {name}"] = type(entry.optimizer).__name__
+    for name, prepared in zip(names, optimizers, strict=True):
+        optimizer = prepared.optimizer
+        groups = optimizer.param_groups
+        options[f"the class of {name}"] = type(optimizer).__name__
         for number, group in enumerate(groups):
             place = name if len(groups) == 1 else f"{name}, group {number}"
             options[f"the number of parameters of {place}"] = str(len(group["params"]))
-            options |= {f"{each} of {place}": _plain(group.get(each)) for each in chosen}
-    for number, each in enumerate(schedulers):
-        kind = type(each.scheduler).__name__
-        ticks = f"{kind}, every {each.frequency} {each.interval}, monitor={each.monitor!r}"
+            chosen = getattr(optimizer, "defaults", group)  # of the user's own class, none maybe
+            values = group | {"lr": group.get("initial_lr", group.get("lr"))}
+            options |= {
+                f"{option} of {place}": _plain(values.get(option))
+                for option in chosen
+                if option not in (*_OF_SPEED, *_NOT_CHOSEN)
+            }
+    for number, entry in enumerate(schedulers):
+        kind = type(entry.scheduler).__name__
+        ticks = f"{kind}, every {entry.frequency} {entry.interval}, monitor={entry.monitor!r}"
         options[f"scheduler {number}"] = ticks
+        options[_class_of(number)] = kind
+        if isinstance(entry.scheduler, LRScheduler):
+            place = f"scheduler {number} ({kind})"
+            options |= dict(_numbers(entry.scheduler.state_dict(), place))
     return options
+
+
+def _class_of(scheduler: int) -> str:
+    return f"the class of scheduler {scheduler}"
+
+
+def _numbers(state: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
+    """Yield what a schedule was given, without what it counts; of those within it, theirs too."""
+    for key, value in state.items():
+        if key == "_schedulers":
+            for number, inner in enumerate(value):
+                yield from _numbers(inner, f"{place}, part {number}")
+        elif key == "_milestones" or not (key.startswith("_") or key in _COUNTS):
+            yield f"{key.lstrip('_')} of {place}", _plain(value)
 
 
 def _plain(value: Any) -> str:
     """Format numbers and words, also in tuples; of other objects the type alone."""
     if isinstance(value, Tensor) and value.numel() == 1:  # a learning rate on the device
         value = value.item()
+    if isinstance(value, Mapping):  # milestones are counted in one
+        value = [each for pair in value.items() for each in pair]
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, Real) and not isinstance(value, bool):  # numpy's too
         return f"{float(value):.6g}"  # 1 is 1.0, and a float32 as its number was written
     plain = value is None or isinstance(value, (bool, str))
     return repr(value) if plain else type(value).__name__
 
 
 def keep_options(
-    options: MutableMapping[str, str], saved: MutableMapping[str, str], *, tell: bool
+    options: MutableMapping[str, str],
+    saved: Mapping[str, str],
+    restored: Mapping[str, str],
+    *,
+    tell: bool,
 ) -> None:
     """Note that a resumed run has the options of its checkpoint, and warn of those it was given.
 
     Args:
         options: Of this start, changed to those in effect.
-        saved: Those that were in effect when the checkpoint was saved.
+        saved: Those that were in effect when the checkpoint was saved, but for what hooks changed.
+        restored: Those in effect now, among them what schedules and hooks have changed since.
         tell: Whether to warn.
     """
-    of_groups = [name for name in options if " of " in name and not name.startswith("the ")]
-    changed = [name for name in of_groups if options[name] != saved.get(name, options[name])]
+    changed = [
+        name
+        for name, value in options.items()
+        if " of " in name
+        and not name.startswith("the ")
+        and value not in (saved.get(name, value), restored.get(name))
+    ]
     if changed and tell:
         logger.warning(
-            "The optimizers are the checkpoint's, although configure_optimizers has changed: %s%s. "
-            "To change a value within a run, set it in on_train_start.",
-            "; ".join(f"{name} stays {saved[name]}, not {options[name]}" for name in changed[:3]),
+            "The optimizers and schedules are the checkpoint's, although configure_optimizers has "
+            "changed: %s%s. To change a value within a run, set it in on_train_start; a learning "
+            "rate with a schedule as 'initial_lr' of the group and in the schedule's base_lrs.",
+            "; ".join(
+                f"{n} stays {restored.get(n, saved[n])}, not {options[n]}" for n in changed[:3]
+            ),
             "; …" if changed[3:] else "",
         )
     options.update((name, saved[name]) for name in changed)
+
+
+def refuse_other_schedules(
+    options: Mapping[str, str], saved: Mapping[str, str], schedulers: int
+) -> None:
+    """Refuse schedules of other classes than the checkpoint's, whose state would be mixed with it.
+
+    Args:
+        options: Of this start.
+        saved: Those of the checkpoint.
+        schedulers: Their number.
+
+    Raises:
+        CheckpointError: A class differs.
+    """
+    for name in map(_class_of, range(schedulers)):
+        if options[name] != saved.get(name, options[name]):
+            raise CheckpointError(
+                f"configure_optimizers returns a {options[name]}, but {name} in the checkpoint is "
+                f"{saved[name]}, whose state it cannot continue. Return the same one, or start a "
+                "new run with the weights: load_from_checkpoint, and fit without ckpt_path."
+            )

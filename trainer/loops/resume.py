@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.loops.accumulators import restore_accumulators
 from trainer.loops.lengths import Schedule
-from trainer.loops.options import keep_options
+from trainer.loops.options import keep_options, options_of, refuse_other_schedules
 from trainer.loops.run import Counters, FitRun
 from trainer.loops.snapshot import (
     DATA,
@@ -32,6 +32,7 @@ from trainer.loops.snapshot import (
 from trainer.loops.switches import load_switches
 from trainer.module import TrainModule
 from trainer.optim.groups import restore_groups
+from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import load_state
 from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
@@ -90,31 +91,33 @@ def load_run(
             "load them with load_from_checkpoint, and fit without ckpt_path."
         )
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
-    before = set(map(id, run.module.parameters()))
+    trained = set(map(id, parameters_of(run.optimizers)))
+    trained &= set(map(id, run.module.parameters()))
     run.module.on_load_checkpoint(state["extra"])  # first: it may resize buffers
-    if before != set(map(id, run.module.parameters())):
+    if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
-            f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters, but the "
-            "optimizers have the old ones, so nothing would train: create them in __init__ or "
-            "configure_model. Buffers may be replaced."
+            f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
+            "trained, but the optimizers have the old ones: create them in __init__ or "
+            "configure_model. Buffers and frozen parameters may be replaced."
         )
     file = path / disk.WEIGHTS_NAME
     weights = disk.load_weights(file)
     disk.load_into(run.module, weights, where=file)
     if "switches" in state:  # not in a checkpoint of an earlier release
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
-    trained = path / TRAINED_NAME
+    apart = path / TRAINED_NAME
     if differs := TRAINED_NAME in manifest["files"]:
-        weights = disk.load_weights(trained)
+        weights = disk.load_weights(apart)
     _restore_optimizers(run, path, state, weights)
-    keep_options(run.options, state.get("options", {}), tell=run.rank == 0)
+    restored = options_of(run.optimizer_names, run.optimizers, run.schedulers)
+    keep_options(run.options, state.get("options", {}), restored, tell=run.rank == 0)
     run.precision.load_state_dict(state["scaler"])
     _restore_counters(run, state)
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
     if differs:
-        disk.load_into(run.module, weights, where=trained)
+        disk.load_into(run.module, weights, where=apart)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
     _restore_ranks(run, path, manifest["world_size"])
@@ -142,6 +145,7 @@ def _restore_optimizers(
     for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
         load_state(optimizer, saved, dtypes)
     _same_number(path, "schedulers", run.schedulers, state["schedulers"])
+    refuse_other_schedules(run.options, state.get("options", {}), len(run.schedulers))
     for entry, saved in zip(run.schedulers, state["schedulers"], strict=True):
         entry.scheduler.load_state_dict(saved)
 

@@ -132,11 +132,18 @@ def _set_up(
     check: Callable[..., None],
 ) -> None:
     given, done = set(map(id, callbacks)), set[int]()
+    earlier = {one.state_key for one in callbacks if one._added_in_setup}
     with PartialState().local_main_process_first():
         call_if_there(datamodule, "prepare_data")
         module.prepare_data()
 
     def next_callback() -> Callback | None:
+        """Return one to set up; what the setup of an earlier stage has added is not added again."""
+        callbacks[:] = [
+            one
+            for one in callbacks
+            if id(one) in given or getattr(one, "state_key", None) not in earlier
+        ]
         make_way(callbacks)
         check_callbacks(callbacks)
         return next((each for each in callbacks if id(each) not in done), None)
@@ -146,6 +153,7 @@ def _set_up(
         while (callback := next_callback()) is not None:
             done.add(id(callback))
             if id(callback) not in given:
+                callback._added_in_setup = True
                 check(None, [callback], None)
             callback.setup(trainer, module, name)
 

@@ -17,7 +17,8 @@ from trainer.optim.optimizer import parameters_of
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 2**20  # words, whose products take eight times their memory
+_AT_ONCE = 2**20  # words, whose hashes take eight times their memory
+_ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, signed
 
 
 def share_untrained(run: FitRun) -> None:
@@ -56,19 +57,27 @@ def share_untrained(run: FitRun) -> None:
 
 
 def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a sum over the bits of each, weighted by their places.
+    """Return a sum over the bits of each, mixed with their places.
 
     Other values, and the same in another order, give another one, but for rare accidents.
     """
-    sums = {name: _weighted_sum(_words(each)) for name, each in parameters.items()}
+    sums = {name: _mixed_sum(_words(each)) for name, each in parameters.items()}
     return {name: int(total) for name, total in sums.items()}  # all are under way by now
 
 
-def _weighted_sum(words: Tensor) -> Tensor:
+def _mixed_sum(words: Tensor) -> Tensor:
+    """Return a sum of hashes, each by two rounds of multiplication and shift, as in SplitMix64.
+
+    A sum that is linear in the words would miss values that are exchanged, such as those of masks.
+    """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
-    places = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=words.device)
+    places = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=words.device) * _ODD[0]
     for part in words.split(_AT_ONCE):
-        total = 31 * total + (part * places[: len(part)]).sum()  # in int64, which wraps round
+        mixed = places[: len(part)] + part  # in int64, which wraps round
+        for odd in _ODD[1:]:
+            mixed ^= mixed >> 31
+            mixed *= odd
+        total = 31 * total + mixed.sum()
     return total
 
 

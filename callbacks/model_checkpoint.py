@@ -267,7 +267,8 @@ class ModelCheckpoint(Callback):
         if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
             self._save(trainer, self._score(trainer))
         self._settle(trainer)
-        if self.monitor and self.save_top_k and not self._scores and trainer.global_step > 0:
+        saved = trainer.global_step > 0 and not trainer.fast_dev_run
+        if self.monitor and self.save_top_k and not self._scores and saved:
             why = self.monitor.never_logged(trainer) or (
                 f"It was never reduced when a save was due (every {self.every}), or it was not "
                 "finite. Make every a multiple of val_every."

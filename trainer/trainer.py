@@ -30,6 +30,7 @@ from trainer import checkpoint as disk
 from trainer.accelerator import Accelerator
 from trainer.configuration import DataLoaderConfiguration, KwargsHandler, ProjectConfiguration
 from trainer.data.feed import Feed
+from trainer.distributed.meeting import meet
 from trainer.distributed.watchdog import watched
 from trainer.errors import Preempted
 from trainer.hooks import HookTable
@@ -584,6 +585,8 @@ class Trainer:
                 displaces=displaces,
             )
             return target
+        if run.world_size > 1:
+            meet(f"save_checkpoint ({target.name})")
         with run.timing.part(SAVING):
             saved = save_run(
                 run,

@@ -442,3 +442,27 @@ def test_what_neither_saves_nor_stops_may_be_on_one_process_alone(ranks2):
         return len(fit((own, own), (ckpt_path, ckpt_path)))
 
     assert ranks2(lambda: [start(2, None), start(3, "auto")]) == [[8, 4], [8, 4]]
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end"])
+def test_a_save_that_one_process_alone_makes_at_the_end_is_told_on_all(ranks2, hook):
+    class Saves(Callback):
+        pass
+
+    def save(self, trainer, module):
+        if trainer.is_global_zero and trainer.should_stop:
+            trainer.save_checkpoint("extra")
+
+    def run():
+        setattr(Saves, hook, save)
+        module = Line()
+        module.on_train_step_end = lambda: setattr(module.trainer, "should_stop", True)
+        options = {"max_epochs": 1, "project_dir": "run", "checkpointing": False}
+        trainer = Trainer(**options, callbacks=Saves(), progress_bar=False, cpu=True)
+        trainer.fit(module, DataLoader(torch.ones(8, 2), 2))
+
+    with pytest.raises(RankError) as error:
+        ranks2(run)
+    assert sorted(error.value.failures) == [0, 1]
+    for text in error.value.failures.values():
+        assert "rank 0: save_checkpoint (extra)" in text

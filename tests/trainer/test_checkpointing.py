@@ -649,3 +649,8 @@ def test_a_start_that_finds_nothing_to_resume_says_where_it_looked(tmp_path, cap
     fit(Net([0.0]), *savers, max_epochs=1, ckpt_path="auto", project_dir="third")
     where = f"{tmp_path}/third/checkpoints, {tmp_path}/others"
     assert capsys.readouterr().out == f"No checkpoint in {where}: starting a new run.\n"
+
+
+def test_a_trial_run_says_nothing_of_checkpoints_that_it_does_not_rank(caplog):
+    fit(Net([1.0]), ModelCheckpoint(monitor="score", mode="max"), fast_dev_run=True)
+    assert "No checkpoint was ranked" not in caplog.text

@@ -53,16 +53,28 @@ def fit(run: FitRun) -> None:
     restore_rng(run)
     metrics.scope = None  # no epoch is left to record what is logged
     run.in_boundary = True
-    if run.world_size > 1:
-        meet("on_train_end")  # a process that stops alone waits here and logs for which others
+    meet_before(run, "on_train_end")
     run.asked.make(run.world_size)
     hooks.on_train_end()
+    meet_before(run, "on_fit_end")
     if counters.global_step > run.last_logged:
         record_update(run)  # the last update is always recorded
         run.recorder.flush(arrived=counters.global_step)
     tell_of_missed(run)
     hooks.on_fit_end()
+    meet_before(run, "teardown")
     run.ended = switches_of(run.module)
+
+
+def meet_before(run: FitRun, hook: str) -> None:
+    """Let processes that come alone wait for the others, or be told of what those wait in.
+
+    Args:
+        run: The run.
+        hook: What all come to; in the one before it, a process may have called a collective alone.
+    """
+    if run.world_size > 1:
+        meet(hook)
 
 
 def finished(run: FitRun) -> bool:

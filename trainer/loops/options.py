@@ -117,7 +117,7 @@ def keep_options(
         logger.warning(
             "The optimizers and schedules are the checkpoint's, although configure_optimizers has "
             "changed: %s%s. To change a value within a run, set it in on_train_start; a learning "
-            "rate with a schedule as 'initial_lr' of the group and in the schedule's base_lrs.",
+            "rate by trainer.scale_learning_rate there, once, which tells its schedule too.",
             "; ".join(
                 f"{n} stays {restored.get(n, saved[n])}, not {options[n]}" for n in changed[:3]
             ),

@@ -214,7 +214,8 @@ _OF_LIGHTNING: dict[str, str | Callable[[Any], str]] = {
 }
 _SAVES = "callbacks=[ModelCheckpoint({})]"
 _BEST = "callbacks=[ModelCheckpoint(monitor=..., mode='min' or 'max')]"
-_LOADER = "fit(module, DataLoader(dataset, batch_size=8)), with the DataLoader of torch.utils.data"
+_LOADER = "fit(module, DataLoader(dataset, batch_size=8, shuffle=True)), of torch.utils.data"
+_VAL_LOADER = "fit(module, train_loader, DataLoader(dataset, batch_size=8)), of torch.utils.data"
 _OF_LOADER = "{} of the DataLoader"
 _LAUNCHED = "kwargs_handlers=[DistributedDataParallelKwargs({}=...)]"
 _MET = "kwargs_handlers=[InitProcessGroupKwargs({}=...)]"
@@ -239,7 +240,7 @@ _OF_HUGGING_FACE: dict[str, str | Callable[[Any], str]] = {
     "dataloader_drop_last": _OF_LOADER.format("drop_last"),
     "dataloader_num_workers": _OF_LOADER.format("num_workers"),
     "dataloader_persistent_workers": _OF_LOADER.format("persistent_workers"),
-    "dataloader_pin_memory": f"{_NOTHING}: batches for a GPU are pinned",
+    "dataloader_pin_memory": _OF_LOADER.format("pin_memory"),
     "dataloader_prefetch_factor": _OF_LOADER.format("prefetch_factor"),
     "ddp_backend": _MET.format("backend"),
     "ddp_bucket_cap_mb": _LAUNCHED.format("bucket_cap_mb"),
@@ -253,7 +254,7 @@ _OF_HUGGING_FACE: dict[str, str | Callable[[Any], str]] = {
     "do_train": "fit",
     "epochs": "max_epochs",
     "eval_accumulation_steps": f"{_NOTHING}: outputs of steps are not collected",
-    "eval_dataset": _LOADER,
+    "eval_dataset": _VAL_LOADER,
     "eval_on_start": "validate(module, loader) before fit",
     "eval_steps": _every_steps,
     "eval_strategy": _evaluates,
@@ -293,7 +294,7 @@ _OF_HUGGING_FACE: dict[str, str | Callable[[Any], str]] = {
     "optimizers": _RATE,
     "output_dir": "project_dir",
     "overwrite_output_dir": "another project_dir, or fit(ckpt_path='auto') to resume",
-    "per_device_eval_batch_size": _LOADER,
+    "per_device_eval_batch_size": _VAL_LOADER,
     "per_device_train_batch_size": _LOADER,
     "preprocess_logits_for_metrics": _METRIC,
     "processing_class": "collate_fn of the DataLoader",

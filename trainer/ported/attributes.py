@@ -20,7 +20,7 @@ _STAGE = (
     "steps and hooks are named after the stage, setup receives it, and trainer.training is true "
     "outside the validations of a fit"
 )
-_ARGUMENT = "of the arguments only max_epochs and max_steps are attributes: keep the value yourself"
+_ARGUMENT = "this argument is no attribute: keep the value yourself"
 _TRAINER_ATTRIBUTES = {
     **dict.fromkeys(
         (

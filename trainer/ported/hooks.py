@@ -48,8 +48,8 @@ _MODULE = _EVERYWHERE | {
         f"gradients are set to None after each update; for something else {MANUAL}"
     ),
     "configure_gradient_clipping": (
-        "pass Trainer(max_grad_norm=...) or Trainer(max_grad_value=...); for limits of each "
-        f"optimizer's own {MANUAL}, with self.clip_gradients"
+        "pass Trainer(max_grad_norm=...) or Trainer(max_grad_value=...), or give each optimizer's "
+        f"dict its own 'max_grad_norm'; for something else {MANUAL}, with self.clip_gradients"
     ),
     "lr_scheduler_step": (
         "return a scheduler whose step() takes no argument, or the metric of its 'monitor': wrap "
@@ -89,12 +89,15 @@ _CALLBACK = _EVERYWHERE | {
     "on_configure_sharded_model": "use setup",
     "on_keyboard_interrupt": "use on_exception, which is told a KeyboardInterrupt too",
     "on_epoch_begin": "use on_train_epoch_start",
-    "on_evaluate": "use on_validation_end",
+    "on_evaluate": "use on_validation_end, unless trainer.sanity_checking",
     "on_log": "use on_boundary, which finds the values in trainer.callback_metrics",
     "on_optimizer_step": "use on_train_step_end",
     "on_pre_optimizer_step": "use on_before_optimizer_step",
     "on_prediction_step": "use on_validation_batch_end",
-    "on_save": "use on_save_checkpoint",
+    "on_save": (
+        "use on_boundary with trainer.wait_for_save(), after which the folder is there; "
+        "on_save_checkpoint adds to what is saved"
+    ),
     "on_step_begin": "use on_train_step_start",
     "on_step_end": "use on_train_step_end",
     "on_substep_end": "use on_train_batch_end",

@@ -236,7 +236,7 @@ class Trainer:
     ) -> None:
         if unknown:
             refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
-        refuse_uncalled(self, "trainer")
+        refuse_uncalled(self, "trainer", tells=True)
         if not isinstance(accelerator, (Accelerator, type(None))):
             raise TypeError(
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is "

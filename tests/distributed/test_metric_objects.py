@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MetricCollection
+from torchmetrics import CatMetric, Metric, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAUROC
 from torchmetrics.retrieval import RetrievalMAP
 
@@ -102,6 +103,86 @@ def test_metrics_that_share_their_lists_are_computed_over_all_processes(ranks2):
     assert ranks2(body) == [[values] * 2] * 2
 
 
+class Many(TrainModule):
+    """Logs one object under several names, or adds to one in a hook that all processes call."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        take(self.metric, *batch)
+        self.log("one", self.metric)
+        self.log("other", self.metric)
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_one_object_may_have_several_names(ranks2, kind, batches):
+    def body() -> dict[str, float]:
+        trainer = Trainer(cpu=True, barebones=True)
+        return trainer.validate(Many(MAKERS[kind]()), DataLoader(rows(batches), BATCH))[0]
+
+    whole = MAKERS[kind]()
+    for batch in DataLoader(rows(batches), BATCH):
+        take(whole, *batch)
+    value = pytest.approx(whole.compute().item(), rel=1e-6)
+    assert ranks2(body) == [{"one": value, "other": value}] * 2
+
+
+def test_what_a_hook_adds_counts_on_each_process(ranks2):
+    class Adds(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = CatMetric()
+            self.seen: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.metric.update(batch[1])
+
+        def on_validation_epoch_end(self) -> None:
+            self.metric.update(100.0 + torch.distributed.get_rank())
+            self.seen = [copy.deepcopy(self.metric).compute().tolist()]
+            self.seen.append(self.metric.compute().tolist())
+            self.seen.append([len(each.metric_state["value"]) for each in (self.metric,)])
+
+    def body() -> list[Any]:
+        module = Adds()
+        Trainer(cpu=True, barebones=True).validate(module, DataLoader(rows(1), BATCH))
+        return module.seen
+
+    labels = [float(each) for each in rows(1).tensors[1]]
+    values = [*labels, 100.0, 101.0]
+    assert ranks2(body) == [[values, values, [2]], [values, values, [1]]]
+
+
+class Texts(Metric):
+    """Has a list of what is not tensors, which torchmetrics leaves as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("texts", [], dist_reduce_fx=None)
+        self.add_state("number", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, text: str) -> None:
+        self.texts.append(text)
+        self.number += 1
+
+    def compute(self) -> torch.Tensor:
+        return self.number
+
+
+def test_lists_of_other_things_are_left_to_torchmetrics(ranks2):
+    def body() -> float:
+        metric, rank = Texts(), torch.distributed.get_rank()
+        for _ in range(2 - rank):
+            metric.update("a")
+        with computing(metric):
+            return metric.compute().item()
+
+    assert ranks2(body) == [3.0, 3.0]
+
+
 def test_the_objects_are_afterwards_as_before_even_if_the_hook_fails(ranks2):
     def body() -> list[Any]:
         metric, rank = RetrievalMAP(), torch.distributed.get_rank()
@@ -114,9 +195,9 @@ def test_the_objects_are_afterwards_as_before_even_if_the_hook_fails(ranks2):
             filled.append(len(metric.indexes))
             raise ZeroDivisionError
 
-        with pytest.raises(ZeroDivisionError), computing([("some", nn.ModuleList([metric]))]):
+        with pytest.raises(ZeroDivisionError), computing(nn.ModuleList([metric])):
             hook()
         alike = [bool((a == b).all()) for a, b in zip(metric.indexes, kept, strict=True)]
-        return [*filled, alike, metric.dist_sync_fn]
+        return [*filled, alike, "_sync_dist" in vars(metric)]
 
-    assert ranks2(body) == [[2, [True] * 2, None], [2, [True], None]]
+    assert ranks2(body) == [[2, [True] * 2, False], [1, [True], False]]

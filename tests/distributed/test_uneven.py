@@ -463,21 +463,32 @@ def test_a_stand_in_of_manual_optimisation_updates_no_metric(ranks2):
     assert ranks2(run) == [6.0, 6.0]
 
 
-def test_the_last_update_has_the_value_of_an_object_on_all_processes(ranks2):
-    class Counting(Net):
+@pytest.mark.parametrize("hook", ["on_train_start", "on_train_step_end", "on_train_epoch_end"])
+def test_updates_outside_a_batch_may_gather_where_all_processes_come(ranks2, hook):
+    """In a hook, in manual optimisation; the second process has no batch in the last round."""
+
+    class Outside(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.samples = torchmetrics.SumMetric()
+            self.automatic_optimization = False
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.samples.update(len(batch[0]))
-            self.log("samples", self.samples, on_step=True, on_epoch=False)
-            return super().training_step(batch, batch_idx)
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            """Updates are made in a hook."""
 
-    def run() -> float:
-        options = {"checkpointing": False, "progress_bar": False}
-        trainer = Trainer(max_epochs=2, cpu=True, project_dir="run", **options)
-        trainer.fit(Counting(), DataLoader(TensorDataset(torch.ones(6, 6)), 2))
-        return trainer.callback_metrics["samples"]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(len(self.all_gather(torch.ones(()))))
 
-    assert ranks2(run) == [6.0, 6.0]  # rank 1 has no batch in the last update
+    def update(self: Outside) -> None:
+        self.manual_backward(self.net(torch.ones(1, 6)).sum())
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    setattr(Outside, hook, update)
+
+    def body() -> list[float]:
+        module = Outside()
+        Trainer(max_epochs=1, cpu=True, barebones=True).fit(module, three_batches())
+        return module.seen
+
+    times = 2 if hook == "on_train_step_end" else 1
+    assert ranks2(body) == [[2] * times] * 2

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from trainer.metrics import Cell, MetricStore
-from trainer.metrics.cells import LAST
 from trainer.tree import to_device
 
 logger = logging.getLogger(__name__)
@@ -29,11 +28,7 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
     paths = {id(metric): path for path, metric in metric_objects(module)}
     epochs = {}
     for phase, cells in {**metrics.epochs, _UPDATE: metrics.step}.items():
-        strangers = [
-            name
-            for name, metric in cells.objects.items()
-            if id(metric) not in paths and not name.endswith(LAST)
-        ]
+        strangers = [name for name, metric in cells.objects.items() if id(metric) not in paths]
         if strangers:
             logger.warning(
                 "The metric objects %s are not attributes of the module, so a checkpoint does not "

@@ -82,7 +82,7 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
         refuse_missing(run, phase, rounds)
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()
-        with computing([("module", run.module)]):
+        with computing(run.module):
             getattr(hooks, f"on_{phase}_epoch_end_module")()
         values = metrics.reduce_epoch(phase)
         if run.sanity_checking:

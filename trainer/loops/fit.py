@@ -274,7 +274,7 @@ def end_epoch(run: FitRun) -> None:
     counters = run.counters
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
-    with computing([("module", run.module)]):
+    with computing(run.module):
         run.hooks.on_train_epoch_end_module()
     run.recorder.record(
         run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch

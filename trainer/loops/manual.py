@@ -72,6 +72,7 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
         )
     if micro.present:
         own.on_train_batch_end(detach(outputs), batch, batch_idx)
+    run.own_hooks = hooks
     metrics.items = items
     hooks.on_train_step_end()
     return stepped or micro.last

@@ -300,9 +300,14 @@ class FitRun(Run):
     in_boundary: bool = False
     log_due: bool = False
     found: Tensor | None = None
-    own_hooks: Any = None
+    own_hooks: Any = field(init=False)
     last_batch: Any = None
     weightless: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin outside a batch, where all processes call the hooks."""
+        super().__post_init__()
+        self.own_hooks = self.hooks
 
     @property
     def deciding(self) -> bool:

@@ -15,8 +15,6 @@ Value: TypeAlias = "float | Tensor"
 Kind: TypeAlias = "Literal['mean', 'sum', 'min', 'max']"
 KINDS = ("mean", "sum", "min", "max")
 EMPTY = {"mean": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-UNTOLD = "\0"  # begins an internal suffix of a name: the loader of the value, or the next
-LAST = UNTOLD + "last"  # of objects logged on steps: their values at the end of the epoch
 LOADER = re.compile(r"/dataloader_idx_\d+$")  # the suffix of names with several loaders
 
 

@@ -2,14 +2,14 @@
 
 torchmetrics gathers a list element by element, so processes whose lists differ in length, because
 the batches do not divide evenly, would wait for each other or read other types than were sent. Here
-the shorter lists are filled up with placeholders, which the gathering leaves out.
+the shorter lists are filled up with placeholders, which the gathering leaves out again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,85 +20,74 @@ from trainer.state import PartialState
 
 
 class _Placeholder(Tensor):
-    """Stands for an element that other processes have; its copies are placeholders too."""
+    """Stands for an element that other processes have."""
 
 
 @contextmanager
-def computing(objects: Iterable[tuple[str, Any]]) -> Iterator[None]:
-    """Inside, metric objects may compute over all processes; collective at its beginning.
+def computing(*owners: Any) -> Iterator[None]:
+    """Inside, metric objects may compute over all processes.
 
     Args:
-        objects: Modules that are or have metric objects, each under a name that is the same on all
-            processes; others are left alone. Their states are restored at the end.
+        *owners: Modules that are or have metric objects; others are left alone.
     """
-    if PartialState().num_processes == 1:
-        yield
-        return
-    parts = {
-        f"{name}.{path}": part
-        for name, one in objects
-        if isinstance(one, nn.Module)
-        for path, part in one.named_modules()
-        if hasattr(part, "sync_on_compute") and hasattr(part, "_reductions")
-    }
-    for part in parts.values():
-        _forget_computed(part)
-    own = Counter(
-        {
-            (path, name): _pieces(part, name)
-            for path, part in parts.items()
-            for name in part._reductions
-        }
-    )
-    wanted: Counter[tuple[str, str]] = Counter()
-    for counts in all_gather_object(own):
-        wanted |= counts
-    ours = [p for p in parts.values() if p.dist_sync_fn is None and p.process_group is None]
-    for part in ours:
-        part.dist_sync_fn = _gather_piece
-    for (path, name), count in (wanted - own).items():
-        if path in parts:
-            _fill(parts[path], name, count)
+    changed = []
+    if PartialState().num_processes > 1:
+        for part in _parts(owners):
+            forget_computed(part)
+            if part.dist_sync_fn is None and part.process_group is None:
+                # torchmetrics has no public name for it. It has copied the states by then, and
+                # restores them after computing.
+                part._sync_dist = partial(_sync, part)
+                changed.append(part)
     try:
         yield
     finally:
-        for part in ours:
-            part.dist_sync_fn = None
-        for path, name in wanted - own:
-            if path in parts:
-                _empty(parts[path], name)
+        for part in changed:
+            del part._sync_dist
 
 
-def _forget_computed(part: Any) -> None:
+def forget_computed(metric: Any) -> None:
     """Let a metric object compute anew.
 
     It keeps the result until its next update. A process without a batch would take the kept one,
     and the others would wait for it in the reduction of their states.
     """
-    if getattr(part, "_computed", None) is not None:
+    for part in _parts([metric]):
         part._computed = None  # torchmetrics has no public name for it
 
 
-def _pieces(part: Any, name: str) -> int:
-    """Return how many tensors of a state torchmetrics gathers one by one; 0 if it is no list."""
+def _parts(owners: Iterable[Any]) -> list[Any]:
+    """Return the metric objects in some modules, each once."""
+    modules = [part for one in owners if isinstance(one, nn.Module) for part in one.modules()]
+    parts = {id(part): part for part in modules if hasattr(part, "sync_on_compute")}
+    return [part for part in parts.values() if hasattr(part, "_sync_dist")]
+
+
+def _sync(part: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace the states by those of all processes, as torchmetrics would; collective."""
+    before = {name: getattr(part, name) for name in part._reductions}
+    own = {name: _length(part, name) for name in before}
+    of_all = all_gather_object(own)
+    try:
+        for name, length in own.items():
+            lengths = [each.get(name) for each in of_all]
+            if length is not None and None not in lengths and max(lengths) > length:
+                filler = torch.empty(0, device=part.device).as_subclass(_Placeholder)
+                setattr(part, name, [*before[name], *[filler] * (max(lengths) - length)])
+        type(part)._sync_dist(part, _gather_piece, *args[1:], **kwargs)
+    except BaseException:
+        for name, state in before.items():
+            setattr(part, name, state)
+        raise
+
+
+def _length(part: Any, name: str) -> int | None:
+    """Return how many tensors of a state are gathered one by one; None if not by us."""
     state = getattr(part, name)
-    if not isinstance(state, list):
-        return 0
+    if not isinstance(state, list) or not all(isinstance(each, Tensor) for each in state):
+        return None
     concatenated = getattr(part._reductions[name], "__name__", "") == "dim_zero_cat"
     return min(len(state), 1) if concatenated else len(state)
-
-
-def _fill(part: Any, name: str, count: int) -> None:
-    state = getattr(part, name)
-    if isinstance(state, list):
-        filler = torch.empty(0, device=part.device).as_subclass(_Placeholder)
-        setattr(part, name, [*state, *[filler] * count])
-
-
-def _empty(part: Any, name: str) -> None:
-    state = getattr(part, name)
-    if isinstance(state, list):
-        setattr(part, name, [each for each in state if not isinstance(each, _Placeholder)])
 
 
 def _gather_piece(piece: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ARG001 - an interface

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.distributed.objects import all_gather_object, broadcast_object
 from trainer.errors import MetricError
 from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
-from trainer.metrics.computing import computing
+from trainer.metrics.computing import computing, forget_computed
 
 
 class Reduction:
@@ -46,8 +46,11 @@ class Reduction:
             reduced = {name: found[name] for name, _ in cells.agreed if name in found}
         names = [name for name, kind in self.pairs(cells) if kind == "object"]
         if names:
-            with computing((name, cells.known[name]) for name in names):
-                reduced |= {name: computed(name, cells.known[name].compute()) for name in names}
+            with computing(*(cells.known[name] for name in names)):
+                for name in names:
+                    if self._world_size > 1:  # one object may have several names
+                        forget_computed(cells.known[name])
+                    reduced[name] = computed(name, cells.known[name].compute())
         return reduced
 
     def pairs(self, cells: Cells) -> Sequence[tuple[str, str]]:

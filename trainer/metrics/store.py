@@ -13,10 +13,8 @@ from trainer.errors import MetricError, choose
 from trainer.metrics.cells import (
     EMPTY,
     KINDS,
-    LAST,
     LOADER,
     TRAIN_STEP,
-    UNTOLD,
     Cell,
     Cells,
     Kind,
@@ -32,6 +30,7 @@ from trainer.metrics.cells import (
 from trainer.metrics.reduction import Reduction
 
 RESERVED = frozenset({"step", "epoch", "time"})
+_UNTOLD = "\0"  # begins an internal suffix of a name: the loader of the value
 
 
 class _Place(NamedTuple):
@@ -166,9 +165,6 @@ class MetricStore:
                 self._keep(place, computed(name, of_call), weight, "mean", prog_bar)
             else:  # in a step cell without a value of the call: its value so far
                 self._keep_object(place, value, prog_bar)
-                if place.cells is self.step:  # which may be the last: the epoch's end resets it
-                    at_the_end = _Place(self.epoch(scope.phase), place.key + LAST)
-                    self._keep_object(at_the_end, value, prog_bar=False)
             if is_object and place.cells is self.step:
                 self._stepwise[name] = value
 
@@ -203,7 +199,7 @@ class MetricStore:
             told = "" if not add_dataloader_idx else suffix
             self.private.update(name + end + told for end in ("", "_step", "_epoch"))
         if suffix and not add_dataloader_idx:
-            self.loader_suffix = UNTOLD + suffix
+            self.loader_suffix = _UNTOLD + suffix
         try:
             yield
         finally:
@@ -258,7 +254,6 @@ class MetricStore:
         """Return the epoch's values over all processes, and reset them; collective."""
         cells = self.epoch(phase)
         values = self._reduction.reduce(cells, f"this epoch of {phase}")
-        last = {key: values.pop(key) for key in list(values) if key.endswith(LAST)}
         shown = [name for name, cell in cells.cells.items() if cell.prog_bar]
         shown += self._objects_shown.intersection(cells.objects)
         self._kept.update({_told(name): values[name] for name in shown if name in values})
@@ -266,7 +261,7 @@ class MetricStore:
             if kind == "object":
                 cells.known[name].reset()
         if phase == "train":
-            self._keep_last(last)
+            self._keep_last(cells, values)
             for metric in self._stepwise.values():
                 metric.reset()
             self._stepwise.clear()
@@ -275,10 +270,15 @@ class MetricStore:
         cells.ran.clear()
         return self._renamed(values)
 
-    def _keep_last(self, last: dict[str, Value]) -> None:
-        """Replace objects of the epoch's last update, which are reset, by their values so far."""
-        for key in self.step.objects:
-            self._keep(_Place(self.step, key), last[key + LAST], 1.0, "mean", prog_bar=False)
+    def _keep_last(self, cells: Cells, values: dict[str, Value]) -> None:
+        """Replace objects of the epoch's last update, which are reset, by their values so far.
+
+        That is the epoch's value; objects that were not logged over the epoch are dropped.
+        """
+        for key, metric in self.step.objects.items():
+            for name, of_epoch in cells.objects.items():
+                if of_epoch is metric and name in values:
+                    self._keep(_Place(self.step, key), values[name], 1.0, "mean", prog_bar=False)
         self.step.objects.clear()
 
     def _renamed(self, values: dict[str, Value]) -> dict[str, Value]:
@@ -291,7 +291,7 @@ class MetricStore:
                 f"Several loaders logged {twice!r} with add_dataloader_idx=False; log each under a "
                 "different name, or leave the argument out."
             )
-        parts = [key.partition(UNTOLD) for key in values]
+        parts = [key.partition(_UNTOLD) for key in values]
         self.loader_of = {name: suffix for name, _, suffix in parts if suffix}
         return renamed
 
@@ -357,7 +357,7 @@ def _loader_of(key: str) -> str:
 
 def _told(key: str) -> str:
     """Return the public name of a value."""
-    return key.partition(UNTOLD)[0]
+    return key.partition(_UNTOLD)[0]
 
 
 def _when(

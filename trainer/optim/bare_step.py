@@ -45,7 +45,11 @@ def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     try:
         return optimizer.step(*args, **kwargs) if bare is None else bare(optimizer, *args, **kwargs)
     except TypeError as error:
-        if closure is not None or not required or "NoneType" not in str(error):
+        if (
+            closure is not None
+            or not required
+            or "'NoneType' object is not callable" not in str(error)
+        ):
             raise
         raise TypeError(
             f"step of {type(optimizer).__name__} was called without the closure that it needs: a "

@@ -9,7 +9,11 @@ may call.
 
 from __future__ import annotations
 
+import logging
+
 from trainer.misspelt import used_by_itself
+
+logger = logging.getLogger(__name__)
 
 MANUAL = "set automatic_optimization = False and do it in training_step"
 _EPOCH_END = (
@@ -115,12 +119,15 @@ _TRAINER = {
 }
 
 
-def refuse_uncalled(owner: object, kind: str) -> None:
+def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
     """Refuse a hook of another trainer that nobody would call, not even another method of its own.
+
+    Of one that such a method uses, a warning says that the Trainer does not call it.
 
     Args:
         owner: The user's module, callback or datamodule, or a Trainer.
         kind: ``"module"``, ``"callback"``, ``"datamodule"`` or ``"trainer"``.
+        tells: Whether to warn.
 
     Raises:
         TypeError: It has one; the text says what to use.
@@ -136,7 +143,17 @@ def refuse_uncalled(owner: object, kind: str) -> None:
         defined = callable(getattr(type(owner), name, None)) or (
             kind == "module" and callable(vars(owner).get(name))
         )
-        if defined and name not in used_by_itself(type(owner).__mro__, refused):
+        if not defined:
+            continue
+        if name in used_by_itself(type(owner).__mro__, refused):
+            if tells:
+                logger.warning(
+                    "%s defines %s, which only its own methods call, not the Trainer: for that %s.",
+                    type(owner).__name__,
+                    name,
+                    refused[name],
+                )
+        else:
             raise TypeError(
                 f"{type(owner).__name__} defines {name}, which is never called here: "
                 f"{refused[name]}."

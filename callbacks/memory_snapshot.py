@@ -30,7 +30,8 @@ class MemorySnapshot(Callback):
 
     Args:
         dirpath: The folder, by default ``memory`` in the Trainer's ``project_dir``.
-        skip_steps: Updates of this start to skip before the recording.
+        skip_steps: Updates of this start to skip before the recording; by default 1, and none if
+            ``steps`` is None.
         steps: Updates to record. None records up to the end and writes only if memory runs out.
         all_ranks: Record every process, each to its own file; otherwise only the main process.
         max_entries: How many allocations and releases to keep, the newest; each takes some hundred
@@ -47,11 +48,13 @@ class MemorySnapshot(Callback):
         self,
         dirpath: str | Path | None = None,
         *,
-        skip_steps: int = 1,
+        skip_steps: int | None = None,
         steps: int | None = 3,
         all_ranks: bool = False,
         max_entries: int = 100_000,
     ) -> None:
+        if skip_steps is None:
+            skip_steps = 0 if steps is None else 1
         for name, value, least in (
             ("skip_steps", skip_steps, 0),
             ("steps", steps, 1),

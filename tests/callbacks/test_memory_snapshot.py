@@ -129,6 +129,12 @@ def test_without_an_end_it_is_written_only_if_memory_runs_out(allocator):
     assert files() == []
 
 
+def test_without_an_end_the_first_update_is_recorded_too(allocator):
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(OnCuda(allocator, OOM, at=0), MemorySnapshot(steps=None))
+    assert files() == ["memory-step-00000000-rank-00000-oom.pickle"]
+
+
 def test_an_error_before_or_after_the_recording_writes_nothing(allocator):
     for at in (0, 6):
         with pytest.raises(torch.OutOfMemoryError):

@@ -218,7 +218,7 @@ def test_there_are_ways_to_have_no_validation_data(none):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("trained", "frozen", "no dropout", "only dropout on", "whole"),
+        *("trained", "frozen", "only batch norm", "no dropout", "only dropout on", "whole"),
         *("on_train_start", "on_train_epoch_start", "on_train_batch_start"),
     ],
 )
@@ -232,8 +232,10 @@ def test_dropout_that_is_off_in_training_is_told(kind, caplog):
             self.model.eval()
 
     module = Pretrained()
-    if kind == "frozen":
+    if kind in ("frozen", "only batch norm"):
         module.model.requires_grad_(False)
+    if kind == "only batch norm":  # as BackboneFinetuning(train_bn=True) does
+        module.model.append(nn.BatchNorm1d(2))
     elif kind == "no dropout":
         module.model[1][0].p = 0.0
     elif kind == "only dropout on":

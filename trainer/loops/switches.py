@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,12 @@ def tell_of_dropout_that_is_off(module: nn.Module) -> None:
         name
         for name, part in module.named_modules()
         if not part.training
-        and any(parameter.requires_grad for parameter in part.parameters())
+        and any(
+            parameter.requires_grad
+            for each in part.modules()
+            if not isinstance(each, _BatchNorm)  # trained alone in a frozen backbone
+            for parameter in each.parameters(recurse=False)
+        )
         and any(
             isinstance(each, _DropoutNd) and each.p and not each.training for each in part.modules()
         )

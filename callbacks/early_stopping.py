@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,8 +10,6 @@ from callbacks.monitor import Mode, Monitor
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
-
-logger = logging.getLogger(__name__)
 
 _STATE = ("best_score", "wait_count", "stopped_step", "stopped_epoch", "reason")
 
@@ -125,16 +122,8 @@ class EarlyStopping(Callback):
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Warn if there was no value to judge."""
-        if self.best_score is None and self.reason is None and trainer.global_step > 0:
-            name = self.monitor.name
-            hint = self.monitor.never_logged(trainer)
-            if name in trainer.logged_names:
-                hint = (
-                    "It was logged but never reduced: step values are reduced every log_every, "
-                    "validation values every val_every. Use a shorter interval, or log it with "
-                    "on_epoch=True."
-                )
-            logger.warning(f"EarlyStopping saw no value of {name!r} in this run. {hint}".rstrip())
+        if self.best_score is None and self.reason is None:
+            self.monitor.warn_of_no_value(trainer, type(self).__name__)
 
     def _judge(self, value: float) -> str | None:
         """Count ``value``; return the reason to stop, or None to continue."""

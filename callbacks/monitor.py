@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
     from trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["min", "max"]
 
@@ -77,3 +80,16 @@ class Monitor:
             f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "
             f"Log it with self.log({self.name!r}, value)."
         )
+
+    def warn_of_no_value(self, trainer: Trainer, callback: str) -> None:
+        """Log that a callback had no value to judge in a run that has ended, and why."""
+        if trainer.global_step == 0:
+            return
+        hint = self.never_logged(trainer)
+        if self.name in trainer.logged_names:
+            hint = (
+                "It was logged but never reduced: step values are reduced every log_every, "
+                "validation values every val_every. Use a shorter interval, or log it with "
+                "on_epoch=True."
+            )
+        logger.warning(f"{callback} saw no value of {self.name!r} in this run. {hint}".rstrip())

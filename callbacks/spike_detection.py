@@ -40,7 +40,7 @@ class SpikeDetection(Callback):
 
     It uses values when they are recorded anyway (``log_every``, or the epoch's end) and never waits
     for the device. They are reduced over all processes, which therefore decide alike. On an
-    accelerator, a value arrives one update late.
+    accelerator, a single process reads a step's value one update late.
 
     Args:
         monitor: Name of a logged metric, the training loss for example.
@@ -62,7 +62,8 @@ class SpikeDetection(Callback):
         reason: A description of the latest spike.
 
     Raises:
-        ValueError: If an argument is invalid; during ``fit``, if the metric is never logged.
+        ValueError: If an argument is invalid; during ``fit``, if the metric was never logged when
+            an epoch ends. In a run whose epoch never ends, that is a warning at the end.
     """
 
     def __init__(
@@ -165,6 +166,11 @@ class SpikeDetection(Callback):
         if trainer.accelerator.is_main_process:
             after = " The run stops." if stops else ""
             logger.warning("Step %d: %s.%s", trainer.global_step, reason, after)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        """Warn if there was no value to judge."""
+        if not self.window_values and self.monitor.name not in trainer.metric_updates:
+            self.monitor.warn_of_no_value(trainer, type(self).__name__)
 
     def _judge(self, value: float) -> str | None:
         """Return why the value is a spike, or None if it is not."""

@@ -15,6 +15,7 @@ from callbacks import (
     GradientAccumulationScheduler,
     Interval,
     ModelCheckpoint,
+    SpikeDetection,
 )
 from tests.numerics.running import quiet_trainer
 from trainer import DataModule, TrainModule
@@ -248,10 +249,11 @@ def test_an_early_stopping_that_judged_nothing_is_told(caplog):
     assert "EarlyStopping saw no value of 'val'" in caplog.text
 
 
-def test_an_early_stopping_by_steps_that_are_not_recorded_says_what_helps(caplog):
-    trainer = quiet_trainer(max_steps=3, log_every=4, callbacks=EarlyStopping("loss"))
+@pytest.mark.parametrize("watcher", [EarlyStopping, SpikeDetection])
+def test_a_watch_on_steps_that_are_not_recorded_says_what_helps(watcher, caplog):
+    trainer = quiet_trainer(max_steps=3, log_every=4, callbacks=watcher("loss"))
     trainer.fit(Blind(), loader())
-    assert "EarlyStopping saw no value of 'loss'" in caplog.text
+    assert f"{watcher.__name__} saw no value of 'loss'" in caplog.text
     assert "step values are reduced every log_every" in caplog.text
 
 
@@ -302,13 +304,18 @@ def test_a_misspelt_monitor_is_told_at_the_end_where_no_epoch_ends(caplog):
         def __iter__(self):
             return itertools.cycle(loader())
 
-    savers = ModelCheckpoint(monitor="vall", every=2), EarlyStopping("vall")
+    savers = (
+        ModelCheckpoint(monitor="vall", every=2),
+        EarlyStopping("vall"),
+        SpikeDetection("vall"),
+    )
     trainer = quiet_trainer(max_steps=4, val_every=2, callbacks=savers)
     trainer.fit(Net(), Endless(), loader(1))
     expected = "The monitored metric 'vall' was never logged. Logged so far: "
     told = [each.getMessage() for each in caplog.records if expected in each.getMessage()]
     assert [text.split(expected)[0] for text in told] == [
         "EarlyStopping saw no value of 'vall' in this run. ",
+        "SpikeDetection saw no value of 'vall' in this run. ",
         "No checkpoint was ranked by 'vall'. ",
     ]
     assert all("Did you mean 'val'? No epoch has ended yet. Log it" in text for text in told)

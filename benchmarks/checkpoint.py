@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.report import Column, Result, Row
-from benchmarks.timing import quartiles, timed, unseen
+from benchmarks.timing import quartiles, resident, timed, unseen
 from callbacks import Callback
 from trainer import Trainer, TrainModule
 
@@ -133,13 +132,13 @@ def _remove(path: Path) -> None:
 
 def memory_of(way: Way, path: Path) -> float:
     """Return by how many MB one save raises the peak resident memory, sampled every ms."""
-    process, over = psutil.Process(), threading.Event()
-    before = highest = process.memory_info().rss
+    over = threading.Event()
+    before = highest = resident()
 
     def watch() -> None:
         nonlocal highest
         while not over.wait(0.001):
-            highest = max(highest, process.memory_info().rss)
+            highest = max(highest, resident())
 
     watcher = threading.Thread(target=watch, name="watch memory")
     watcher.start()
@@ -183,6 +182,7 @@ def train(parameters: int, folder: Path, call: Callable[[Trainer], object]) -> N
 
 def run(options: Namespace) -> Result:
     """Run the benchmark."""
+    resident()  # before anything else is done in vain
     memory: dict[str, float] = {}
     times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -16,13 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks import contestants
 from benchmarks.report import Column, Result, Row
 from benchmarks.task import Task
-from benchmarks.timing import Clock, quartiles, unseen
+from benchmarks.timing import Clock, quartiles, resident, unseen
 
 STEPS, REPEATS = 100_000, 1
 WARM_UP = 0.2  # of the steps: by then the caches and the allocator have reached their size
@@ -55,7 +54,7 @@ class Meter(Clock):
         self.count += 1
         if self.count == self.first or self.count == self.steps:
             gc.collect()
-            self.bytes.append(psutil.Process().memory_info().rss)
+            self.bytes.append(resident())
 
 
 def task_of(steps: int, *, wide: bool) -> tuple[Task, Meter]:
@@ -121,6 +120,7 @@ def table(
 
 def run(options: Namespace) -> Result:
     """Run the benchmark, each run in its own process."""
+    resident()  # its absence is told here, not by a process that fails
     reference, *others = KINDS
     wanted = [row.casefold() for row in options.rows]
     kept = [o for o in others if not wanted or any(row in o.casefold() for row in wanted)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.report import Column, Row
+from benchmarks.report import Column, Row, Unavailable
 
 Sample = dict[str, float]
 
@@ -108,6 +108,20 @@ def timed(function: Callable[[], Any], number: int = 1) -> Lap:
     outcome = function()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return Lap(wall=wall / number, cpu=cpu / number, outcome=outcome)
+
+
+def resident() -> int:
+    """Return the resident memory of this process, in bytes.
+
+    Raises:
+        Unavailable: psutil is not installed.
+    """
+    try:
+        import psutil
+    except ImportError as error:
+        raise Unavailable("Memory is measured with psutil: pip install psutil.") from error
+    memory: int = psutil.Process().memory_info().rss
+    return memory
 
 
 class _Terminal(io.TextIOBase):

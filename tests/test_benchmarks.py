@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import sys
 import time
 from argparse import Namespace
 from functools import partial
@@ -515,6 +516,13 @@ def test_the_transformer_has_124_million_parameters():
     assert round(number / 1e6) == 124
     # 6 (N - places) + 12 L d T, see PaLM
     assert flops_per_token(model, size) == 6 * (number - 1024 * 768) + 12 * 12 * 768 * 1024
+
+
+@pytest.mark.parametrize("benchmark", ["checkpoint", "memory"])
+def test_without_psutil_what_needs_it_says_so(benchmark, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert main([benchmark]) == 3
+    assert "pip install psutil" in capsys.readouterr().err
 
 
 def test_without_a_device_the_transformer_says_so(monkeypatch, capsys):

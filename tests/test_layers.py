@@ -8,6 +8,7 @@ Imports under `if TYPE_CHECKING:` are for the reader of types alone and do not c
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -169,6 +170,16 @@ def find_cycle(imports: list[Import]) -> list[str]:
         if cycle := visit(module, []):
             return cycle
     return []
+
+
+def test_the_architecture_page_has_the_same_floors():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    told = {
+        place.replace("/", "."): int(floor)
+        for floor, places in re.findall(r"^\| (\d+) \| (.+?) \|", page, re.MULTILINE)
+        for place in re.findall(r"`(.+?)(?:/|\.py)`", places)
+    }
+    assert told == FLOORS
 
 
 @pytest.fixture(scope="module")

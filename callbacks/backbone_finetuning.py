@@ -206,6 +206,7 @@ class BackboneFinetuning(BaseFinetuning):
     Raises:
         ValueError: An argument is invalid; in ``fit``, if the module has no such submodule, or the
             optimizer has its parameters and others in one group.
+        TypeError: ``lambda_func`` is not callable.
     """
 
     def __init__(

@@ -41,6 +41,7 @@ class EarlyStopping(Callback):
     Raises:
         ValueError: If an argument is invalid; during ``fit``, if the metric was never logged when
             an epoch ends. In a run whose epoch never ends, that is a warning at the end.
+        TypeError: If ``patience`` is not a number.
     """
 
     decides_by: ClassVar[tuple[str, ...]] = (  # must be the same on all processes

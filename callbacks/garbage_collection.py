@@ -26,6 +26,7 @@ class GarbageCollection(Callback):
 
     Raises:
         ValueError: An argument is invalid.
+        TypeError: ``every`` is of another type.
     """
 
     def __init__(self, every: Interval | int | str = 1000, *, generation: int = 2) -> None:

@@ -67,6 +67,7 @@ class ModelCheckpoint(Callback):
         ValueError: If an argument is invalid, if two instances share a folder, and during ``fit``
             if the metric was never logged when an epoch ends. In a run whose epoch never ends, that
             is a warning at the end.
+        TypeError: If ``save_top_k``, ``save_last`` or ``every`` is of another type.
     """
 
     runs_last: ClassVar[bool] = True

@@ -195,13 +195,14 @@ class ProgressBar(Callback):
     It shows what was logged with ``prog_bar=True``. The bar of a finished epoch stays on the
     screen, that of a validation inside it does not. Only the main process shows bars. In a notebook
     a finished bar becomes text. Where standard error is not a terminal (a log file, CI), each
-    finished bar is a line of plain text, and an unfinished one gets a line a minute.
+    finished bar that stays is a line of plain text, and an unfinished one gets a line a minute.
 
     Args:
         refresh_rate: The maximum number of redraws per second; 0 shows nothing.
 
     Raises:
         ValueError: If ``refresh_rate`` is negative.
+        TypeError: If it is not a number.
     """
 
     def __init__(self, refresh_rate: float = 10.0) -> None:

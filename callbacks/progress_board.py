@@ -76,7 +76,7 @@ class Canvas(Protocol):
 
 
 class Lines:
-    """Plain lines, for a log file: one now and then, and one for each finished bar."""
+    """Plain lines, for a log file: one now and then, and one for each finished bar that stays."""
 
     def __init__(self) -> None:
         self._row: Row | None = None

@@ -185,6 +185,7 @@ class RichProgressBar(ProgressBar):
 
     Raises:
         ValueError: If ``refresh_rate`` is negative.
+        TypeError: If it is not a number.
         ImportError: If rich is not installed.
     """
 

@@ -31,8 +31,8 @@ class WeightAveraging(Callback):
     Args:
         decay: The weight of the old average at each update, from 0 to 1; 0.999 remembers about the
             last 1000 updates.
-        decay_warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` at the *n*-th
-            update of the average, so that early weights are forgotten sooner (the rule of
+        decay_warmup: Begin with a smaller decay, ``min(decay, (1 + n) / (10 + n))`` after *n*
+            updates of the average, so that early weights are forgotten sooner (the rule of
             TensorFlow's ``ExponentialMovingAverage`` with ``num_updates``).
         update_every_n_steps: The number of optimizer updates from one update of the average to the
             next.

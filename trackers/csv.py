@@ -25,10 +25,10 @@ _logger = logging.getLogger("trackers")
 class CSVTracker(GeneralTracker):
     """Writes `logging_dir/run_name/metrics.csv`, with a column for each name logged so far.
 
-    Values of one step share a row, whichever call they come from. A name that was not seen before
-    adds a column: a new file is written and atomically replaces the old one, so that a reader
-    always finds a complete table. The local record, `metrics.jsonl`, is what a run resumes from;
-    this file is for reading.
+    Consecutive values of one step share a row, whichever call they come from. A new name adds a
+    column: a new file is written and atomically replaces the old one, so that a reader always finds
+    a complete table. The local record, `metrics.jsonl`, is what a run resumes from; this file is
+    for reading.
 
     Several processes may add to one table, as a fit and an evaluation do: each changes it under a
     lock on ``.metrics.csv.lock`` beside it. Without such locks (on Windows, and on some network

@@ -6,6 +6,9 @@ A change of a list here is a change of the public surface: CHANGELOG.md tells of
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -183,3 +186,9 @@ def test_an_undocumented_name_is_noticed():
     module = ModuleType("module")
     module.__dict__.update(__all__=["Bare"], Bare=Bare)
     assert undocumented(module) == ["Bare", "Bare.method"]
+
+
+def test_submodules_are_attributes_of_the_package_imported_alone():
+    """As `accelerate.utils` is in scripts that import the package and nothing else."""
+    code = "import trainer; trainer.utils.set_seed, trainer.state.PartialState, trainer.logs"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

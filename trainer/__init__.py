@@ -101,6 +101,8 @@ _HOME = {
     "synchronize_rng_states": "rng",
 }
 
+_MODULES = ("launchers", "logs", "state", "tracking", "utils")  # after ``import trainer`` alone
+
 __all__ = [
     "Accelerator",
     "AcceleratorState",
@@ -147,6 +149,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"trainer.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)

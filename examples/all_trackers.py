@@ -1,7 +1,7 @@
 """Log one run to several trackers at once: curves, images, tables, figures, files.
 
 The digits of ``examples/digits.py`` go to a CSV table, TensorBoard, Weights & Biases and Comet, all
-offline, and to a custom tracker that keeps a diary in Markdown. Nothing is written outside
+offline, and to a custom tracker that keeps a diary in Markdown. They write nothing outside
 ``--project-dir``. ``--trackers`` selects some of them.
 """
 

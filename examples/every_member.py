@@ -1,4 +1,4 @@
-"""Use every documented member of `Accelerator` on the digits.
+"""Use the members of `Accelerator` that Accelerate has too, on the digits.
 
 The script uses only the documented API: with ``from accelerate import Accelerator`` and
 ``from accelerate.utils import …`` in place of the two imports below, it also runs with Accelerate

@@ -2,8 +2,9 @@
 
 The network is trained for a few epochs first; then `PredictionWriter` streams what `predict_step`
 returns to the disk. Run it as it is, or with
-``torchrun --nproc-per-node 2 examples/predict_to_files.py``: the files are the same, with rows in
-the order of the dataset, and any tool can read them.
+``torchrun --nproc-per-node 2 examples/predict_to_files.py``: either way there is one set of files,
+with rows in the order of the dataset, which any tool can read. (The predictions differ a little:
+the batch size of the training is per process.)
 """
 
 import argparse

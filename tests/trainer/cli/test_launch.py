@@ -473,6 +473,9 @@ def test_a_collective_that_failed_follows_from_the_exception_of_another_rank():
     victim = Failure(raised=100.1, text=f"Traceback\n{gone}", **kinds)
     assert first_of([victim, failure(1, raised=100.2)], 0.1).rank == 1
     assert first_of([victim, failure(1, raised=100.2, seen=100)][:1], 0.1).rank == 0
+    # The peer that did not answer was stopped, and the launcher ended it in the end.
+    assert first_of([victim, failure(1, -9, seen=130)], 0.1).rank == 0
+    assert first_of([victim, failure(1, -9, seen=101)], 0.1).rank == 1
 
 
 def test_a_signal_after_the_exception_is_not_the_code():

@@ -129,7 +129,9 @@ def _fail(error: BaseException) -> None:
     with redirect_stderr(io.StringIO()):
         sys.excepthook(kind, error, own)
     rank = os.environ.get("RANK", "?")
-    print(f"rank {rank} has failed: {kind.__name__}", file=sys.stderr, flush=True)
+    # In one piece: print writes the end of the line apart, and lines of processes run together.
+    sys.stderr.write(f"rank {rank} has failed: {kind.__name__}\n")
+    sys.stderr.flush()
 
 
 def message_of(error: BaseException) -> str:

@@ -111,8 +111,12 @@ def first_of(failures: list[Failure], interval: float) -> Failure:
         failures: At least one.
         interval: Seconds between two checks.
     """
-    own = [each for each in failures if not each.told_to_end] or failures
-    earliest = min(each.seen for each in own)
+    earliest = min(each.seen for each in failures)
+    own = [
+        each
+        for each in failures
+        if not each.told_to_end and not (_killed(each) and each.seen >= earliest + _PATIENCE)
+    ] or failures
     gone = [
         each
         for each in own
@@ -142,9 +146,12 @@ def report(failures: list[Failure], interval: float) -> tuple[str, int]:
     return "\n".join(lines), first.exit_code
 
 
+def _killed(failure: Failure) -> bool:
+    return failure.raised is None and failure.code == -signal.SIGKILL
+
+
 def _then(failure: Failure, first: Failure) -> str:
-    killed = failure.raised is None and failure.code == -signal.SIGKILL
-    if killed and failure.seen >= first.seen + _PATIENCE:
+    if _killed(failure) and failure.seen >= first.seen + _PATIENCE:
         return f"did not end within {_PATIENCE} seconds after that, and was killed."
     return f"failed after that: {summary(failure)}"
 

@@ -586,7 +586,7 @@ class Trainer:
             )
             return target
         if run.world_size > 1:
-            meet(f"save_checkpoint ({target.name})")
+            meet("save_checkpoint")
         with run.timing.part(SAVING):
             saved = save_run(
                 run,

@@ -185,3 +185,27 @@ def test_an_optimizer_without_defaults_trains():
         trainer = quiet_trainer(max_epochs=1, project_dir="run", checkpointing=False)
         trainer.fit(each, DataLoader(torch.ones(4, 2), 2))
     assert torch.equal(module.layer.weight, plain.layer.weight)
+
+
+def test_a_schedule_of_ones_own_may_keep_anything_too():
+    class Own(torch.optim.lr_scheduler.StepLR):
+        def state_dict(self):
+            return {0: 1, "_schedulers": {"a": {}}, "started": 1.5}
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    entry = OptimizerEntry(optimizer=optimizer)
+    options = options_of(["SGD"], [entry], [SchedulerEntry(scheduler=Own(optimizer, 2))])
+    assert not [name for name in options if name.endswith("(Own)")]
+
+
+def test_what_a_schedule_keeps_in_the_groups_is_compared():
+    def options(most):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, most, total_steps=9, div_factor=most * 100
+        )
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=scheduler)])
+
+    ours, others = options(0.1), options(0.2)
+    assert [name for name in ours if ours[name] != others[name]] == ["max_lr of SGD"]

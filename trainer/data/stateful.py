@@ -308,6 +308,7 @@ class PlainReading:
     def __init__(self, source: Any) -> None:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
+        self._latecomers = Latecomers(f"The stream ({self.name})")
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""
@@ -317,6 +318,10 @@ class PlainReading:
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
         """See `Reading`."""
         del place, load
+        find = partial(held_by, loader=self._source)
+        own = find() if self._latecomers.awaited and not self.workers else {}
         batches = seeded_iteration(self._source, seed)
         for number, batch in enumerate(batches, 1):
+            if self._latecomers.awaited and not self.workers:
+                own = self._latecomers.look(find, own)
             yield batch, Place(number, number)

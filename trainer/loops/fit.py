@@ -62,7 +62,6 @@ def fit(run: FitRun) -> None:
         run.recorder.flush(arrived=counters.global_step)
     tell_of_missed(run)
     hooks.on_fit_end()
-    meet_before(run, "teardown")
     run.ended = switches_of(run.module)
 
 

@@ -8,7 +8,6 @@ from numbers import Real
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainer.errors import CheckpointError
 from trainer.optim.configure import SchedulerEntry
@@ -18,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _NOT_CHOSEN = ("params", "initial_lr")  # of a group
+_OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # in groups
 _BASE_RATES = "base_lrs"  # of a schedule: those of the optimizer
 _COUNTS = ("last_epoch", "verbose", _BASE_RATES)
 
@@ -45,7 +45,8 @@ def options_of(
         for number, group in enumerate(groups):
             place = name if len(groups) == 1 else f"{name}, group {number}"
             options[f"the number of parameters of {place}"] = str(len(group["params"]))
-            chosen = getattr(optimizer, "defaults", group)  # of the user's own class, none maybe
+            chosen = [*getattr(optimizer, "defaults", group)]  # a user's class may have none
+            chosen += [option for option in _OF_SCHEDULES if option in group]
             values = group | {"lr": group.get("initial_lr", group.get("lr"))}
             options |= {
                 f"{option} of {place}": _plain(values.get(option))
@@ -57,7 +58,7 @@ def options_of(
         ticks = f"{kind}, every {entry.frequency} {entry.interval}, monitor={entry.monitor!r}"
         options[f"scheduler {number}"] = ticks
         options[_class_of(number)] = kind
-        if isinstance(entry.scheduler, LRScheduler):
+        if type(entry.scheduler).__module__.startswith("torch."):  # others may keep anything
             place = f"scheduler {number} ({kind})"
             options |= dict(_numbers(entry.scheduler.state_dict(), place))
     return options
@@ -71,10 +72,10 @@ def _numbers(state: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
     """Yield what a schedule was given, without what it counts; of those within it, theirs too."""
     for key, value in state.items():
         if key == "_schedulers":
-            for number, inner in enumerate(value):
+            for number, inner in enumerate(each for each in value if isinstance(each, Mapping)):
                 yield from _numbers(inner, f"{place}, part {number}")
-        elif key == "_milestones" or not (key.startswith("_") or key in _COUNTS):
-            yield f"{key.lstrip('_')} of {place}", _plain(value)
+        elif key == "_milestones" or not (str(key).startswith("_") or key in _COUNTS):
+            yield f"{str(key).lstrip('_')} of {place}", _plain(value)
 
 
 def _plain(value: Any) -> str:

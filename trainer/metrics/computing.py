@@ -7,9 +7,9 @@ the shorter lists are filled up with placeholders, which the gathering leaves ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -30,20 +30,30 @@ def computing(*owners: Any) -> Iterator[None]:
     Args:
         *owners: Modules that are or have metric objects; others are left alone.
     """
-    changed = []
-    if PartialState().num_processes > 1:
-        for part in _parts(owners):
-            forget_computed(part)
-            if part.dist_sync_fn is None and part.process_group is None:
-                # torchmetrics has no public name for it. It has copied the states by then, and
-                # restores them after computing.
-                part._sync_dist = partial(_sync, part)
-                changed.append(part)
+    if PartialState().num_processes == 1:
+        yield
+        return
+    parts = _parts(owners)
+    for part in parts:
+        forget_computed(part)
+    kinds = {type(part): type(part)._sync_dist for part in parts}  # it has no public name
+    with ExitStack() as patched:
+        for kind, original in kinds.items():  # not the objects: a hook may copy them
+            patched.enter_context(_synced_by(kind, original))
+        yield
+
+
+@contextmanager
+def _synced_by(kind: type, original: Callable[..., None]) -> Iterator[None]:
+    own = vars(kind).get("_sync_dist")
+    kind._sync_dist = partialmethod(_sync, original)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for part in changed:
-            del part._sync_dist
+        if own is None:
+            del kind._sync_dist  # type: ignore[attr-defined]
+        else:
+            kind._sync_dist = own  # type: ignore[attr-defined]
 
 
 def forget_computed(metric: Any) -> None:
@@ -63,8 +73,20 @@ def _parts(owners: Iterable[Any]) -> list[Any]:
     return [part for part in parts.values() if hasattr(part, "_sync_dist")]
 
 
-def _sync(part: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace the states by those of all processes, as torchmetrics would; collective."""
+def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replace the states by those of all processes, as torchmetrics would; collective.
+
+    torchmetrics has copied them by then, and restores them after computing.
+
+    Args:
+        part: The metric object.
+        original: What its class has in place of this.
+        *args: As for `original`, and so on.
+        **kwargs: The same.
+    """
+    if part.dist_sync_fn is not None or part.process_group is not None:
+        original(part, *args, **kwargs)
+        return
     before = {name: getattr(part, name) for name in part._reductions}
     own = {name: _length(part, name) for name in before}
     of_all = all_gather_object(own)
@@ -74,7 +96,7 @@ def _sync(part: Any, *args: Any, **kwargs: Any) -> None:
             if length is not None and None not in lengths and max(lengths) > length:
                 filler = torch.empty(0, device=part.device).as_subclass(_Placeholder)
                 setattr(part, name, [*before[name], *[filler] * (max(lengths) - length)])
-        type(part)._sync_dist(part, _gather_piece, *args[1:], **kwargs)
+        original(part, _gather_piece, *args[1:], **kwargs)
     except BaseException:
         for name, state in before.items():
             setattr(part, name, state)

@@ -20,7 +20,7 @@ _STAGE = (
     "steps and hooks are named after the stage, setup receives it, and trainer.training is true "
     "outside the validations of a fit"
 )
-_ARGUMENT = "this argument is no attribute: keep the value yourself"
+_ARGUMENT = "it is an argument only, so keep the value yourself"
 _TRAINER_ATTRIBUTES = {
     **dict.fromkeys(
         (

@@ -146,7 +146,8 @@ def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
         if not defined:
             continue
         if name in used_by_itself(type(owner).__mro__, refused):
-            if tells:
+            manual = not getattr(owner, "automatic_optimization", True)
+            if tells and not (manual and MANUAL in refused[name]):
                 logger.warning(
                     "%s defines %s, which only its own methods call, not the Trainer: for that %s.",
                     type(owner).__name__,

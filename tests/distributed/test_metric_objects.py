@@ -205,3 +205,25 @@ def test_the_objects_are_afterwards_as_before_even_if_the_hook_fails(ranks2):
         return [*filled, alike, "_sync_dist" in vars(type(metric))]
 
     assert ranks2(body) == [[2, [True] * 2, False], [1, [True], False]]
+
+
+class Own(RetrievalMAP):
+    """Extends what torchmetrics does to combine the processes."""
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn=dist_sync_fn, process_group=process_group)
+
+
+def test_a_class_that_extends_another_is_computed_beside_it(ranks2):
+    def body() -> list[float]:
+        metrics, rank = nn.ModuleList([Own(), RetrievalMAP()]), torch.distributed.get_rank()
+        for batch in list(DataLoader(rows(3), BATCH))[rank::2]:
+            for metric in metrics:
+                take(metric, *batch)
+        with computing(metrics):
+            return [metric.compute().item() for metric in metrics]
+
+    whole = RetrievalMAP()
+    for batch in DataLoader(rows(3), BATCH):
+        take(whole, *batch)
+    assert ranks2(body) == [[pytest.approx(whole.compute().item(), rel=1e-6)] * 2] * 2

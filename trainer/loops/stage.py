@@ -132,7 +132,7 @@ def _set_up(
     check: Callable[..., None],
 ) -> None:
     given, done = set(map(id, callbacks)), set[int]()
-    earlier = {one.state_key for one in callbacks if one._added_in_setup}
+    earlier = {one.state_key for one in callbacks if getattr(one, "_added_in_setup", False)}
     with PartialState().local_main_process_first():
         call_if_there(datamodule, "prepare_data")
         module.prepare_data()
@@ -142,13 +142,14 @@ def _set_up(
         for one in [each for each in callbacks if id(each) not in given]:
             if getattr(one, "state_key", None) in earlier:
                 callbacks[:] = [each for each in callbacks if each is not one]
-                logger.warning(
-                    "setup has added another %s (%s) for %s: the one that it added for an earlier "
-                    "stage is used. Add it in one stage only, such as if stage == 'fit'.",
-                    type(one).__name__,
-                    one.state_key,
-                    name,
-                )
+                if PartialState().is_main_process:
+                    logger.warning(
+                        "setup has added another %s (%s) for %s: the one that it added for an "
+                        "earlier stage is used. Add it in one stage only, if stage == 'fit'.",
+                        type(one).__name__,
+                        one.state_key,
+                        name,
+                    )
         make_way(callbacks)
         check_callbacks(callbacks)
         return next((each for each in callbacks if id(each) not in done), None)

@@ -73,7 +73,12 @@ def _parts(owners: Iterable[Any]) -> list[Any]:
     return [part for part in parts.values() if hasattr(part, "_sync_dist")]
 
 
-def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _sync(
+    part: Any,
+    original: Callable[..., None],
+    dist_sync_fn: Callable[..., Any] | None = None,
+    **kwargs: Any,
+) -> None:
     """Replace the states by those of all processes, as torchmetrics would; collective.
 
     torchmetrics has copied them by then, and restores them after computing.
@@ -81,11 +86,11 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
     Args:
         part: The metric object.
         original: What its class has in place of this.
-        *args: As for `original`, and so on.
-        **kwargs: The same.
+        dist_sync_fn: What torchmetrics would gather by.
+        **kwargs: Of `original`.
     """
     if part.dist_sync_fn is not None or part.process_group is not None:
-        original(part, *args, **kwargs)
+        original(part, dist_sync_fn, **kwargs)
         return
     before = {name: getattr(part, name) for name in part._reductions}
     own = {name: _length(part, name) for name in before}
@@ -96,7 +101,7 @@ def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -
             if length is not None and None not in lengths and max(lengths) > length:
                 filler = torch.empty(0, device=part.device).as_subclass(_Placeholder)
                 setattr(part, name, [*before[name], *[filler] * (max(lengths) - length)])
-        original(part, _gather_piece, *args[1:], **kwargs)
+        original(part, _gather_piece, **kwargs)
     except BaseException:
         for name, state in before.items():
             setattr(part, name, state)

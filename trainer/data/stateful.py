@@ -308,7 +308,8 @@ class PlainReading:
     def __init__(self, source: Any) -> None:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
-        self._latecomers = Latecomers(f"The stream ({self.name})")
+        data = type(getattr(source, "dataset", source)).__name__
+        self._latecomers = Latecomers(f"The stream ({data}) or its collate_fn")
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""

@@ -21,21 +21,21 @@ class Latecomers:
 
     Args:
         owner: Who creates them, for the message.
+
+    Attributes:
+        awaited: Whether to `look` after the next batch.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
+        self.awaited = True
         self._looks = 0
         self._late: Found = {}
-
-    @property
-    def awaited(self) -> bool:
-        """Whether to `look` after the next batch."""
-        return self._looks < _LOOKS
 
     def look(self, find: Callable[[], Found], own: Found) -> Found:
         """Return the generators found after a batch, with those that were known before it."""
         self._looks += 1
+        self.awaited = self._looks < _LOOKS
         found = find()
         if self._looks == 1:
             self._late = {path: each for path, each in found.items() if path not in own}

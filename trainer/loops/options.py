@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _NOT_CHOSEN = ("params", "initial_lr")  # of a group
 _OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # in groups
-_BASE_RATES = "base_lrs"  # of a schedule: those of the optimizer
-_COUNTS = ("last_epoch", "verbose", _BASE_RATES)
+_NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs")  # counted, or the optimizer's
 
 
 def options_of(
@@ -74,7 +73,7 @@ def _numbers(state: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
         if key == "_schedulers":
             for number, inner in enumerate(each for each in value if isinstance(each, Mapping)):
                 yield from _numbers(inner, f"{place}, part {number}")
-        elif key == "_milestones" or not (str(key).startswith("_") or key in _COUNTS):
+        elif key == "_milestones" or not (str(key).startswith("_") or key in _NOT_OF_A_SCHEDULE):
             yield f"{str(key).lstrip('_')} of {place}", _plain(value)
 
 

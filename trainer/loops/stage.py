@@ -139,17 +139,17 @@ def _set_up(
 
     def next_callback() -> Callback | None:
         """Return one to set up; what the setup of an earlier stage has added is not added again."""
-        for one in [each for each in callbacks if id(each) not in given]:
-            if getattr(one, "state_key", None) in earlier:
-                callbacks[:] = [each for each in callbacks if each is not one]
-                if PartialState().is_main_process:
-                    logger.warning(
-                        "setup has added another %s (%s) for %s: the one that it added for an "
-                        "earlier stage is used. Add it in one stage only, if stage == 'fit'.",
-                        type(one).__name__,
-                        one.state_key,
-                        name,
-                    )
+        added = [each for each in callbacks if id(each) not in given]
+        for one in [each for each in added if getattr(each, "state_key", None) in earlier]:
+            callbacks[:] = [each for each in callbacks if each is not one]
+            if PartialState().is_main_process:
+                logger.warning(
+                    "setup has added another %s (%s) for %s: the one that it added for an earlier "
+                    "stage is used. Add it in one stage only, if stage == 'fit'.",
+                    type(one).__name__,
+                    one.state_key,
+                    name,
+                )
         make_way(callbacks)
         check_callbacks(callbacks)
         return next((each for each in callbacks if id(each) not in done), None)

@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.report import Result
-from benchmarks.task import BatchedTensors, as_it_is
+from benchmarks.task import BatchedTensors, ComputedSamples, OwnTensors, as_it_is
 from benchmarks.timing import MICROSECONDS, Clock, Contender, Lap, chosen, take_turns
 from trainer import Accelerator
 
@@ -20,31 +19,18 @@ STEPS, REPEATS = 2000, 10
 BATCH = 32
 
 
-class Samples(Dataset[Any]):
-    """Samples that take some work each, as decoding or augmentation does."""
-
-    def __init__(self, *tensors: Tensor) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        x, y = (tensor[index] for tensor in self.tensors)
-        return (x - x.mean()) / x.std(), y
-
-
-class Drawing(Samples):
+class Drawing(ComputedSamples):
     """Samples that each draw a random number, multiplied by 0 so that all passes are equal."""
 
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         x, y = super().__getitem__(index)
         return x + 0 * torch.rand(()), y
 
 
 KINDS: dict[str, tuple[Callable[..., Dataset[Any]], dict[str, Any]]] = {
     "TensorDataset": (TensorDataset, {}),
-    "samples": (Samples, {}),
+    "a class over tensors": (OwnTensors, {}),
+    "samples": (ComputedSamples, {}),
     "samples that draw": (Drawing, {}),
     "batched": (BatchedTensors, {"collate_fn": as_it_is}),
 }

@@ -14,6 +14,8 @@ from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 STEPS, REPEATS = 4000, 10  # long enough to include what trackers do a tenth of a second later
 GROUPS = {
     "tensors": "TensorDataset",
+    "own": "a class of one's own over tensors",
+    "computed": "samples that are computed one by one",
     "batched": "a dataset that every loop reads a batch at a time",
 }
 
@@ -24,8 +26,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--datasets",
         nargs="+",
         choices=DATASETS,
-        default=DATASETS,
-        help="tensors: a TensorDataset; batched: one that every loop reads a batch at a time",
+        default=[*DATASETS],
+        help=f"one or more of {', '.join(f'{name}: {what}' for name, what in GROUPS.items())}",
     )
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
 

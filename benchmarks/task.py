@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from benchmarks.timing import Clock, Lap
 
 BATCH = 8
-DATASETS = ("tensors", "batched")
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -40,6 +39,27 @@ class Mlp(nn.Module):
         return self.layers(x)
 
 
+class OwnTensors(Dataset[Any]):
+    """A class of one's own over tensors, as most write it."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self.x[index], self.y[index]
+
+
+class ComputedSamples(OwnTensors):
+    """Samples that take some work each, as decoding or augmentation does."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        x, y = super().__getitem__(index)
+        return (x - x.mean()) / x.std(), y
+
+
 class BatchedTensors(Dataset[Any]):
     """Tensors of which any loader reads a whole batch at once, through ``__getitems__``."""
 
@@ -56,6 +76,14 @@ class BatchedTensors(Dataset[Any]):
         return [tensor[indices] for tensor in self.tensors]
 
 
+DATASETS: dict[str, Callable[..., Dataset[Any]]] = {
+    "tensors": TensorDataset,
+    "own": OwnTensors,
+    "computed": ComputedSamples,
+    "batched": BatchedTensors,
+}
+
+
 def as_it_is(batch: Any) -> Any:
     """Return the batch unchanged; the ``collate_fn`` of `BatchedTensors`."""
     return batch
@@ -66,9 +94,9 @@ class Task:
 
     Args:
         steps: The number of steps.
-        dataset: ``"tensors"`` is a `TensorDataset`, which loaders read sample by sample unless they
-            optimise this; ``"batched"`` is read a batch at a time by every loader, so that only
-            the loops differ.
+        dataset: ``"tensors"`` is a `TensorDataset` and ``"own"`` a class that does the same, which
+            loaders read sample by sample unless they optimise this; the samples of ``"computed"``
+            take some work each; ``"batched"`` is read a batch at a time by every loader.
         optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults.
         hidden: The widths of the perceptron's hidden layers.
         rank: The rank of this process, which gets every ``world_size``-th batch.
@@ -95,11 +123,8 @@ class Task:
         self.clock = Clock(steps)
         torch.manual_seed(2)
         self.model: nn.Module = Mlp(self.clock, hidden)
-        self.dataset: Dataset[Any]
-        if dataset == "tensors":
-            self.dataset, settings = TensorDataset(x, y), {}
-        else:
-            self.dataset, settings = BatchedTensors(x, y), {"collate_fn": as_it_is}
+        self.dataset: Dataset[Any] = DATASETS[dataset](x, y)
+        settings: dict[str, Any] = {"collate_fn": as_it_is} if dataset == "batched" else {}
         self._optimizer = optimizer
         self.whole: DataLoader[Any] = DataLoader(self.dataset, batch_size=BATCH, **settings)
         """The loader with the batches of all processes, for trainers that shard it themselves."""

@@ -300,8 +300,8 @@ OURS = [
 
 def test_overhead():
     result = overhead.run(options("overhead", "--steps", 10, "--repeats", 1, "--rows", "cadence"))
-    assert_measured(result, OURS * 2)
-    assert len({row.group for row in result.rows}) == 2
+    assert_measured(result, OURS * 4)
+    assert len({row.group for row in result.rows}) == 4
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
@@ -327,7 +327,7 @@ def test_every_peer_has_a_row_and_a_pin():
 
 def test_data(monkeypatch):
     result = data.run(options("data", "--steps", 6, "--repeats", 1))
-    assert_measured(result, ["DataLoader", "prepared by Cadence"] * 8)
+    assert_measured(result, ["DataLoader", "prepared by Cadence"] * 10)
     monkeypatch.setattr(data, "prepared", lambda loader: list(loader)[::-1])
     contenders = data.rows("samples", 0, 6)
     assert contenders[0].run().outcome != contenders[1].run().outcome

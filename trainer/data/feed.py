@@ -30,7 +30,7 @@ from trainer.data.rebuild import (
 )
 from trainer.data.rounds import Round, absent_rounds, ahead, own_round
 from trainer.data.sampling import ShardedSampler
-from trainer.data.seeding import draws_nothing, tell_epoch
+from trainer.data.seeding import tell_epoch
 from trainer.data.streams import (
     Stream,
     knows_where_it_is,
@@ -128,7 +128,6 @@ class Feed:
                     split=split,
                     drop_last=drop_last,
                     counts=source.collate_fn is default_collate,
-                    seeds=not draws_nothing(source.dataset, source.collate_fn),
                 )
             kwargs = loader_kwargs(source, self.sampler, self._generator, remember=remember)
             self.loader = LastingLoader(**kwargs)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainer.data.rows import TensorRows
+from trainer.data.rows import wrapped
 from trainer.data.sampling import ShardedSampler
-from trainer.data.seeding import SeededDataset, as_fetched, draws_nothing
+from trainer.data.seeding import as_fetched
 
 logger = logging.getLogger(__name__)
 
@@ -226,14 +226,8 @@ def loader_kwargs(
             say_workers_end(type(loader.dataset).__name__, unheard if told else unknown)
             kwargs["persistent_workers"] = False
         return kwargs | what_kwargs(loader)
-    wrapper: Any = None
-    if not draws_nothing(loader.dataset, loader.collate_fn):
-        wrapper = SeededDataset(loader.dataset, loader.collate_fn)
-    elif loader.batch_sampler is not None:
-        wrapper = TensorRows(loader.dataset)
-    if wrapper is not None:
-        worker = LastingWorker(loader.worker_init_fn, wrapped=True)
-        kwargs |= {"dataset": wrapper, "collate_fn": as_fetched, "worker_init_fn": worker}
+    worker = LastingWorker(loader.worker_init_fn, wrapped=True)
+    kwargs |= {"dataset": wrapped(loader), "collate_fn": as_fetched, "worker_init_fn": worker}
     return kwargs | what_kwargs(loader, sampler)
 
 

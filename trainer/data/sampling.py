@@ -78,28 +78,37 @@ class SeededSampler(Sampler[int]):
 
 
 class BatchIndices(list[int]):
-    """The indices of a batch, with the seed for fetching it, the run's seed and the epoch."""
+    """The indices of a batch, with its place: the run's seed, the epoch, the samples before it."""
 
-    seed: int
-    run_seed: int
-    epoch: int
+    place: tuple[int, int, int]
+
+    @property
+    def seed(self) -> int:
+        """The seed for fetching it; a function of its place, found only if it is asked for."""
+        return mix(*self.place)
 
 
 class SampleIndex(int):
     """Like `BatchIndices`, for a ready-made batch (a loader with ``batch_size=None``)."""
 
-    seed: int
-    run_seed: int
-    epoch: int
+    place: tuple[int, int, int]
+
+    @property
+    def seed(self) -> int:
+        """See `BatchIndices`."""
+        return mix(*self.place)
 
 
 class SampleKey(NamedTuple):
     """Like `SampleIndex`, for a dataset whose keys are not ints."""
 
     key: Any
-    seed: int
-    run_seed: int
-    epoch: int
+    place: tuple[int, int, int]
+
+    @property
+    def seed(self) -> int:
+        """See `BatchIndices`."""
+        return mix(*self.place)
 
 
 class Share(NamedTuple):
@@ -174,7 +183,6 @@ class ShardedSampler(Sampler[Any]):
         split: See `Dealing`.
         drop_last: See `Dealing`.
         counts: A batch has as many samples as indices, which a ``collate_fn`` may change.
-        seeds: Batches come with the seeds that they are fetched under.
     """
 
     def __init__(
@@ -190,7 +198,6 @@ class ShardedSampler(Sampler[Any]):
         drop_last: bool = False,
         keys: bool = False,
         counts: bool = True,
-        seeds: bool = True,
     ) -> None:
         self.batch_sampler = batches  # the user's own, under the name by which scripts find it
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
@@ -205,7 +212,7 @@ class ShardedSampler(Sampler[Any]):
         self.epoch = 0
         self.start_round = 0  # skipped in rounds of this number of processes, …
         self.start_batch = 0  # … or in batches, before the rest is sharded
-        self.counts, self.seeds = counts, seeds
+        self.counts = counts
         self.shares: deque[Share] = deque()
         self.rest: Rest | None = None  # of the latest pass
 
@@ -265,8 +272,17 @@ class ShardedSampler(Sampler[Any]):
         alone = self.world_size == 1 and not (self.even or self.split)
         for share, batch, position in self._alone() if alone else self._together():
             shares.append(share)
-            if share.present:
-                yield _tag(batch, seed, epoch, position) if self.seeds else batch
+            if not share.present:
+                continue
+            if isinstance(batch, list):
+                placed: Any = BatchIndices(batch)
+            elif type(batch) is int:
+                placed = SampleIndex(batch)
+            else:
+                yield SampleKey(batch, (seed, epoch, position))
+                continue
+            placed.place = seed, epoch, position
+            yield placed
 
     def _alone(self) -> Iterator[tuple[Share, Any, int]]:
         """Do as `_together` does, for one process: each batch is a round."""
@@ -335,21 +351,6 @@ def _listed(batch: Any) -> Any:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
-
-
-def _tag(
-    batch: Any, run_seed: int, epoch: int, position: int
-) -> BatchIndices | SampleIndex | SampleKey:
-    tagged: BatchIndices | SampleIndex
-    seed = mix(run_seed, epoch, position)
-    if isinstance(batch, list):
-        tagged = BatchIndices(batch)
-    elif type(batch) is int:
-        tagged = SampleIndex(batch)
-    else:
-        return SampleKey(batch, seed, run_seed, epoch)
-    tagged.seed, tagged.run_seed, tagged.epoch = seed, run_seed, epoch
-    return tagged
 
 
 def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:

@@ -12,23 +12,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from trainer.data.by_value import sent
 from trainer.data.latecomers import Latecomers
 from trainer.data.own_generators import Found, alike, held_by, seed_all, set_aside
-from trainer.data.rows import attribute_of_dataset
 from trainer.data.sampling import BatchIndices, SampleIndex, SampleKey
 from trainer.rng import isolated_rng, mix, seed_local, set_rng_aside
 
 logger = logging.getLogger(__name__)
-
-
-def draws_nothing(dataset: Any, collate_fn: Any) -> bool:
-    """Return whether the dataset is plain tensors, so that seeding would change nothing."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset and collate_fn is default_collate
 
 
 def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
@@ -78,7 +70,10 @@ class SeededDataset(Dataset[Any]):
         self._own: Found = {}  # generators of the dataset and the collate_fn
         self._latecomers = Latecomers(f"The dataset ({type(dataset).__name__}) or its collate_fn")
 
-    __getattr__ = attribute_of_dataset
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # looked up during unpickling, before it is set
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __getitem__(self, index: BatchIndices | SampleIndex | SampleKey) -> Any:
         # Without a batch_sampler: one item.
@@ -97,21 +92,22 @@ class SeededDataset(Dataset[Any]):
         return fetch(indices) if fetch else [dataset[index] for index in indices]
 
     def _seeded(
-        self, place: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
+        self, index: BatchIndices | SampleIndex | SampleKey, fetch: Callable[[], Any]
     ) -> Any:
+        seed = index.seed
         if get_worker_info() is not None:  # in a worker nothing else uses the generators
-            told = place.run_seed, place.epoch
-            if self.told != told:  # the worker has outlived the epoch in which it started
-                tell_epoch(self, *told)
-            seed_local(place.seed)
+            run_seed, epoch, _ = index.place
+            if self.told != (run_seed, epoch):  # the worker outlives the epoch in which it started
+                tell_epoch(self, run_seed, epoch)
+            seed_local(seed)
             if own := self._generators():
-                seed_all(own, mix(place.seed, 1), self._alike)
+                seed_all(own, mix(seed, 1), self._alike)
             batch = sent(fetch())
         else:
-            put_back = set_rng_aside(place.seed)
+            put_back = set_rng_aside(seed)
             try:
                 if own := self._generators():
-                    with set_aside(own, mix(place.seed, 1), self._alike):
+                    with set_aside(own, mix(seed, 1), self._alike):
                         batch = fetch()
                 else:
                     batch = fetch()

@@ -1,10 +1,13 @@
-"""Datasets of plain tensors give their batches at once, the same as those that are collated."""
+"""Datasets whose samples are rows of tensors give their batches at once, as if collated."""
 
 import copy
 import pickle
+import sys
 
+import numpy
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -17,6 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from trainer.data.feed import Feed
 from trainer.data.rows import TensorRows
+from trainer.data.seeding import SeededDataset
 
 DATA = TensorDataset(
     torch.arange(24.0).reshape(12, 2),
@@ -142,6 +146,229 @@ def test_unusual_tensors_are_stacked_as_ever(monkeypatch, tensor):
     assert taken == list(range(len(dataset)))
 
 
+class Held(Dataset):
+    """Holds tensors and arrays in its attributes, of which subclasses return rows."""
+
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+    def __len__(self):
+        return 12
+
+
+class Pair(Held):
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Nested(Held):
+    def __getitem__(self, index):
+        """A sample of containers in containers."""
+        x, y = self.x[index], self.y[index]
+        both: list = [x, (y, index)]
+        return {"both": both, "none": (), 3: {"x": x}}
+
+
+class Alone(Held):
+    def __getitem__(self, index):
+        return self.y[index]
+
+
+class Indices(Held):
+    def __getitem__(self, index):
+        return index
+
+
+X = torch.arange(24.0).reshape(12, 2)
+NUMBERS = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?"]
+COLUMNS = [
+    torch.arange(12) % 3,
+    torch.rand(12, 2, 3, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    numpy.arange(36, dtype="f4").reshape(12, 3, 1),
+    *((numpy.arange(12) % 5).astype(kind) for kind in NUMBERS),
+]
+
+
+def read_of(loader):
+    """What a pass reads: the containers, the numbers, and how they lie in memory."""
+    found = [tree_flatten(batch) for batch, _ in batches(loader)]
+    return [([(x.dtype, x.stride(), x.tolist()) for x in leaves], spec) for leaves, spec in found]
+
+
+def kind_of(dataset, **kwargs):
+    return type(Feed(DataLoader(dataset, 3, **kwargs)).loader.dataset)
+
+
+@pytest.mark.parametrize("kind", [Pair, Nested, Alone, Indices])
+@pytest.mark.parametrize("y", COLUMNS, ids=lambda y: f"{type(y).__name__}-{y.dtype}")
+def test_a_class_that_does_nothing_but_index_is_read_as_if_collated(kind, y):
+    dataset = Subset(kind(x=X, y=y), [5, 1, 8, 3, 3, 11, 0])
+    assert kind_of(dataset) is TensorRows
+    expected = read_of(DataLoader(Slow(dataset), 3, shuffle=True))
+    assert read_of(DataLoader(dataset, 3, shuffle=True)) == expected
+
+
+def test_its_samples_are_asked_for_once_to_see_what_they_are():
+    calls = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code is Pair.__getitem__.__code__:
+            calls.append(frame.f_locals["index"])
+
+    loader = DataLoader(Pair(x=X, y=COLUMNS[2]), 3)
+    sys.setprofile(note)
+    try:
+        batches(loader)
+    finally:
+        sys.setprofile(None)
+    assert not {*range(12)} & {*filter(lambda each: type(each) is int, calls)}
+    assert len(calls) == 2  # by the loader that is made, and with the first batch
+
+
+def test_in_workers_too():
+    datasets = Nested(x=X, y=COLUMNS[2]), Slow(Nested(x=X, y=COLUMNS[2]))
+    found, expected = (read_of(DataLoader(each, 5, num_workers=1)) for each in datasets)
+    assert found == expected
+
+
+class Drawing(Held):
+    def __getitem__(self, index):
+        return self.x[index] + torch.rand(())
+
+
+class Asking(Held):
+    def __getitem__(self, index):
+        if index == 3:
+            return self.x[0]
+        return self.x[index]
+
+
+class Constant(Held):
+    def __getitem__(self, index):
+        return self.x[index], 1
+
+
+class Whole(Held):
+    def __getitem__(self, index):
+        return self.x
+
+
+class Partial(Held):
+    def __getitem__(self, index):
+        return self.x[index, 0]
+
+
+class Calling(Held):
+    def __getitem__(self, index):
+        return self.x[index].clone()
+
+
+class Property(Held):
+    @property
+    def x(self):
+        return X + torch.rand(())
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+
+class AtOnce(Pair):
+    def __getitems__(self, indices):
+        return [(self.x[index] + torch.rand(()), 1) for index in indices]
+
+
+class ForAnEpoch(Pair):
+    def set_epoch(self, epoch):
+        self.x = X + torch.rand(())
+
+
+class AnyAttribute(Alone):
+    def __getattribute__(self, name):
+        return torch.rand(12) if name == "y" else super().__getattribute__(name)
+
+
+def key_that_is_equal(self, index):
+    return {True: self.x[index]}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Drawing, Asking, Constant, Whole, Partial, Calling, Property, AtOnce, ForAnEpoch),
+        AnyAttribute,
+        type("Keys", (Held,), {"__getitem__": key_that_is_equal}),
+        type("Other", (Held,), {"__getitem__": lambda self, index: self.nothing[index]}),
+        type("Builtin", (Held,), {"__getitem__": dict.get}),
+    ],
+)
+def test_a_class_that_does_anything_else_is_seeded_and_asked(kind):
+    dataset = kind()
+    dataset.__dict__.update(x=X, y=X)
+    assert kind_of(dataset) is SeededDataset
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        list(range(12)),
+        torch.nn.Parameter(X),
+        numpy.arange(12).astype("u8"),
+        numpy.arange(12).astype(">f8"),
+        numpy.array(["a"] * 12),
+        numpy.zeros((2, 12)).T,
+        numpy.ma.zeros(12),
+        numpy.array(3.0),
+        numpy.broadcast_to(numpy.float32(1), (12, 2)),
+    ],
+    ids=lambda y: f"{type(y).__name__}{getattr(y, 'dtype', '')}",
+)
+def test_so_is_one_of_other_attributes(y):
+    assert kind_of(Alone(y=y)) is SeededDataset
+
+
+def test_so_is_one_with_a_collate_fn_or_another_default(monkeypatch):
+    assert kind_of(Alone(y=X), collate_fn=len) is SeededDataset
+    monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: len(batch))
+    assert [batch for batch, _ in batches(DataLoader(Pair(x=X, y=X), 5))] == [5, 5, 2]
+
+
+def test_a_class_that_begins_to_draw_is_seeded_from_then_on(monkeypatch):
+    """As IPython's autoreload changes a class, whose loader is prepared already."""
+    dataset = Pair(x=X, y=X)
+    feed = Feed(DataLoader(dataset, 3, shuffle=True), seed=3)
+    feed.set_epoch(1)
+    assert len(list(feed.rounds())) == 4
+    monkeypatch.setattr(Pair.__getitem__, "__code__", Drawing.__getitem__.__code__)
+    found = [current.batch.tolist() for current in feed.rounds()]
+    torch.rand(())
+    assert [current.batch.tolist() for current in feed.rounds()] == found
+    fresh = Drawing(x=X, y=X)
+    assert [batch.tolist() for batch, _ in batches(DataLoader(fresh, 3, shuffle=True))] == found
+
+
+def test_attributes_may_be_replaced_and_changed_between_batches():
+    array = numpy.zeros(4)
+    rows = TensorRows(dataset := Pair(x=X, y=array), default_collate)
+    array[1] = 7
+    assert rows.__getitems__([1])[1].tolist() == [7]
+    dataset.y = torch.arange(4)
+    assert rows.__getitems__([1])[1].tolist() == [1]
+    dataset.y = X.t().contiguous().t()
+    x, y = rows.__getitems__([2, 0])
+    assert torch.equal(x, y)
+    assert y.is_contiguous()
+
+
+def test_a_copy_has_tensors_of_its_own():
+    rows = TensorRows(Nested(x=X, y=COLUMNS[0]), default_collate)
+    rows.__getitems__([0])
+    for twin in (copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
+        twin.dataset.x += 1
+        found = twin.__getitems__([1])
+        assert found["both"][0].tolist() == found[3]["x"].tolist() == [[3, 4]]
+        assert found["both"][1][1].tolist() == [1]
+
+
 class Doubled(TensorDataset):
     def __getitem__(self, index):
         return tuple(2 * tensor for tensor in super().__getitem__(index))
@@ -164,7 +391,7 @@ def test_a_collate_fn_and_a_changed_default_are_used(monkeypatch):
 
 
 def test_tensors_may_be_replaced_between_batches(monkeypatch):
-    rows = TensorRows(dataset := TensorDataset(torch.arange(4)))
+    rows = TensorRows(dataset := TensorDataset(torch.arange(4)), default_collate)
     assert rows.__getitems__([1, 2])[0].tolist() == [1, 2]
     dataset.tensors = (torch.rand(4, 2, 3, 3).to(memory_format=torch.channels_last),)
     (expected,) = default_collate([dataset[1], dataset[0]])
@@ -175,7 +402,7 @@ def test_tensors_may_be_replaced_between_batches(monkeypatch):
 
 
 def test_it_is_the_dataset_in_everything_else():
-    rows = TensorRows(DATA)
+    rows = TensorRows(DATA, default_collate)
     assert rows.tensors is DATA.tensors
     for twin in (copy.copy(rows), pickle.loads(pickle.dumps(rows))):
         assert torch.equal(twin.__getitems__([2, 1])[1], torch.tensor([2, 1]))

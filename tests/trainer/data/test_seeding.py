@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from trainer.data.feed import Feed
 from trainer.data.rows import TensorRows
-from trainer.data.seeding import SeededDataset, draws_nothing
+from trainer.data.seeding import SeededDataset
 from trainer.rng import mix, rng_state, seed_generators
 
 
@@ -317,24 +317,20 @@ def test_a_fetch_that_fails_leaves_all_generators_alone_and_the_next_is_the_same
     assert [current.batch for current in feed.rounds()] == expected
 
 
-def test_plain_tensors_draw_nothing():
+def test_only_rows_of_tensors_are_not_seeded():
+    def kind(dataset, **kwargs):
+        return type(Feed(DataLoader(dataset, 2, **kwargs)).loader.dataset)
+
     tensors = TensorDataset(torch.arange(4))
-    assert draws_nothing(tensors, default_collate)
-    assert draws_nothing(Subset(Subset(tensors, [0, 1]), [1]), default_collate)
-    assert not draws_nothing(tensors, noisy_collate)
-    assert not draws_nothing(Noisy(), default_collate)
+    assert kind(tensors) is TensorRows
+    assert kind(Subset(Subset(tensors, [0, 1]), [1])) is TensorRows
+    assert kind(tensors, collate_fn=noisy_collate) is SeededDataset
+    assert kind(Noisy()) is SeededDataset
 
     class Augmented(TensorDataset):
         pass
 
-    assert not draws_nothing(Augmented(torch.arange(4)), default_collate)
-
-
-def test_plain_tensors_are_not_seeded():
-    dataset = TensorDataset(torch.arange(4))
-    assert type(Feed(DataLoader(dataset, 2)).loader.dataset) is TensorRows
-    assert Feed(DataLoader(dataset, None, collate_fn=default_collate)).loader.dataset is dataset
-    assert type(Feed(DataLoader(Noisy(), 2)).loader.dataset) is SeededDataset
+    assert kind(Augmented(torch.arange(4))) is SeededDataset
 
 
 def test_a_seeded_dataset_has_the_users_attributes():

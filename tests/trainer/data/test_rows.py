@@ -318,7 +318,7 @@ def test_a_class_that_does_anything_else_is_seeded_and_asked(kind):
         numpy.zeros((2, 12)).T,
         numpy.ma.zeros(12),
         numpy.array(3.0),
-        numpy.broadcast_to(numpy.float32(1), (12, 2)),
+        numpy.frombuffer(bytes(96)),  # torch warns that it must not be written to
     ],
     ids=lambda y: f"{type(y).__name__}{getattr(y, 'dtype', '')}",
 )
@@ -357,6 +357,21 @@ def test_attributes_may_be_replaced_and_changed_between_batches():
     x, y = rows.__getitems__([2, 0])
     assert torch.equal(x, y)
     assert y.is_contiguous()
+
+
+def test_a_tensor_without_rows_is_the_error_that_it_was():
+    with pytest.raises(IndexError, match="invalid index of a 0-dim tensor"):
+        batches(DataLoader(Alone(y=torch.tensor(3.0)), 2))
+
+
+def twice(self, index):
+    return index, index, self.x[index], self.x[index]
+
+
+def test_each_part_of_a_batch_has_its_own_memory():
+    dataset = type("Twice", (Held,), {"__getitem__": twice})(x=X)
+    ((batch, _),) = batches(DataLoader(dataset, 12))
+    assert len({part.data_ptr() for part in (*batch, X)}) == 5
 
 
 def test_a_copy_has_tensors_of_its_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, Mul
 from torchmetrics.retrieval import RetrievalMAP
 
 from trainer import Trainer, TrainModule
+from trainer.distributed.objects import all_gather_object
 from trainer.metrics.computing import computing
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
@@ -207,11 +209,71 @@ def test_the_objects_are_afterwards_as_before_even_if_the_hook_fails(ranks2):
     assert ranks2(body) == [[2, [True] * 2, False], [1, [True], False]]
 
 
-class Own(RetrievalMAP):
+class Pieces(Metric):
+    """Computes to its states as they are after the processes' were combined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("apart", [], dist_reduce_fx=None)
+        self.add_state("joined", [], dist_reduce_fx="cat")
+        self.add_state("number", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, *pieces: torch.Tensor) -> None:
+        self.apart += pieces
+        self.joined += [piece.flatten().float() for piece in pieces]
+        self.number += len(pieces)
+
+    def compute(self) -> Any:
+        return self.apart, self.joined, self.number
+
+
+@pytest.mark.parametrize("holders", [[0, 1, 2], [1, 2], [2]])
+def test_pieces_of_any_kinds_are_combined_in_order_by_one_exchange(ranks3, holders):
+    def make(rank: int) -> list[torch.Tensor]:
+        wide = torch.full((2, 3), 0.1 + rank, dtype=torch.float64, requires_grad=True)
+        kinds = [torch.tensor(rank), wide, wide, torch.empty(0, 4), torch.tensor([True, False])]
+        return kinds[rank:] + kinds[: 2 * rank] if rank in holders else []
+
+    def body() -> Any:
+        rank, calls = torch.distributed.get_rank(), []
+
+        def count(value: Any) -> Any:
+            calls.append(value)
+            return all_gather_object(value)
+
+        metric, pieces = Pieces(), make(rank)
+        metric.update(*pieces)
+        with pytest.MonkeyPatch.context() as patch, computing(metric):
+            patch.setattr("trainer.metrics.computing.all_gather_object", count)
+            apart, joined, number = metric.compute()
+        graphs = sum(piece.requires_grad for piece in apart)
+        assert graphs == sum(piece.requires_grad for piece in pieces)  # its own, as torchmetrics
+        return [piece.detach() for piece in apart], joined.detach(), number, len(calls)
+
+    each = [make(rank) for rank in range(3)]
+    rows = [row for rows in itertools.zip_longest(*each) for row in rows if row is not None]
+    values = torch.cat([piece.flatten().float() for pieces in each for piece in pieces])
+    for apart, joined, number, calls in ranks3(body):
+        assert [piece.dtype for piece in apart] == [row.dtype for row in rows]
+        assert all(map(torch.equal, apart, rows))
+        assert len(apart) == len(rows) == number
+        assert torch.equal(joined, values)
+        assert calls == 1
+
+
+class Extends:
     """Extends what torchmetrics does to combine the processes."""
 
     def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
         super()._sync_dist(dist_sync_fn=dist_sync_fn, process_group=process_group)
+
+
+class Own(Extends, RetrievalMAP):
+    pass
+
+
+class OwnPieces(Extends, Pieces):
+    pass
 
 
 def test_a_class_that_extends_another_is_computed_beside_it(ranks2):
@@ -227,3 +289,14 @@ def test_a_class_that_extends_another_is_computed_beside_it(ranks2):
     for batch in DataLoader(rows(3), BATCH):
         take(whole, *batch)
     assert ranks2(body) == [[pytest.approx(whole.compute().item(), rel=1e-6)] * 2] * 2
+
+
+def test_lists_of_a_class_that_extends_another_get_no_further_pieces(ranks2):
+    def body() -> list[list[float]]:
+        metrics, rank = nn.ModuleList([OwnPieces(), Pieces()]), torch.distributed.get_rank()
+        for metric in metrics:
+            metric.update(*torch.arange(3.0 - rank))
+        with computing(metrics):
+            return [[piece.item() for piece in metric.compute()[0]] for metric in metrics]
+
+    assert ranks2(body) == [[[0.0, 0.0, 1.0, 1.0, 2.0]] * 2] * 2

@@ -2,14 +2,16 @@
 
 torchmetrics gathers a list element by element, so processes whose lists differ in length, because
 the batches do not divide evenly, would wait for each other or read other types than were sent. Here
-the shorter lists are filled up with placeholders, which the gathering leaves out again.
+all states are exchanged at once, and torchmetrics is answered from that. Shorter lists are filled
+up with placeholders, so that it asks for as many elements on each process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -93,39 +95,61 @@ def _sync(
         original(part, dist_sync_fn, **kwargs)
         return
     before = {name: getattr(part, name) for name in part._reductions}
-    own = {name: _length(part, name) for name in before}
-    of_all = all_gather_object(own)
+    own = {
+        name: pieces
+        for name, state in before.items()
+        if (pieces := _pieces(state, part._reductions[name])) is not None
+    }
+    of_all = all_gather_object(
+        {name: [piece.detach() for piece in pieces] for name, pieces in own.items()}
+    )
+    of_all[PartialState().process_index] = own  # with their graphs, as torchmetrics keeps them
+    empty = torch.empty(0, device=part.device)
+    gathered: dict[Tensor, list[list[Tensor]]] = {}
     try:
-        for name, length in own.items():
-            lengths = [each.get(name) for each in of_all]
-            if length is not None and None not in lengths and max(lengths) > length:
-                filler = torch.empty(0, device=part.device).as_subclass(_Placeholder)
-                setattr(part, name, [*before[name], *[filler] * (max(lengths) - length)])
-        original(part, _gather_piece, **kwargs)
+        for name, pieces in own.items():
+            if any(name not in each for each in of_all):
+                continue
+            rows = list(zip_longest(*(each[name] for each in of_all)))
+            missing = len(rows) - len(pieces)
+            filled = pieces + [empty.as_subclass(_Placeholder) for _ in range(missing)]
+            if isinstance(before[name], list):
+                setattr(part, name, filled)
+            for piece, row in zip(filled, rows, strict=True):
+                there = [each for each in row if each is not None]
+                gathered.setdefault(piece, []).append(there)  # a list may have one twice
+        original(part, partial(_gather_piece, gathered), **kwargs)
     except BaseException:
         for name, state in before.items():
             setattr(part, name, state)
         raise
 
 
-def _length(part: Any, name: str) -> int | None:
-    """Return how many tensors of a state are gathered one by one; None if not by us."""
-    state = getattr(part, name)
+def _pieces(state: Any, reduction: Any) -> list[Tensor] | None:
+    """Return the tensors of a state that are gathered one by one; None if it has other things."""
+    if isinstance(state, Tensor):
+        return [state]
     if not isinstance(state, list) or not all(isinstance(each, Tensor) for each in state):
         return None
-    concatenated = getattr(part._reductions[name], "__name__", "") == "dim_zero_cat"
-    return min(len(state), 1) if concatenated else len(state)
+    pieces = [each for each in state if not isinstance(each, _Placeholder)]  # of a class above
+    concatenated = getattr(reduction, "__name__", "") == "dim_zero_cat"
+    return [reduction(pieces)] if concatenated and len(pieces) > 1 else pieces
 
 
-def _gather_piece(piece: Tensor, group: Any = None) -> list[Tensor]:  # noqa: ARG001 - an interface
-    """Gather tensors of any shapes and types in the order of the ranks, without placeholders.
+def _gather_piece(
+    gathered: dict[Tensor, list[list[Tensor]]],
+    piece: Tensor,
+    group: Any = None,  # noqa: ARG001 - an interface
+) -> list[Tensor]:
+    """Return a tensor of all processes in the order of their ranks; of any shapes and types.
 
     Args:
+        gathered: What is known already, by the piece of this process.
         piece: This process's; its graph is kept, as torchmetrics does.
         group: Not used: parts with a group of their own are gathered by torchmetrics.
     """
-    missing = isinstance(piece, _Placeholder)
-    pieces = all_gather_object(None if missing else piece.detach())
-    if not missing:
-        pieces[PartialState().process_index] = piece
-    return [each for each in pieces if each is not None]
+    if known := gathered.get(piece):
+        return known.pop(0)
+    pieces = all_gather_object(piece.detach())
+    pieces[PartialState().process_index] = piece
+    return pieces

@@ -268,16 +268,24 @@ def test_each_process_has_its_share_of_a_trial(ranks2, options):
     assert ranks2(body) == [[batches], [batches]]
 
 
-def test_the_argument_in_force_is_named(ranks2):
+@pytest.mark.parametrize(
+    ("given", "fix"),
+    [
+        ({"overfit_batches": 3}, "Set overfit_batches to a multiple of 2"),
+        ({"fast_dev_run": 2}, "Set fast_dev_run to no more batches than the data have for each"),
+        ({"fast_dev_run": 2, "overfit_batches": 3}, "Set fast_dev_run to no more batches"),
+    ],
+)
+def test_the_argument_in_force_is_named(ranks2, given, fix):
     def body() -> list[str]:
         module = gathering("training_step")()
-        Trainer(max_epochs=1, cpu=True, barebones=True, overfit_batches=3).fit(
+        Trainer(max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, **given).fit(
             module, three_batches()
         )
         return module.told
 
     (told,), _ = ranks2(body)
-    assert "Set overfit_batches to a multiple of 2" in told
+    assert fix in told
 
 
 @pytest.mark.parametrize(

@@ -530,7 +530,7 @@ EMPTY = [[], DataLoader([]), DataLoader(TensorDataset(torch.ones(1, 2)), 2, drop
 @pytest.mark.parametrize("empty", EMPTY, ids=["list", "loader", "drop_last"])
 def test_an_empty_loader_is_named_before_anything_runs(empty):
     fit_fails(Net(), ValueError, "train loader is empty", "drop_last", train=empty)
-    fit_fails(Net(), ValueError, "is empty", "dataset", "limit_val_batches", val=empty)
+    fit_fails(Net(), ValueError, "is empty", "dataset", "drop_last", val=empty)
     both = [loader(), empty]
     fit_fails(Net(), ValueError, "loader number 1 is empty", val=both)
     for method in ("validate", "test", "predict"):
@@ -539,7 +539,9 @@ def test_an_empty_loader_is_named_before_anything_runs(empty):
 
 def test_a_stream_that_gives_nothing_is_refused_once_it_was_read():
     stream = DataLoader(NoSamples(), batch_size=2)
-    fit_fails(Net(), ValueError, "training loader gave no batch in epoch 0", train=stream)
+    text = fit_fails(Net(), ValueError, "training loader gave no batch in epoch 0", train=stream)
+    assert "limit_train_batches" not in text  # which was not given
+    fit_fails(Net(), ValueError, "gave no batch", "fast_dev_run", train=stream, fast_dev_run=True)
     fit_fails(Net(), ValueError, "validation loader number 0 gave no batch", val=stream)
     for method, name in (("validate", "validation"), ("test", "test"), ("predict", "predict")):
         fails(
@@ -556,7 +558,7 @@ def test_an_iterator_cannot_be_read_a_second_time():
 
 
 def test_a_limit_that_leaves_nothing_is_named():
-    fit_fails(Net(), ValueError, "train loader is empty", "limit_train", limit_train_batches=0)
+    fit_fails(Net(), ValueError, "empty: limit_train_batches is 0", limit_train_batches=0)
     fit_fails(
         Net(), ValueError, "limit_train_batches is 0.1", "2 batches", "0.5", limit_train_batches=0.1
     )

@@ -373,7 +373,7 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(tmp_path, run, batches
 
 
 def test_fast_dev_run_is_as_short_where_a_few_batches_are_overfitted():
-    module, _ = fit(loader(4), loader(4), fast_dev_run=2, overfit_batches=3)
+    module, _ = fit(loader(4, shuffle=True), loader(4), fast_dev_run=2, overfit_batches=3)
     assert module.seen["train"] == module.seen["validation"] == FOUR[:2]
 
 

@@ -23,12 +23,14 @@ def reason(feed: Feed, batches: int, where: str, instead: str = ALL_COME) -> str
         where: What runs on the batch.
         instead: A hook that all processes call.
     """
+    fit = f"a multiple of {feed.world_size} that the data have"
+    if feed.limited_by == "fast_dev_run":  # which counts the batches of each process
+        fit = "no more batches than the data have for each process"
     lacking = ", ".join(map(str, range(batches, feed.world_size)))
     return (
         f"is called in {where}, but rank {lacking} has no batch in this round and does not call "
         "it: the batches do not divide evenly among the processes. Set "
-        f"{feed.limited_by} to a multiple of {feed.world_size} that the data have, or call it "
-        f"where all processes come, such as {instead}."
+        f"{feed.limited_by} to {fit}, or call it where all processes come, such as {instead}."
     )
 
 

@@ -118,10 +118,11 @@ def train_epoch(run: FitRun) -> None:
     if counters.rounds == begun_at:
         which = f" after its first {counters.epoch_batches}" if begun_at else ""
         where = f" on rank {run.rank}" if run.world_size > 1 else ""
+        limit = "" if feed.limit is None else f", and {feed.limited_by}"
         raise ValueError(
             f"The training loader gave no batch in epoch {counters.epoch}{which}{where}. Check its "
-            "dataset, its sampler and drop_last, and limit_train_batches; an iterator can be read "
-            "only once, so pass an object that can be iterated again."
+            f"dataset, its sampler and drop_last{limit}; an iterator can be read only once, so "
+            "pass an object that can be iterated again."
         )
 
 

@@ -231,16 +231,15 @@ def feeds_for(
             world_size=accelerator.num_processes,
             seed=seed,
             place=0 if kind == "train" else mix(_KINDS.index(kind), number),
-            shuffle=name != "overfit_batches",
+            shuffle=not settings.overfits(kind),
             remember=kind == "train",
         )
         apply_limit(feed, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
         _check_same_length(feed, which)
         if feed.num_batches == 0:
-            raise ValueError(
-                f"The {which} is empty: check its dataset, its sampler, drop_last, and {name}."
-            )
+            check = f"{name} is 0" if limit == 0 else "check its dataset, its sampler and drop_last"
+            raise ValueError(f"The {which} is empty: {check}.")
         feeds.append(feed)
     return feeds
 

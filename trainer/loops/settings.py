@@ -111,9 +111,12 @@ class Settings:
 
     def limit(self, kind: str) -> tuple[str, Limit]:
         """Return the argument that limits a kind of data, and its value."""
-        if self.overfit_batches is not None and kind in ("train", "validate"):
-            return "overfit_batches", self.overfit_batches
-        return LIMITS[kind], getattr(self, LIMITS[kind])
+        name = "overfit_batches" if self.overfits(kind) else LIMITS[kind]
+        return "fast_dev_run" if self.fast_dev_run else name, getattr(self, name)
+
+    def overfits(self, kind: str) -> bool:
+        """Return whether only the first batches of a kind of data are read, unshuffled."""
+        return self.overfit_batches is not None and kind in ("train", "validate")
 
     def for_a_trial(self, batches: bool | int) -> Settings:
         """Return a copy that runs one epoch of a few batches of each kind; True is one batch."""

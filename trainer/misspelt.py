@@ -31,7 +31,8 @@ def tell_of_misspelt(owner: object, base: type) -> None:
         base: The class whose hooks it may override.
     """
     own = [cls for cls in type(owner).__mro__ if cls not in base.__mro__]
-    defined = {name for cls in own for name, value in vars(cls).items() if inspect.isroutine(value)}
+    members = [getattr(owner, "__dict__", {}), *map(vars, own)]
+    defined = {name for each in members for name, value in each.items() if inspect.isroutine(value)}
     hooks = {*filter(_HOOK.fullmatch, dir(base)), *_LOADERS}
     open_ = hooks - defined
     for name in sorted(defined.difference(dir(base), hooks)):

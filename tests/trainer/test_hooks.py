@@ -661,10 +661,11 @@ def test_callbacks_that_save_run_after_those_that_do_not():
 
 
 def test_a_hook_set_on_the_instance_counts_as_overridden():
-    module, seen = Quiet(), []
+    module, callback, seen = Quiet(), Callback(), []
     module.on_train_start = lambda: seen.append("train start")
-    trainer_for([]).fit(module, loader(1))
-    assert seen == ["train start"]
+    callback.on_train_end = lambda trainer, module: seen.append("train end")
+    trainer_for([callback]).fit(module, loader(1))
+    assert seen == ["train start", "train end"]
 
 
 def whole_fit(*calls, resumed=False, ended=True, data=False):

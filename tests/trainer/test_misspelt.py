@@ -77,6 +77,13 @@ def test_a_name_that_is_almost_a_hook_is_told(owner, base, expected, caplog):
     ]
 
 
+def test_so_is_one_that_is_set_on_the_instance(caplog):
+    callback = Callback()
+    callback.on_boundry = callback.on_train_end = lambda trainer, module: None
+    tell_of_misspelt(callback, Callback)
+    assert [record.args for record in caplog.records] == [("Callback", "on_boundry", "on_boundary")]
+
+
 def test_a_helper_that_the_class_itself_calls_is_not_told(caplog):
     class Helped(TrainModule):
         @torch.no_grad()

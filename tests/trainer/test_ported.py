@@ -174,10 +174,14 @@ def test_a_datamodule_and_an_instance_may_have_refused_hooks_too():
     data = with_method(DataModule, "on_epoch_end", nothing)
     with pytest.raises(TypeError, match="Ported defines on_epoch_end"):
         make().fit(Net(), datamodule=data)
-    module = Net()
-    module.optimizer_step = lambda *args: None
+    module, data, callback = Net(), DataModule(), Callback()
+    module.optimizer_step = data.on_epoch_end = callback.on_save = lambda *args: None
     with pytest.raises(TypeError, match="Net defines optimizer_step"):
         make().fit(module, loader())
+    with pytest.raises(TypeError, match="DataModule defines on_epoch_end"):
+        make().fit(Net(), datamodule=data)
+    with pytest.raises(TypeError, match="Callback defines on_save"):
+        make(callbacks=[callback]).fit(Net(), loader())
 
 
 def test_what_a_refused_hook_recommends_exists():

@@ -138,12 +138,10 @@ def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
         "datamodule": _EVERYWHERE,
         "trainer": _TRAINER,
     }[kind]
+    assigned = getattr(owner, "__dict__", {})
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method.
-        defined = callable(getattr(type(owner), name, None)) or (
-            kind == "module" and callable(vars(owner).get(name))
-        )
-        if not defined:
+        if not callable(getattr(type(owner), name, None)) and not callable(assigned.get(name)):
             continue
         if name in used_by_itself(type(owner).__mro__, refused):
             manual = not getattr(owner, "automatic_optimization", True)

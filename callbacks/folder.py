@@ -1,4 +1,4 @@
-"""The paths that users give, as absolute ones: hooks may leave the working directory."""
+"""The paths that users give."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ import os
 from pathlib import Path
 
 
-def given_path(name: str, path: str | os.PathLike[str]) -> Path:
-    """Return a given path as an absolute one; ``~`` is the home.
+def with_home(name: str, path: str | os.PathLike[str]) -> str:
+    """Return a given path with the home in place of ``~``.
 
     Args:
         name: The argument's name, for errors.
         path: Its value.
 
     Raises:
+        ValueError: There is no such home.
+    """
+    known = os.path.expanduser(path)  # Path's own takes ./~… for a home too
+    if known.startswith("~"):
+        raise ValueError(
+            f"{name} is {known!r}, but the home that it begins with is not known here. Give the "
+            "whole path, or ./~… for a folder of that name."
+        )
+    return known
+
+
+def given_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return `with_home` as an absolute path: hooks may leave the working directory.
+
+    Raises:
         ValueError: There is no such home, or the working directory was deleted.
     """
-    shown = f"{name} is {os.fspath(path)!r}"
     try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise ValueError(
-            f"{shown}, but the home that it begins with is not known here. Give the whole path, or "
-            "./~… for a folder of that name."
-        ) from error
+        return Path(with_home(name, path)).absolute()
     except FileNotFoundError as error:
         raise ValueError(
-            f"{shown}, relative to the working directory, which no longer exists. Give an absolute "
-            "path, or start again in a folder that exists."
+            f"{name} is {os.fspath(path)!r}, relative to the working directory, which no longer "
+            "exists. Give an absolute path, or start again in a folder that exists."
         ) from error
 
 

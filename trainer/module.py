@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from callbacks.folder import with_home
 from trainer import checkpoint as disk
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError, choose
@@ -692,7 +693,7 @@ def _device(map_location: str | torch.device) -> torch.device:
 
 def _checkpoint_at(path: str | os.PathLike[str]) -> Path:
     """Return the folder of one checkpoint, or raise an error that says which path to give."""
-    folder = Path(path).expanduser()
+    folder = Path(with_home("path", path))
     if folder.is_file():
         hint = f"give the checkpoint's folder, {folder.parent}."
         if folder.suffix not in (".json", ".safetensors"):

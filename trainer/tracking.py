@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from callbacks.folder import with_home
 from trackers import (
     BackgroundTracker,
     GeneralTracker,
@@ -286,7 +287,7 @@ def _check_options(what: str, options: Any) -> None:
 
 def _with_home(path: str | os.PathLike[str]) -> str | Path:
     """Expand ``~``; a string stays a string, since a tracker may require one."""
-    known = os.path.expanduser(path)
+    known = with_home("logging_dir", path)
     return known if isinstance(path, str) else Path(known)
 
 

@@ -623,7 +623,7 @@ class Trainer:
         Raises:
             CheckpointError: A required save failed; raised on all processes.
         """
-        name = None if path is None else Path(path).expanduser().absolute()
+        name = None if path is None else given_path("path", path)
         return self._fit is None or self._fit.writer.wait(name)
 
     def save_own_weights(self, path: str | os.PathLike[str]) -> Path:

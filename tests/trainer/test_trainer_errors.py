@@ -935,10 +935,18 @@ def test_places_without_a_loader_are_refused(data, parts):
     fit_fails(net(), TypeError, *parts, train=data)
 
 
+def tracked(path):
+    return Accelerator(log_with="csv", cpu=True, project_dir=path)
+
+
 PATHS = {
     "dirpath": lambda path: ModelCheckpoint(dirpath=path),
     "project_dir": lambda path: make(project_dir=path),
     "ckpt_path": lambda path: make().validate(net(), loader(), ckpt_path=path),
+    "path": TrainModule.load_from_checkpoint,
+    "output_dir": lambda path: Accelerator(cpu=True).save_state(path),
+    "input_dir": lambda path: Accelerator(cpu=True).load_state(path),
+    "logging_dir": lambda path: tracked(path).init_trackers("a"),
 }
 
 
@@ -947,6 +955,13 @@ def test_a_path_in_an_unknown_home_is_refused(name):
     given = "~nobody-of-this-name/runs"
     text = f"{name} is {given!r}, but the home that it begins with is not known here"
     fails(lambda: PATHS[name](given), ValueError, text)
+
+
+def test_a_folder_may_have_a_name_like_a_home(tmp_path):
+    Accelerator(cpu=True).save_state("./~nobody-of-this-name")
+    assert [each.name for each in tmp_path.iterdir()] == ["~nobody-of-this-name"]
+    callback = ModelCheckpoint(dirpath="./~")
+    assert callback.dirpath == tmp_path / "~"
 
 
 def test_a_relative_path_where_the_working_directory_was_deleted_is_refused(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from callbacks.folder import with_home
 from trainer.checkpoint import state
 from trainer.checkpoint.folder import is_shared
 from trainer.checkpoint.jointly import Ranks, keeps, refuse_together, together
@@ -36,7 +37,7 @@ def save_state(
     that hold other files too.
 
     Args:
-        output_dir: The folder to save to; ignored with automatic naming.
+        output_dir: The folder to save to; ``~`` is the home. Ignored with automatic naming.
         prepared: The objects to save.
         processes: The ranks.
         project: Naming, limit and iteration.
@@ -47,8 +48,9 @@ def save_state(
         The folder.
 
     Raises:
-        ValueError: If there is no ``output_dir`` and no automatic naming, or if the next checkpoint
-            or one with a higher number exists already. Nothing is changed then.
+        ValueError: If there is no ``output_dir`` and no automatic naming, if the home that it
+            begins with is not known, or if the next checkpoint or one with a higher number exists
+            already. Nothing is changed then.
         CheckpointError: If any rank failed; raised on every rank. If only the deletion failed, the
             save is complete.
     """
@@ -68,7 +70,7 @@ def save_state(
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
     else:
-        target = Path(output_dir)
+        target = Path(with_home("output_dir", output_dir))
     saved = state.save_state(
         target,
         prepared,
@@ -104,8 +106,9 @@ def load_state(
     After loading one of the project's own checkpoints, ``project.iteration`` is the next number.
 
     Args:
-        input_dir: The folder; None takes the intact checkpoint with the highest number (intact on
-            all machines if each saves its own). Damaged ones are logged as warnings.
+        input_dir: The folder; ``~`` is the home. None takes the intact checkpoint with the highest
+            number (intact on all machines if each saves its own). Damaged ones are logged as
+            warnings.
         prepared: The objects to load into.
         processes: The ranks.
         project: The project whose checkpoints these are.
@@ -121,7 +124,7 @@ def load_state(
     """
     naming = project.automatic_checkpoint_naming
     if input_dir is not None:
-        source = Path(input_dir).expanduser()
+        source = Path(with_home("input_dir", input_dir))
     elif naming:
         source = _newest(project, processes)
     else:
@@ -146,7 +149,7 @@ def _root(project: ProjectConfiguration) -> Path:
             "Automatic checkpoint naming needs a project_dir; pass one to the Accelerator or to "
             "ProjectConfiguration."
         )
-    return Path(project.project_dir).expanduser() / "checkpoints"
+    return Path(with_home("project_dir", project.project_dir)) / "checkpoints"
 
 
 def _number(path: Path) -> int | None:

@@ -62,7 +62,7 @@ def save_state(
     A checkpoint of ours in ``folder`` is replaced; other files there stay.
 
     Args:
-        folder: The folder to save to; ``~`` is the home. Rank 0's is used by all ranks.
+        folder: The folder to save to. Rank 0's is used by all ranks.
         prepared: The objects to save.
         processes: The ranks.
         safe_serialization: Save weights as safetensors; otherwise with ``torch.save``.
@@ -79,7 +79,7 @@ def save_state(
         CheckpointError: If any rank failed or an object's state cannot be saved; raised on every
             rank, and the message names it. The previous contents of ``folder`` are then unchanged.
     """
-    target = Path(folder).expanduser()
+    target = Path(folder)
     what = f"Saving {target}"
     writes = keeps(processes, save_on_each_node)
     hooks, models = list(hooks), list(prepared.models)
@@ -151,7 +151,7 @@ def load_state(
     prepared is skipped with a warning; registered objects must be the same.
 
     Args:
-        folder: The folder; ``~`` is the home. Rank 0's is used by all ranks.
+        folder: The folder. Rank 0's is used by all ranks.
         prepared: The objects to load into.
         processes: The ranks.
         map_location: None, ``"cpu"`` or ``"on_device"``. All have the same effect: state is moved
@@ -175,7 +175,7 @@ def load_state(
         raise TypeError(
             f"map_location is {map_location!r}; it must be one of None, 'cpu' and 'on_device'."
         )
-    target = Path(folder).expanduser()
+    target = Path(folder)
     main = keeps(processes, save_on_each_node)
     what = f"Loading {target}"
     hooks, models = list(hooks), list(prepared.models)

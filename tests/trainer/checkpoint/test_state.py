@@ -16,8 +16,11 @@ from torch import nn
 
 from trainer import checkpoint as disk
 from trainer.checkpoint import state
+from trainer.checkpoint.project import load_state as load_project
+from trainer.checkpoint.project import save_state as save_project
 from trainer.checkpoint.restore import Prepared
 from trainer.checkpoint.state import load_state, save_state
+from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 
 ALONE = SimpleNamespace(
@@ -183,8 +186,9 @@ def test_nothing_prepared_is_a_state_too():
 
 def test_the_home_is_known(monkeypatch):
     monkeypatch.setenv("HOME", os.getcwd())
-    assert save_state("~/x", Prepared(), ALONE) == Path.cwd() / "x"
-    load_state("~/x", Prepared(), ALONE)
+    project = ProjectConfiguration()
+    assert save_project("~/x", Prepared(), ALONE, project) == Path.cwd() / "x"
+    load_project("~/x", Prepared(), ALONE, project)
     assert os.listdir() == ["x"]
 
 

@@ -1,141 +1,161 @@
-"""Datasets whose samples are rows of tensors: a ``TensorDataset``, or a class that does the same.
+"""Classes of datasets whose samples are rows of tensors in their attributes.
 
-Most classes over tensors in memory have a ``__getitem__`` like ``return self.x[i], self.y[i]``. If
-its bytecode does nothing but read attributes, index them and build containers, then it cannot draw
-a random number or depend on anything else, and a trial call with stand-ins shows what a sample
-consists of.
+Most datasets in memory have a ``__getitem__`` like ``return self.x[i], self.y[i]``. If its bytecode
+does nothing but read such attributes, index and build containers, then a sample depends on nothing
+else, and a trial call with stand-ins shows what it consists of.
 """
 
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Iterator
-from operator import is_
-from types import CodeType, FunctionType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 INDEX = object()
 """Stands for the index of a sample."""
 
-# Of Python 3.10 to 3.14. No jump, no call, no global name, nothing that is stored in an object.
+# Of Python 3.10 to 3.14: no jump, call, operator or global name, and nothing stored in an object.
 _HARMLESS = frozenset(
     [
         *("NOP", "RESUME", "EXTENDED_ARG", "RETURN_VALUE"),
         *("COPY", "SWAP", "DUP_TOP", "ROT_TWO", "ROT_THREE"),
-        *("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_ATTR", "BINARY_SUBSCR", "BINARY_OP"),
+        *("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_ATTR", "BINARY_SUBSCR"),
         *("LOAD_FAST", "LOAD_FAST_LOAD_FAST", "LOAD_FAST_CHECK"),
         *("LOAD_FAST_BORROW", "LOAD_FAST_BORROW_LOAD_FAST_BORROW"),
         *("STORE_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST"),
         *("BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_CONST_KEY_MAP"),
     ]
 )
-
-# Of these, torch makes the same of an array as of a list of its numbers.
-_NUMBERS = [numpy.dtype(name) for name in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?")]
+_NUMBERS = frozenset(map(numpy.dtype, ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?"]))
 
 
-class Columns:
-    """The tensors that a dataset's samples are rows of.
+class Row:
+    """The row of a tensor.
 
     Args:
-        sample: A sample as ``default_collate`` returns it, tuples as lists, with whole tensors in
-            place of their rows and `INDEX` in place of the index.
-        code: What was run to find it.
-        read: The attributes that were read, by name.
-
-    Attributes:
-        tensors: Those in the sample, in its order.
-        is_flat: The sample is a list of these.
+        name: The attribute that is the tensor.
     """
 
-    def __init__(self, sample: Any, code: CodeType, read: dict[str, Any]) -> None:
-        self.sample, self.code = sample, code
-        self.names, self.values = tuple(read), tuple(read.values())
-        self.tensors = list(_tensors(sample))
-        self.is_flat = type(sample) is list and all(map(is_, sample, self.tensors))
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
-def columns_of(dataset: Any) -> Columns | None:
-    """Return the tensors that the samples are rows of; None if they may be something else."""
+class Sample:
+    """What the samples of a class consist of.
+
+    Args:
+        shape: A sample as ``default_collate`` returns it, tuples as lists, with a `Row` for each
+            tensor and `INDEX` for the index.
+
+    Attributes:
+        names: The attributes whose rows are in it, in its order.
+        is_flat: It is a list of rows.
+    """
+
+    def __init__(self, shape: Any) -> None:
+        self.shape = shape
+        parts = list(_parts(shape))
+        self.names = [part.name for part in parts if type(part) is Row]
+        self.is_flat = type(shape) is list and {*map(type, shape)} <= {Row}
+        self._has_index = INDEX in parts
+
+    def tensors_of(self, dataset: Any) -> list[Tensor] | None:
+        """Return the tensors whose rows make a batch; None if they are something else now."""
+        if self._has_index and not _are_on_cpu():
+            return None
+        attributes = getattr(dataset, "__dict__", {})
+        found = [_as_tensor(attributes.get(name)) for name in self.names]
+        known = [each for each in found if each is not None]
+        return known if len(known) == len(found) else None
+
+
+def sample_of(dataset: Any) -> Sample | None:
+    """Return what the samples of a dataset consist of; None if that is anything else than rows."""
     kind: Any = type(dataset)
-    function = getattr(kind, "__getitem__", None)
-    attributes = getattr(dataset, "__dict__", {})
+    function = inspect.getattr_static(kind, "__getitem__", None)
     if (
-        type(function) is not FunctionType
+        not isinstance(function, FunctionType)
         or kind.__getattribute__ is not object.__getattribute__
+        or hasattr(dataset, "__getitems__")
         or hasattr(dataset, "set_epoch")  # it may draw
     ):
         return None
-    code = function.__code__
-    if kind is TensorDataset:
-        tensors = attributes["tensors"]
-        plain = all(type(tensor) is Tensor for tensor in tensors)
-        return Columns(list(tensors), code, {"tensors": tensors}) if plain else None
-    if hasattr(dataset, "__getitems__") or not _is_harmless(code):
+    attributes = getattr(dataset, "__dict__", {})
+    names = function.__code__.co_names
+    if not _is_harmless(function) or not all(
+        _as_tensor(attributes.get(name)) is not None and not hasattr(kind, name)  # a property
+        for name in names
+    ):
         return None
-    columns = {
-        name: _Column(tensor)
-        for name in code.co_names
-        if (tensor := _as_tensor(attributes.get(name))) is not None
-        and not hasattr(kind, name)  # a property
-    }
-    read = {name: attributes[name] for name in columns}
-    stand_in = SimpleNamespace(**columns)
+    rows: list[Row] = []
+    stand_in = SimpleNamespace(**{name: _Column(name, rows) for name in names})
     try:
-        sample = _collated(function(stand_in, INDEX))
-    except (TypeError, AttributeError, NameError, LookupError, ArithmeticError):
-        # Whatever else it does, to the stand-ins or to constants, is not indexing.
+        shape = _collated(function(stand_in, INDEX))
+    except (TypeError, LookupError, NameError):  # it does something else
         return None
-    return Columns(sample, code, read)
+    # A row that is only read may be missing, which is an error.
+    return Sample(shape) if {*rows} <= {*_parts(shape)} else None
 
 
 def _as_tensor(value: Any) -> Tensor | None:
     """Return a tensor, or the memory of an array of numbers as one; None for anything else."""
-    if type(value) is numpy.ndarray and value.dtype in _NUMBERS:
-        # torch warns of an array that it may not write to.
-        plain = value.ndim > 0 and value.flags.c_contiguous and value.flags.writeable
-        return torch.from_numpy(value) if plain else None
-    return value if type(value) is Tensor else None
+    if type(value) is not numpy.ndarray:
+        return value if type(value) is Tensor else None
+    # torch warns of an array that it may not write to.
+    plain = value.ndim > 0 and value.flags.c_contiguous and value.flags.writeable
+    if not plain or value.dtype not in _NUMBERS or not _are_on_cpu():
+        return None
+    try:
+        return torch.from_numpy(value)
+    except ValueError:  # a single row may have any strides
+        return None
 
 
-def _is_harmless(code: CodeType) -> bool:
-    return _HARMLESS.issuperset(step.opname for step in dis.get_instructions(code))
+def _are_on_cpu() -> bool:
+    """Return whether the tensors that torch makes of arrays and numbers are on the CPU."""
+    return torch.get_default_device().type == "cpu"
+
+
+def _is_harmless(function: FunctionType) -> bool:
+    code = function.__code__
+    return (
+        (function.__defaults__, function.__kwdefaults__) == (None, None)
+        and (code.co_argcount, code.co_kwonlyargcount) == (2, 0)
+        and not code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+        and all(
+            step.opname in _HARMLESS or (step.opname, step.argrepr) == ("BINARY_OP", "[]")
+            for step in dis.get_instructions(code)
+        )
+    )
 
 
 class _Column:
-    """Stands for a tensor that can only be indexed."""
+    """Stands for a tensor that can only be indexed by `INDEX`, and notes its rows."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+    def __init__(self, name: str, rows: list[Row]) -> None:
+        self._name, self._rows = name, rows
 
-    def __getitem__(self, index: object) -> _Row:
+    def __getitem__(self, index: object) -> Row:
         if index is not INDEX:
             raise TypeError("not the sample's row")
-        return _Row(self._tensor)
-
-
-class _Row:
-    """Stands for a tensor's row that can only be returned."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self._rows.append(Row(self._name))
+        return self._rows[-1]
 
 
 def _collated(sample: Any) -> Any:
-    """Return a sample of stand-ins as `Columns.sample`.
+    """Return a sample as `Sample.shape`.
 
     Raises:
         TypeError: It contains something else.
     """
-    if sample is INDEX:
+    if sample is INDEX or type(sample) is Row:
         return sample
-    if type(sample) is _Row:
-        return sample._tensor
     if type(sample) is dict and {*map(type, sample)} <= {str, int}:
         return {key: _collated(part) for key, part in sample.items()}
     if type(sample) in (list, tuple):
@@ -143,9 +163,10 @@ def _collated(sample: Any) -> Any:
     raise TypeError(f"a sample contains {sample!r}")
 
 
-def _tensors(sample: Any) -> Iterator[Tensor]:
-    if type(sample) is Tensor:
-        yield sample
-    elif type(sample) in (dict, list):
-        for part in sample.values() if type(sample) is dict else sample:
-            yield from _tensors(part)
+def _parts(shape: Any) -> Iterator[Any]:
+    """Yield the rows and indices in a shape."""
+    if type(shape) not in (dict, list):
+        yield shape
+    else:
+        for part in shape.values() if type(shape) is dict else shape:
+            yield from _parts(part)

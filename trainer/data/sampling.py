@@ -342,11 +342,12 @@ class ShardedSampler(Sampler[Any]):
 
 
 def _listed(batch: Any) -> Any:
-    """Return a batch of indices as a list, whatever sequence the user's sampler yields."""
+    """Return a batch of indices as a list, whatever iterable the user's sampler yields."""
     if type(batch) is list:
         return batch
-    is_sequence = isinstance(batch, tuple) or getattr(batch, "ndim", 0) > 0
-    return list(batch) if is_sequence else batch
+    # A tensor without dimensions is an index, though it has an __iter__.
+    iterable = isinstance(batch, Iterable) and getattr(batch, "ndim", None) != 0
+    return list(batch) if iterable else batch
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,7 +1,9 @@
 """Datasets whose samples are rows of tensors give their batches at once, as if collated."""
 
+import collections
 import copy
 import pickle
+import random
 import sys
 
 import numpy
@@ -20,6 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from trainer.data.feed import Feed
 from trainer.data.rows import TensorRows
+from trainer.data.sampling import BatchIndices
 from trainer.data.seeding import SeededDataset
 
 DATA = TensorDataset(
@@ -169,6 +172,16 @@ class Nested(Held):
         return {"both": both, "none": (), 3: {"x": x}}
 
 
+class Numbered(Held):
+    def __getitem__(self, index):
+        return self.x[index], self.y[index], index
+
+
+class Trailing(Held):
+    def __getitem__(self, index):
+        return [self.x[index], {"index": index}, ()]
+
+
 class Alone(Held):
     def __getitem__(self, index):
         return self.y[index]
@@ -195,11 +208,18 @@ def read_of(loader):
     return [([(x.dtype, x.stride(), x.tolist()) for x in leaves], spec) for leaves, spec in found]
 
 
+def read(rows, *indices, epoch=0):
+    """The batch of these indices."""
+    placed = BatchIndices(indices)
+    placed.place = 3, epoch, 0
+    return rows.__getitems__(placed)
+
+
 def kind_of(dataset, **kwargs):
     return type(Feed(DataLoader(dataset, 3, **kwargs)).loader.dataset)
 
 
-@pytest.mark.parametrize("kind", [Pair, Nested, Alone, Indices])
+@pytest.mark.parametrize("kind", [Pair, Nested, Numbered, Trailing, Alone, Indices])
 @pytest.mark.parametrize("y", COLUMNS, ids=lambda y: f"{type(y).__name__}-{y.dtype}")
 def test_a_class_that_does_nothing_but_index_is_read_as_if_collated(kind, y):
     dataset = Subset(kind(x=X, y=y), [5, 1, 8, 3, 3, 11, 0])
@@ -287,18 +307,68 @@ class AnyAttribute(Alone):
         return torch.rand(12) if name == "y" else super().__getattribute__(name)
 
 
-def key_that_is_equal(self, index):
-    return {True: self.x[index]}
+class Keys(Held):
+    def __getitem__(self, index):
+        return {True: self.x[index]}
+
+
+class NamedKeys(Held):
+    def __getitem__(self, index):
+        return {self.__class__.__name__: self.x[index]}
+
+
+class Formatted(Held):
+    def __getitem__(self, index):
+        return {"row %s" % index: self.x[index]}  # noqa: UP031 - another operator
+
+
+class Unreturned(Held):
+    def __getitem__(self, index):
+        x, _ = self.x[index], self.y[index]  # an error, if y is shorter
+        return x
+
+
+SEEN: list = []
+MORE: dict = collections.defaultdict(list)
+
+
+class Remembering(Held):
+    def __getitem__(self, index, seen=SEEN):
+        seen += [index]
+        return self.x[index]
+
+
+class WithDefault(Held):
+    def __getitem__(self, index, more=MORE):
+        return self.x[index], more[index]
+
+
+class Static(Held):
+    @staticmethod
+    def __getitem__(index, other=5):
+        return other
+
+
+class Several(Held):
+    def __getitem__(self, *indices):
+        return indices
+
+
+class Unknown(Held):
+    def __getitem__(self, index):
+        return self.nothing[index]
+
+
+class Builtin(Held):
+    __getitem__ = dict.get
 
 
 @pytest.mark.parametrize(
     "kind",
     [
         *(Drawing, Asking, Constant, Whole, Partial, Calling, Property, AtOnce, ForAnEpoch),
-        AnyAttribute,
-        type("Keys", (Held,), {"__getitem__": key_that_is_equal}),
-        type("Other", (Held,), {"__getitem__": lambda self, index: self.nothing[index]}),
-        type("Builtin", (Held,), {"__getitem__": dict.get}),
+        *(AnyAttribute, Keys, NamedKeys, Formatted, Unreturned, Remembering, WithDefault, Static),
+        *(Several, Unknown, Builtin),
     ],
 )
 def test_a_class_that_does_anything_else_is_seeded_and_asked(kind):
@@ -318,6 +388,7 @@ def test_a_class_that_does_anything_else_is_seeded_and_asked(kind):
         numpy.zeros((2, 12)).T,
         numpy.ma.zeros(12),
         numpy.array(3.0),
+        numpy.arange(1.0)[::-1],
         numpy.frombuffer(bytes(96)),  # torch warns that it must not be written to
     ],
     ids=lambda y: f"{type(y).__name__}{getattr(y, 'dtype', '')}",
@@ -347,16 +418,101 @@ def test_a_class_that_begins_to_draw_is_seeded_from_then_on(monkeypatch):
 
 
 def test_attributes_may_be_replaced_and_changed_between_batches():
-    array = numpy.zeros(4)
-    rows = TensorRows(dataset := Pair(x=X, y=array), default_collate)
-    array[1] = 7
-    assert rows.__getitems__([1])[1].tolist() == [7]
-    dataset.y = torch.arange(4)
-    assert rows.__getitems__([1])[1].tolist() == [1]
-    dataset.y = X.t().contiguous().t()
-    x, y = rows.__getitems__([2, 0])
+    rows = TensorRows(dataset := Pair(x=X.clone(), y=numpy.zeros(4)), default_collate)
+    dataset.y[1] = 7
+    assert read(rows, 1)[1].tolist() == [7]
+    dataset.y.resize(12)  # possible as long as nobody else refers to it
+    dataset.y[11] = 5
+    assert read(rows, 11)[1].tolist() == [5]
+    dataset.y.shape = 6, 2
+    assert read(rows, 5)[1].tolist() == [[0, 5]]
+    dataset.y = torch.arange(12)
+    assert read(rows, 1)[1].tolist() == [1]
+    dataset.y = dataset.x.t().contiguous().t()
+    x, y = read(rows, 2, 0)
     assert torch.equal(x, y)
     assert y.is_contiguous()
+    dataset.x.requires_grad_()
+    assert read(rows, 2)[0].requires_grad
+    dataset.y = list("abc")
+    assert read(rows, 2, 0)[1] == ("c", "a")
+
+
+def test_a_list_of_tensors_is_read_anew_too():
+    rows = TensorRows(dataset := TensorDataset(X), default_collate)
+    dataset.tensors = [X]
+    assert len(read(rows, 1)) == 1
+    dataset.tensors.append(X + 1)
+    assert [part.tolist() for part in read(rows, 1)] == [[[2, 3]], [[3, 4]]]
+
+
+def test_a_class_is_looked_at_again_in_the_next_epoch(monkeypatch):
+    rows = TensorRows(Pair(x=X, y=X), default_collate)
+    assert read(rows, 1)[0].tolist() == [[2, 3]]
+    monkeypatch.setattr(
+        Pair, "x", property(lambda self: X + 1, lambda self, x: None), raising=False
+    )
+    assert read(rows, 1, epoch=1)[0].tolist() == [[3, 4]]
+    rows.dataset.__class__ = Whole
+    assert read(rows, 1, epoch=1).shape == (1, 12, 2)
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.uint64])
+def test_types_that_torch_cannot_index_are_stacked(kind):
+    rows = TensorRows(Alone(y=torch.arange(4).to(kind)), default_collate)
+    assert torch.equal(read(rows, 1, 3), torch.tensor([1, 3], dtype=kind))
+
+
+def test_samples_in_another_memory_format_are_stacked_in_it():
+    maps = torch.rand(4, 2, 3, 1, 1)
+    found = read(TensorRows(Alone(y=maps), default_collate), 1, 2)
+    assert found.stride() == default_collate([maps[1], maps[2]]).stride()
+
+
+def test_a_class_without_a_dict_has_an_index():
+    class Slots:
+        __slots__ = ()
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return index
+
+    assert [batch.tolist() for batch, _ in batches(DataLoader(Slots(), 2))] == [[0, 1], [2, 3]]
+
+
+def test_another_dataset_in_a_subset_is_read_too():
+    subset = Subset(Alone(y=X), [2, 1])
+    rows = TensorRows(subset, default_collate)
+    assert read(rows, 0).tolist() == [[4, 5]]
+    subset.dataset = [7, 8, 9]
+    assert read(rows, 0).tolist() == [9]
+
+
+def test_what_a_subset_draws_is_seeded():
+    class Anywhere(list):
+        def __getitem__(self, index):
+            return random.randrange(12)
+
+    loader = DataLoader(Subset(Alone(y=X), Anywhere(range(12))), 3)
+    found = []
+    for seed in (0, 1):
+        random.seed(seed)
+        before = random.getstate()
+        found.append(read_of(loader))
+        assert random.getstate() == before
+    assert found[0] == found[1]
+
+
+def test_arrays_and_indices_follow_the_default_device():
+    rows = [
+        TensorRows(dataset, default_collate)
+        for dataset in (Alone(y=COLUMNS[2]), Indices(), Alone(y=X))
+    ]
+    with torch.device("meta"):
+        assert [read(each, 1).device.type for each in rows] == ["meta", "meta", "cpu"]
+    assert [read(each, 1).device.type for each in rows] == ["cpu"] * 3
 
 
 def test_a_tensor_without_rows_is_the_error_that_it_was():
@@ -376,10 +532,10 @@ def test_each_part_of_a_batch_has_its_own_memory():
 
 def test_a_copy_has_tensors_of_its_own():
     rows = TensorRows(Nested(x=X, y=COLUMNS[0]), default_collate)
-    rows.__getitems__([0])
+    read(rows, 0)
     for twin in (copy.deepcopy(rows), pickle.loads(pickle.dumps(rows))):
         twin.dataset.x += 1
-        found = twin.__getitems__([1])
+        found = read(twin, 1)
         assert found["both"][0].tolist() == found[3]["x"].tolist() == [[3, 4]]
         assert found["both"][1][1].tolist() == [1]
 
@@ -407,11 +563,11 @@ def test_a_collate_fn_and_a_changed_default_are_used(monkeypatch):
 
 def test_tensors_may_be_replaced_between_batches(monkeypatch):
     rows = TensorRows(dataset := TensorDataset(torch.arange(4)), default_collate)
-    assert rows.__getitems__([1, 2])[0].tolist() == [1, 2]
+    assert read(rows, 1, 2)[0].tolist() == [1, 2]
     dataset.tensors = (torch.rand(4, 2, 3, 3).to(memory_format=torch.channels_last),)
     (expected,) = default_collate([dataset[1], dataset[0]])
     taken = counted(monkeypatch)
-    (found,) = rows.__getitems__([1, 0])
+    (found,) = read(rows, 1, 0)
     assert torch.equal(found, expected)
     assert taken == [1, 0]
 
@@ -420,7 +576,7 @@ def test_it_is_the_dataset_in_everything_else():
     rows = TensorRows(DATA, default_collate)
     assert rows.tensors is DATA.tensors
     for twin in (copy.copy(rows), pickle.loads(pickle.dumps(rows))):
-        assert torch.equal(twin.__getitems__([2, 1])[1], torch.tensor([2, 1]))
+        assert torch.equal(read(twin, 2, 1)[1], torch.tensor([2, 1]))
     with pytest.raises(AttributeError, match="'TensorDataset' object has no attribute 'nothing'"):
         rows.nothing
 

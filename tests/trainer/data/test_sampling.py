@@ -477,6 +477,7 @@ def test_indices_keep_their_seed_on_the_way_to_a_worker():
     [
         BatchSampler(SequentialSampler(range(7)), 3, drop_last=False),
         [(1, 0), (2,), torch.tensor([4, 3])],
+        [range(1, 3), {4: None}, "ab"],
         [[], [3]],
         SequentialSampler(range(3)),  # ready-made batches
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from callbacks.arguments import explained
 from callbacks.base import Callback
 from callbacks.monitor import Mode, Monitor
 
@@ -53,6 +54,13 @@ class EarlyStopping(Callback):
         "divergence_threshold",
     )
 
+    @explained(
+        strict="nothing: a metric that is never logged is an error",
+        check_on_train_epoch_end="nothing: each fresh value is judged",
+        log_rank_zero_only="nothing: rank 0 logs",
+        early_stopping_patience="patience=3",
+        early_stopping_threshold="min_delta=0.0",
+    )
     def __init__(
         self,
         monitor: str,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from callbacks.arguments import explained
 from callbacks.base import Callback
 from callbacks.folder import given_folder
 from callbacks.interval import Interval, Progress
@@ -82,6 +83,18 @@ class ModelCheckpoint(Callback):
         "on_save_error",
     )
 
+    @explained(
+        every_n_epochs='every="2 epochs"',
+        every_n_train_steps="every=500",
+        train_time_interval='every="30 minutes"',
+        filename="nothing: a folder is named after its update, manifest.json has the metrics",
+        auto_insert_metric_name="nothing: manifest.json has the metrics",
+        enable_version_counter="nothing: a folder is named after its update",
+        save_on_train_epoch_end="nothing: saves follow validation",
+        save_on_exception="on_exception=True",
+        verbose="nothing: `trainer checkpoints` lists them",
+        save_best_only="save_top_k=1",
+    )
     def __init__(
         self,
         *,

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from callbacks.arguments import explained
 from trackers import GeneralTracker
 from trainer.checkpoint import project as states
 from trainer.checkpoint.model import parse_size, save_model
@@ -121,6 +122,15 @@ class Accelerator:
         ImportError: The package of a tracker is not installed.
     """
 
+    @explained(
+        fp16='mixed_precision="fp16"',
+        bf16='mixed_precision="bf16"',
+        logging_dir="project_config=ProjectConfiguration(logging_dir=...)",
+        device_specific_seed="set_seed(seed, device_specific=True)",
+        non_blocking="dataloader_config=DataLoaderConfiguration(non_blocking=True)",
+        gradient_clipping="accelerator.clip_grad_norm_(parameters, max_norm)",
+        deepspeed_plugins="nothing: DeepSpeed is not supported yet",
+    )
     def __init__(
         self,
         device_placement: bool = True,

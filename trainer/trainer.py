@@ -22,6 +22,7 @@ from callbacks import (
     PredictionWriter,
     Progress,
 )
+from callbacks.arguments import explained
 from callbacks.folder import given_path
 from trackers import GeneralTracker
 from trackers.base import Status
@@ -75,7 +76,7 @@ from trainer.plugins import (
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )
-from trainer.ported.arguments import refuse_trainer_arguments
+from trainer.ported.arguments import IN_A_RUN, refuse_trainer_arguments
 from trainer.ported.attributes import refuse_to_set, trainer_attribute_hint
 from trainer.ported.hooks import refuse_uncalled
 from trainer.rng import set_seed
@@ -382,6 +383,7 @@ class Trainer:
 
     # -- entry points --------------------------------------------------------------------------
 
+    @explained(**IN_A_RUN)
     def fit(
         self,
         module: TrainModule,
@@ -467,6 +469,7 @@ class Trainer:
                 run.writer.abandon()
                 raise
 
+    @explained(**IN_A_RUN)
     def validate(
         self,
         module: TrainModule,
@@ -477,6 +480,7 @@ class Trainer:
         """Validate a module; see `test`."""
         return self._evaluate("validate", VALIDATION, module, dataloaders, datamodule, ckpt_path)
 
+    @explained(**IN_A_RUN)
     def test(
         self,
         module: TrainModule,
@@ -497,6 +501,7 @@ class Trainer:
         """
         return self._evaluate("test", TEST, module, dataloaders, datamodule, ckpt_path)
 
+    @explained(**IN_A_RUN)
     def predict(
         self,
         module: TrainModule,

@@ -337,6 +337,18 @@ _OF_ACCELERATE = {
     "step_scheduler_with_optimizer": _OWN,
     "use_seedable_sampler": _OWN,
 }
+IN_A_RUN = {
+    "model": "module",
+    "train_loader": "train_dataloaders",
+    "val_loader": "val_dataloaders",
+    "loader": "dataloaders",
+    "resume_from_checkpoint": 'ckpt_path="auto"',
+    "epochs": "Trainer(max_epochs=...)",
+    "max_epochs": "Trainer(max_epochs=...)",
+    "verbose": "nothing: results are returned, not printed",
+    "weights_only": "nothing: loading never unpickles",
+}
+"""Arguments of other trainers' ``fit``, ``test`` and the like, and what to write in their place."""
 _SAID_BY_NONE = ("check_val_every_n_epoch", "save_total_limit")  # elsewhere it asks for nothing
 _INSTEAD = _OF_LIGHTNING | _OF_HUGGING_FACE | _OF_ACCELERATE
 

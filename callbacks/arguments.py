@@ -1,0 +1,56 @@
+"""Calls with arguments that a function does not have: what to write in their place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the errors of wrong calls to a method say what is right.
+
+    Args:
+        **instead: Arguments of other trainers, and what to write in their place.
+
+    Returns:
+        A decorator. The method's calls raise a TypeError that names each unknown argument with
+        its replacement, or all arguments that there are.
+    """
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+        owner = method.__qualname__.removesuffix(".__init__")
+        names = [*signature.parameters][1:]
+
+        def hint(name: str) -> str:
+            if right := instead.get(name):
+                nothing = right.removeprefix("nothing")
+                return f"; leave it out{nothing}." if nothing != right else f"; use {right}."
+            near = get_close_matches(name, names, n=1, cutoff=0.7)
+            return f". Did you mean {near[0]!r}?" if near else f"; it has {', '.join(names)}."
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            unknown = [name for name in kwargs if name not in signature.parameters]
+            if unknown:
+                told = [f"{owner} has no argument {name!r}{hint(name)}" for name in unknown]
+                raise TypeError("\n".join(told))
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                kinds = [signature.parameters[name].kind for name in names]
+                by_name = kinds.count(inspect.Parameter.KEYWORD_ONLY)
+                star = ["*"] * bool(by_name)
+                shown = names[: len(names) - by_name] + star + names[len(names) - by_name :]
+                raise TypeError(f"{error}: {owner}({', '.join(shown)})") from None
+            return method(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -1,0 +1,70 @@
+"""Wrong arguments of callbacks and of the Trainer's methods: the error says which are right."""
+
+import inspect
+
+import pytest
+
+from callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from trainer import Accelerator, Trainer
+
+
+def fit(**kwargs):
+    return Trainer(barebones=True).fit(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        (ModelCheckpoint, {"every_n_epochs": 1}, "'every_n_epochs'; use every=\"2 epochs\"."),
+        (
+            ModelCheckpoint,
+            {"save_topk": 1, "save_on_train_epoch_end": True},
+            "ModelCheckpoint has no argument 'save_topk'. Did you mean 'save_top_k'?\n"
+            "ModelCheckpoint has no argument 'save_on_train_epoch_end'; leave it out: saves follow "
+            "validation.",
+        ),
+        (EarlyStopping, {"monitor": "x", "strict": True}, "leave it out: a metric that is never"),
+        (EarlyStopping, {}, "'monitor': EarlyStopping(monitor, *, mode, min_delta, patience"),
+        (LearningRateMonitor, {"logging_interval": "step"}, "as often as the Trainer's log_every."),
+        (
+            LearningRateMonitor,
+            {"nothing": 1},
+            "no argument 'nothing'; it has log_momentum, log_weight_decay.",
+        ),
+        (fit, {"model": 1}, "Trainer.fit has no argument 'model'; use module."),
+        (
+            fit,
+            {"train_dataloaders": []},
+            "missing a required argument: 'module': Trainer.fit(module, train_dataloaders, "
+            "val_dataloaders, datamodule, ckpt_path)",
+        ),
+        (Accelerator, {"fp16": True}, "Accelerator has no argument 'fp16'; use mixed_precision="),
+        (Accelerator, {"gradient_acumulation_steps": 2}, "mean 'gradient_accumulation_steps'?"),
+    ],
+)
+def test_the_error_says_what_to_write(call, given, message):
+    with pytest.raises(TypeError) as caught:
+        call(**given)
+    assert message in str(caught.value)
+
+
+def test_arguments_by_name_only_are_shown():
+    with pytest.raises(
+        TypeError, match=r"^too many positional arguments: ModelCheckpoint\(\*, mon"
+    ):
+        ModelCheckpoint("val/loss")
+
+
+def test_a_class_of_the_users_own_is_told_of_its_base():
+    class Patient(EarlyStopping):
+        def __init__(self, **kwargs):
+            super().__init__("x", **kwargs)
+
+    assert Patient(patience=7).patience == 7
+    with pytest.raises(TypeError, match=r"EarlyStopping has no argument .patient.\. Did you mean"):
+        Patient(patient=7)
+
+
+def test_signatures_stay():
+    assert [*inspect.signature(Trainer.fit).parameters][:2] == ["self", "module"]
+    assert inspect.signature(EarlyStopping).parameters["patience"].default == 3

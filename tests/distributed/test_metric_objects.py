@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import CatMetric, Metric, MetricCollection
+from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAUROC
 from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from trainer import Trainer, TrainModule
 from trainer.distributed.objects import all_gather_object
@@ -300,3 +301,78 @@ def test_lists_of_a_class_that_extends_another_get_no_further_pieces(ranks2):
             return [[piece.item() for piece in metric.compute()[0]] for metric in metrics]
 
     assert ranks2(body) == [[[0.0, 0.0, 1.0, 1.0, 2.0]] * 2] * 2
+
+
+def halves(piece: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    return [each / 2 for each in gather_all_tensors(piece, group)]
+
+
+class Half(SumMetric):
+    """Counts half of each process, by position."""
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(halves, process_group)
+
+
+class Plain(SumMetric):
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist()
+
+
+class InTurn(SumMetric):
+    """Is reduced among some processes."""
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(process_group=self.alone)
+
+
+@pytest.mark.parametrize(("kind", "value"), [(Half, 1.5), (Plain, 3.0), (InTurn, (1.0, 2.0))])
+@pytest.mark.parametrize("beside", [[], [SumMetric]])
+def test_a_metric_has_the_value_that_its_class_gives_it_whatever_is_beside_it(
+    ranks2, kind, value, beside
+):
+    def body() -> float:
+        groups = [torch.distributed.new_group([rank]) for rank in range(2)]
+        metrics = nn.ModuleList([kind(), *(each() for each in beside)])
+        object.__setattr__(metrics[0], "alone", groups[torch.distributed.get_rank()])
+        metrics[0].update(1.0 + torch.distributed.get_rank())
+        with computing(metrics):
+            return metrics[0].compute().item()
+
+    assert ranks2(body) == (list(value) if isinstance(value, tuple) else [value] * 2)
+
+
+def test_a_hook_may_gather_by_a_function_of_its_own(ranks2):
+    def body() -> float:
+        metric = SumMetric()
+        metric.update(1.0)
+        with computing(metric):
+            metric.sync(dist_sync_fn=halves)
+            return metric.sum_value.item()
+
+    assert ranks2(body) == [1.0, 1.0]
+
+
+class Named(nn.Module):
+    """Adds a name to a metric, which has all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SumMetric()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("metric"), name)
+
+
+@pytest.mark.parametrize("make", [Named, lambda: torch.compile(SumMetric())])
+def test_wrappers_that_ask_the_metric_for_all_else_are_not_metrics(ranks2, make):
+    def body() -> float:
+        metric = make()
+        metric.update(1.0)
+        with computing(nn.ModuleList([metric])):
+            return metric.compute().item()
+
+    assert ranks2(body) == [2.0, 2.0]

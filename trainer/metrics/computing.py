@@ -72,15 +72,10 @@ def _parts(owners: Iterable[Any]) -> list[Any]:
     """Return the metric objects in some modules, each once."""
     modules = [part for one in owners if isinstance(one, nn.Module) for part in one.modules()]
     parts = {id(part): part for part in modules if hasattr(part, "sync_on_compute")}
-    return [part for part in parts.values() if hasattr(part, "_sync_dist")]
+    return [part for part in parts.values() if hasattr(type(part), "_sync_dist")]
 
 
-def _sync(
-    part: Any,
-    original: Callable[..., None],
-    dist_sync_fn: Callable[..., Any] | None = None,
-    **kwargs: Any,
-) -> None:
+def _sync(part: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace the states by those of all processes, as torchmetrics would; collective.
 
     torchmetrics has copied them by then, and restores them after computing.
@@ -88,11 +83,20 @@ def _sync(
     Args:
         part: The metric object.
         original: What its class has in place of this.
-        dist_sync_fn: What torchmetrics would gather by.
-        **kwargs: Of `original`.
+        *args: Of `original`: what to gather by, and the group.
+        **kwargs: Likewise.
     """
-    if part.dist_sync_fn is not None or part.process_group is not None:
-        original(part, dist_sync_fn, **kwargs)
+    if "dist_sync_fn" in kwargs:
+        args = (kwargs.pop("dist_sync_fn"), *args)
+    by, group = (*args, None, None)[:2]
+    group = kwargs.get("process_group", group)
+    usual = (
+        by is None
+        or getattr(by, "func", None) is _gather_piece
+        or str(by.__module__).startswith("torchmetrics.")
+    )
+    if not usual or any(own is not None for own in (group, part.dist_sync_fn, part.process_group)):
+        original(part, *args, **kwargs)  # its own, or what a class that extends its class gives
         return
     before = {name: getattr(part, name) for name in part._reductions}
     own = {
@@ -118,7 +122,7 @@ def _sync(
             for piece, row in zip(filled, rows, strict=True):
                 there = [each for each in row if each is not None]
                 gathered.setdefault(piece, []).append(there)  # a list may have one twice
-        original(part, partial(_gather_piece, gathered), **kwargs)
+        original(part, partial(_gather_piece, gathered), *args[1:], **kwargs)
     except BaseException:
         for name, state in before.items():
             setattr(part, name, state)
@@ -146,8 +150,13 @@ def _gather_piece(
     Args:
         gathered: What is known already, by the piece of this process.
         piece: This process's; its graph is kept, as torchmetrics does.
-        group: Not used: parts with a group of their own are gathered by torchmetrics.
+        group: Only that of a class that extends `_sync_dist`, and gathered by torchmetrics, as are
+            parts with a group of their own.
     """
+    if group is not None:
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        return gather_all_tensors(piece, group)
     if known := gathered.get(piece):
         return known.pop(0)
     pieces = all_gather_object(piece.detach())

@@ -19,6 +19,7 @@ _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _NOT_CHOSEN = ("params", "initial_lr")  # of a group
 _OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # in groups
 _NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs")  # counted, or the optimizer's
+_PRIVATE = ("_milestones", "_anneal_func_type", "_anneal_strategy")  # given too
 
 
 def options_of(
@@ -73,7 +74,9 @@ def _numbers(state: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
         if key == "_schedulers":
             for number, inner in enumerate(each for each in value if isinstance(each, Mapping)):
                 yield from _numbers(inner, f"{place}, part {number}")
-        elif key == "_milestones" or not (str(key).startswith("_") or key in _NOT_OF_A_SCHEDULE):
+        elif key == "_schedule_phases":  # of OneCycleLR; their ends say how many there are too
+            yield f"phases of {place}", _plain([phase["end_step"] for phase in value])
+        elif key in _PRIVATE or not (str(key).startswith("_") or key in _NOT_OF_A_SCHEDULE):
             yield f"{str(key).lstrip('_')} of {place}", _plain(value)
 
 

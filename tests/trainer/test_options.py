@@ -236,3 +236,43 @@ def test_what_torchs_schedules_keep_privately_is_compared(kind, changed, name, v
     differing = [each for each in ours if ours[each] != others[each]]
     assert differing == [f"{name} of scheduler 0 ({kind})"]
     assert (ours[differing[0]], others[differing[0]]) == values
+
+
+class Moody(torch.optim.lr_scheduler.StepLR):
+    """Keeps what it likes."""
+
+    def __init__(self, optimizer, mood):
+        self.mood = mood
+        super().__init__(optimizer, 2)
+
+
+class Warm:
+    """A factor that has read a table, and knows itself."""
+
+    def __init__(self, mood):
+        self.table = {"mood": mood}
+        self.table["self"] = self.table
+
+    def __call__(self, epoch):
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda kinds, optimizer, mood: kinds.SequentialLR(
+            optimizer, [kinds.ConstantLR(optimizer), Moody(optimizer, mood)], [3]
+        ),
+        lambda kinds, optimizer, mood: kinds.ChainedScheduler([Moody(optimizer, mood)]),
+        lambda kinds, optimizer, mood: kinds.LambdaLR(optimizer, Warm(mood)),
+    ],
+    ids=["in sequence", "in a chain", "a function"],
+)
+def test_objects_of_ones_own_within_torchs_schedules_may_keep_anything(make):
+    def options(mood):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        scheduler = make(torch.optim.lr_scheduler, optimizer, mood)
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=scheduler)])
+
+    assert options(1.0) == options(2.0)

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _OF_SPEED = ("foreach", "fused", "capturable", "differentiable")
 _NOT_CHOSEN = ("params", "initial_lr")  # of a group
 _OF_SCHEDULES = ("max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")  # in groups
-_NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs")  # counted, or the optimizer's
+_NOT_OF_A_SCHEDULE = ("last_epoch", "verbose", "base_lrs", "optimizer", "lr_lambdas")
 _PRIVATE = ("_milestones", "_anneal_func_type", "_anneal_strategy")  # given too
 
 
@@ -58,9 +58,7 @@ def options_of(
         ticks = f"{kind}, every {entry.frequency} {entry.interval}, monitor={entry.monitor!r}"
         options[f"scheduler {number}"] = ticks
         options[_class_of(number)] = kind
-        if type(entry.scheduler).__module__.startswith("torch."):  # others may keep anything
-            place = f"scheduler {number} ({kind})"
-            options |= dict(_numbers(entry.scheduler.state_dict(), place))
+        options |= dict(_numbers(entry.scheduler, f"scheduler {number} ({kind})"))
     return options
 
 
@@ -68,16 +66,21 @@ def _class_of(scheduler: int) -> str:
     return f"the class of scheduler {scheduler}"
 
 
-def _numbers(state: Mapping[str, Any], place: str) -> Iterator[tuple[str, str]]:
-    """Yield what a schedule was given, without what it counts; of those within it, theirs too."""
-    for key, value in state.items():
+def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield what torch's schedules were given, without what they count; of those within, too.
+
+    Others may keep anything, as may the functions of LambdaLR.
+    """
+    if not type(schedule).__module__.startswith("torch.optim."):
+        return
+    for key, value in vars(schedule).items():
         if key == "_schedulers":
-            for number, inner in enumerate(each for each in value if isinstance(each, Mapping)):
+            for number, inner in enumerate(value):
                 yield from _numbers(inner, f"{place}, part {number}")
         elif key == "_schedule_phases":  # of OneCycleLR; their ends say how many there are too
             yield f"phases of {place}", _plain([phase["end_step"] for phase in value])
-        elif key in _PRIVATE or not (str(key).startswith("_") or key in _NOT_OF_A_SCHEDULE):
-            yield f"{str(key).lstrip('_')} of {place}", _plain(value)
+        elif key in _PRIVATE or not (key.startswith("_") or key in _NOT_OF_A_SCHEDULE):
+            yield f"{key.lstrip('_')} of {place}", _plain(value)
 
 
 def _plain(value: Any) -> str:

@@ -11,13 +11,13 @@ from trainer.data.own_generators import Found
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 2  # the first batches of a process, after which generators are searched again
+_LOOKS = 2  # after the first batches of a process, or those of its first passes
 
 
 class Latecomers:
     """Finds the generators that a process creates while it reads its first batch, and keeps.
 
-    They are seeded from the second batch on. For the first it is too late, which is told.
+    They are seeded from the second look on. For the first it is too late, which is told.
 
     Args:
         owner: Who creates them, for the message.
@@ -44,10 +44,11 @@ class Latecomers:
         worker = get_worker_info()
         if late and (worker is None or worker.id == 0):
             logger.warning(
-                "%s created a random generator (%s) while its first batch was read. In each "
-                "worker, what that batch draws from it does not depend on the seed and differs "
-                "after a resume: create it in __init__.",
+                "%s created a random generator (%s) while its first batch was read. %s that batch "
+                "draws from it does not depend on the seed and differs after a resume: create it "
+                "in __init__.",
                 self._owner,
                 ", ".join(late),
+                "What" if worker is None else "In each worker, what",
             )
         return own

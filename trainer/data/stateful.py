@@ -323,6 +323,7 @@ class PlainReading:
         own = find() if self._latecomers.awaited and not self.workers else {}
         batches = seeded_iteration(self._source, seed)
         for number, batch in enumerate(batches, 1):
-            if self._latecomers.awaited and not self.workers:
-                own = self._latecomers.look(find, own)
+            # Once a pass: one made anew in each depends on what the stream knows, as it should.
+            if number == 1 and self._latecomers.awaited and not self.workers:
+                self._latecomers.look(find, own)
             yield batch, Place(number, number)

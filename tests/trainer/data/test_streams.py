@@ -549,7 +549,7 @@ def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seed
     def drawn() -> list[float]:
         loader_of = StatefulDataLoader if kind == "torchdata" else DataLoader
         feed = feed_of(loader_of(datasets[kind](), 2, collate_fn=LateMasking()))
-        return [batch[-1] for _, _, batch, _ in read(feed, epochs=1)]
+        return [batch[-1] for _, _, batch, _ in read(feed, epochs=2 if kind == "plain" else 1)]
 
     first = drawn()
     (text,) = [each.getMessage() for each in caplog.records]
@@ -560,6 +560,25 @@ def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seed
     if kind == "plain":  # whose generators are seeded for a pass, not for a batch
         return
     assert not {each for (each,) in first[1:]} & set(inherited)
+
+
+class EachPass(Shuffled):
+    """Makes its generator anew in each pass, and keeps it."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int]]:
+        self.generator = torch.Generator().manual_seed(self.epoch)
+        return super().__iter__()
+
+
+def test_a_generator_that_a_stream_makes_in_each_pass_is_not_told_of(caplog):
+    assert_resumes(lambda: loader(EachPass()), positions=False)
+    assert "created a random generator" not in caplog.text
 
 
 # -- what is drawn and read --------------------------------------------------------------------

@@ -46,6 +46,7 @@ from trainer.loops.arguments import (
 )
 from trainer.loops.batch_norm import require_readable, update_batch_norm
 from trainer.loops.bottleneck import Begin, profiling
+from trainer.loops.differing import refuse_differing_names
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
 from trainer.loops.loaders import check_hooks, check_module, steps_of, take_datamodule
@@ -567,6 +568,7 @@ class Trainer:
             CheckpointError: On all processes; the message says what failed and where. A background
                 save that fails ends the run at the next update.
             RuntimeError: There was no fit, or it failed inside a window.
+            ValueError: At a boundary or after the fit, the processes give the folder other names.
         """
         run = self._fit
         if run is None:
@@ -592,6 +594,8 @@ class Trainer:
             return target
         if run.world_size > 1:
             meet("save_checkpoint")
+            if not self._parts.project.on_each_node:  # whose paths may differ between machines
+                refuse_differing_names(target.name)
         with run.timing.part(SAVING):
             saved = save_run(
                 run,

@@ -465,3 +465,16 @@ def test_a_save_that_one_process_alone_makes_at_the_end_is_told_on_all(ranks2):
     assert sorted(error.value.failures) == [0, 1]
     for text in error.value.failures.values():
         assert "rank 0: save_checkpoint" in text
+
+
+def test_a_save_under_a_name_of_each_process_is_refused(ranks2, tmp_path):
+    def run():
+        in_folders_of_their_own(tmp_path)
+        trainer = Trainer(max_epochs=1, checkpointing=False, progress_bar=False, cpu=True)
+        trainer.fit(Line(), DataLoader(torch.ones(8, 2), 2))
+        with pytest.raises(ValueError, match=r"different names: rank 0: at-0; rank 1: at-1\. All"):
+            trainer.save_checkpoint(f"at-{PartialState().process_index}")
+        trainer.save_checkpoint("at")
+
+    ranks2(run)
+    assert [path.name for path in tmp_path.glob("*/at*")] == ["at"]

@@ -1,4 +1,4 @@
-"""Checks that all processes call fit with the same arguments and train with the same optimizers."""
+"""Checks that the arguments of fit, optimizers and saves are the same on all processes."""
 
 from __future__ import annotations
 
@@ -70,6 +70,22 @@ def refuse_differing_options(options: Mapping[str, str]) -> None:
             f"configure_optimizers returned different values of {name}: {shown}. The weights would "
             "differ from the first update on. Draw or read a value once and share it: value = "
             "trainer.utils.broadcast_object_list([value])[0] is rank 0's on all processes."
+        )
+
+
+def refuse_differing_names(target: str) -> None:
+    """Refuse a save whose checkpoint is named differently between processes; collective.
+
+    Only rank 0's would exist.
+
+    Raises:
+        ValueError: On all processes alike; it gives the name on each process.
+    """
+    for _, shown in _differing(all_gather_object({"target": target})):
+        raise ValueError(
+            f"save_checkpoint was called with different names: {shown}. All processes write one "
+            "checkpoint. Choose its name once and share it: name = "
+            "trainer.utils.broadcast_object_list([name])[0] is rank 0's on all processes."
         )
 
 

@@ -187,15 +187,22 @@ def test_an_optimizer_without_defaults_trains():
     assert torch.equal(module.layer.weight, plain.layer.weight)
 
 
-def test_a_schedule_of_ones_own_may_keep_anything_too():
+def test_of_a_class_that_extends_a_schedule_torchs_numbers_alone_are_compared():
     class Own(torch.optim.lr_scheduler.StepLR):
+        def __init__(self, optimizer, epochs):
+            super().__init__(optimizer, epochs * 4)
+            self.epochs, self._schedulers, self._milestones = epochs, {"a": {}}, [0.5]
+
         def state_dict(self):
             return {0: 1, "_schedulers": {"a": {}}, "started": 1.5}
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     entry = OptimizerEntry(optimizer=optimizer)
     options = options_of(["SGD"], [entry], [SchedulerEntry(scheduler=Own(optimizer, 2))])
-    assert not [name for name in options if name.endswith("(Own)")]
+    assert {name: value for name, value in options.items() if name.endswith("(Own)")} == {
+        "step_size of scheduler 0 (Own)": "8",
+        "gamma of scheduler 0 (Own)": "0.1",
+    }
 
 
 def test_what_a_schedule_keeps_in_the_groups_is_compared():

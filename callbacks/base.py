@@ -61,7 +61,6 @@ class Callback:
 
     runs_last: ClassVar[bool] = False
     _is_default: bool = False  # added by the Trainer, and removed if the user adds one of its kind
-    _added_in_setup: bool = False  # which the next stage calls again
 
     @property
     def state_key(self) -> str:

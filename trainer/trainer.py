@@ -340,6 +340,7 @@ class Trainer:
         self._stop_requested = False
         self._datamodule: Any = None
         self._module: TrainModule | None = None
+        self._added: list[Callback] = []  # by `setup`, which each stage calls again
 
     if not TYPE_CHECKING:  # so that a type checker still reports missing attributes
 
@@ -1113,6 +1114,7 @@ class Trainer:
                 module,
                 datamodule,
                 self.callbacks,
+                added=self._added,
                 check=check,
                 finish=self._finish,
             ) as hooks,

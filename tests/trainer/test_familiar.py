@@ -434,6 +434,19 @@ def test_callbacks_that_setup_adds_in_every_stage_are_there_once():
     trainer.test(module, data())
     assert trainer.callbacks == added
     assert [type(each) for each in added].count(EarlyStopping) == 1
+    make(*trainer.callbacks)  # another one
+    trainer.test(module, data())
+    assert trainer.callbacks == added
+
+
+def test_a_callback_that_setup_keeps_and_adds_in_every_stage_is_there_once(caplog):
+    stopping, module, trainer = EarlyStopping("loss", patience=9), Net(), make(max_epochs=1)
+    module.setup = lambda stage: trainer.callbacks.append(stopping)
+    module.validation_step = lambda batch, batch_idx: module.log("loss", 1.0)
+    trainer.fit(module, data(), data())
+    trainer.validate(module, data())
+    assert [each for each in trainer.callbacks if each is stopping] == [stopping]
+    assert "setup has added" not in caplog.text
 
 
 def test_callbacks_may_be_set_as_they_are_given():

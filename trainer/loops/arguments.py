@@ -141,8 +141,6 @@ def complete(
     """Return the user's callbacks and the default ones, those that save last."""
     given = listed(callbacks)
     check_callbacks(given)
-    for callback in given:
-        callback._added_in_setup = False  # of an earlier Trainer's module
     every = [
         *([_default(ProgressBar())] if progress_bar else []),
         *given,

@@ -31,6 +31,7 @@ def stage_of(
     datamodule: Any,
     callbacks: list[Callback],
     *,
+    added: list[Callback],
     check: Callable[..., None],
     finish: Callable[[Status, BaseException | None], None],
 ) -> Iterator[HookTable]:
@@ -42,6 +43,7 @@ def stage_of(
         module: The user's.
         datamodule: The user's, or None.
         callbacks: In the order in which they are called; `setup` may add some.
+        added: Those of them that `setup` has added in earlier stages; extended.
         check: See `check_hooks`; called for the callbacks that `setup` adds.
         finish: Called last, whatever happened, with the status and the error if there is one.
     """
@@ -50,7 +52,7 @@ def stage_of(
     cause: BaseException | None = None
     with _belonging_to(trainer, module, datamodule):
         try:
-            _set_up(name, trainer, module, datamodule, callbacks, check)
+            _set_up(name, trainer, module, datamodule, callbacks, added, check)
             _tell_of_trainer(trainer, module)
             callbacks.sort(key=lambda callback: callback.runs_last)
             hooks = HookTable(trainer, module, callbacks, TrainModule)  # `setup` may add some
@@ -129,18 +131,20 @@ def _set_up(
     module: TrainModule,
     datamodule: Any,
     callbacks: list[Callback],
+    added: list[Callback],
     check: Callable[..., None],
 ) -> None:
     given, done = set(map(id, callbacks)), set[int]()
-    earlier = {one.state_key for one in callbacks if getattr(one, "_added_in_setup", False)}
+    earlier = {one.state_key for one in added if id(one) in given}
     with PartialState().local_main_process_first():
         call_if_there(datamodule, "prepare_data")
         module.prepare_data()
 
     def next_callback() -> Callback | None:
         """Return one to set up; what the setup of an earlier stage has added is not added again."""
-        added = [each for each in callbacks if id(each) not in given]
-        for one in [each for each in added if getattr(each, "state_key", None) in earlier]:
+        callbacks[:] = {id(each): each for each in callbacks}.values()  # setup may keep one object
+        new = [each for each in callbacks if id(each) not in given]
+        for one in [each for each in new if getattr(each, "state_key", None) in earlier]:
             callbacks[:] = [each for each in callbacks if each is not one]
             if PartialState().is_main_process:
                 logger.warning(
@@ -159,7 +163,7 @@ def _set_up(
         while (callback := next_callback()) is not None:
             done.add(id(callback))
             if id(callback) not in given:
-                callback._added_in_setup = True
+                added.append(callback)
                 check(None, [callback], None)
             callback.setup(trainer, module, name)
 

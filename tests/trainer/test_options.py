@@ -60,6 +60,17 @@ def test_a_number_written_in_another_way_is_not_told(caplog):
     assert told(caplog) == []
 
 
+def test_counts_are_compared_in_all_digits():
+    def options(steps):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, steps)
+        entry = OptimizerEntry(optimizer=optimizer)
+        return options_of(["SGD"], [entry], [SchedulerEntry(scheduler=schedule)])
+
+    assert options(1234567)["step_size of scheduler 0 (StepLR)"] == "1234567"
+    assert options(1234567) == options(1234567.0)
+
+
 def test_a_schedule_may_keep_anything():
     class Odd:
         def step(self):

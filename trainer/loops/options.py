@@ -104,7 +104,9 @@ def _plain(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     if isinstance(value, Real) and not isinstance(value, bool):  # numpy's too
-        return f"{float(value):.6g}"  # 1 is 1.0, and a float32 as its number was written
+        number = float(value)  # 1 is 1.0, and a float32 as its number was written
+        whole = number.is_integer() and abs(number) < 2**53  # counts have more digits
+        return str(int(number)) if whole else f"{number:.6g}"
     plain = value is None or isinstance(value, (bool, str))
     return repr(value) if plain else type(value).__name__
 

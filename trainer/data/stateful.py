@@ -308,8 +308,9 @@ class PlainReading:
     def __init__(self, source: Any) -> None:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
-        data = type(getattr(source, "dataset", source)).__name__
-        self._latecomers = Latecomers(f"The stream ({data}) or its collate_fn")
+        data = getattr(source, "dataset", None)  # of an iterable of batches it may be a name
+        stream = data if isinstance(source, DataLoader) or isinstance(data, Dataset) else source
+        self._latecomers = Latecomers(f"The stream ({type(stream).__name__}) or its collate_fn")
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""

@@ -562,6 +562,23 @@ def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seed
     assert not {each for (each,) in first[1:]} & set(inherited)
 
 
+class LateBatches:
+    """An iterable of batches, which names what it reads; it makes its generator late."""
+
+    dataset, generator = "digits", None
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            self.generator = self.generator or torch.Generator().manual_seed(1)
+            yield torch.rand(2, generator=self.generator)
+
+
+def test_an_iterable_of_batches_is_called_by_its_own_name(caplog):
+    read(feed_of(LateBatches()), epochs=2)
+    (text,) = [each.getMessage() for each in caplog.records]
+    assert text.startswith("The stream (LateBatches) or its collate_fn created")
+
+
 class EachPass(Shuffled):
     """Makes its generator anew in each pass, and keeps it."""
 

@@ -326,7 +326,17 @@ class InTurn(SumMetric):
         super()._sync_dist(process_group=self.alone)
 
 
-@pytest.mark.parametrize(("kind", "value"), [(Half, 1.5), (Plain, 3.0), (InTurn, (1.0, 2.0))])
+class Through(SumMetric):
+    """Is reduced among some processes, by what it is given."""
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group=self.alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(Half, 1.5), (Plain, 3.0), (InTurn, (1.0, 2.0)), (Through, (1.0, 2.0))],
+)
 @pytest.mark.parametrize("beside", [[], [SumMetric]])
 def test_a_metric_has_the_value_that_its_class_gives_it_whatever_is_beside_it(
     ranks2, kind, value, beside

@@ -143,7 +143,7 @@ def _pieces(state: Any, reduction: Any) -> list[Tensor] | None:
 def _gather_piece(
     gathered: dict[Tensor, list[list[Tensor]]],
     piece: Tensor,
-    group: Any = None,  # noqa: ARG001 - an interface
+    group: Any = None,
 ) -> list[Tensor]:
     """Return a tensor of all processes in the order of their ranks; of any shapes and types.
 

@@ -17,7 +17,14 @@ import numpy
 import torch
 from torch import Tensor
 
-INDEX = object()
+
+class _Opaque:
+    """Something that can be put into containers, but is no key, so that nothing depends on it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+INDEX = _Opaque()
 """Stands for the index of a sample."""
 
 # Of Python 3.10 to 3.14: no jump, call, operator or global name, and nothing stored in an object.
@@ -35,7 +42,7 @@ _HARMLESS = frozenset(
 _NUMBERS = frozenset(map(numpy.dtype, ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "?"]))
 
 
-class Row:
+class Row(_Opaque):
     """The row of a tensor.
 
     Args:
@@ -63,7 +70,7 @@ class Sample:
         parts = list(_parts(shape))
         self.names = [part.name for part in parts if type(part) is Row]
         self.is_flat = type(shape) is list and {*map(type, shape)} <= {Row}
-        self._has_index = INDEX in parts
+        self._has_index = any(part is INDEX for part in parts)
 
     def tensors_of(self, dataset: Any) -> list[Tensor] | None:
         """Return the tensors whose rows make a batch; None if they are something else now."""
@@ -81,26 +88,25 @@ def sample_of(dataset: Any) -> Sample | None:
     function = inspect.getattr_static(kind, "__getitem__", None)
     if (
         not isinstance(function, FunctionType)
+        or not _is_harmless(function)
         or kind.__getattribute__ is not object.__getattribute__
-        or hasattr(dataset, "__getitems__")
-        or hasattr(dataset, "set_epoch")  # it may draw
+        or any(hasattr(kind, name) for name in ("__getattr__", "__getitems__", "set_epoch"))
     ):
         return None
     attributes = getattr(dataset, "__dict__", {})
     names = function.__code__.co_names
-    if not _is_harmless(function) or not all(
-        _as_tensor(attributes.get(name)) is not None and not hasattr(kind, name)  # a property
-        for name in names
-    ):
+    of_class = {name for each in kind.__mro__ for name in vars(each)}  # properties and the like
+    if of_class & {*names} or {"__getitems__", "set_epoch"} & {*attributes}:
         return None
-    rows: list[Row] = []
-    stand_in = SimpleNamespace(**{name: _Column(name, rows) for name in names})
+    if any(_as_tensor(attributes.get(name)) is None for name in names):
+        return None
     try:
-        shape = _collated(function(stand_in, INDEX))
-    except (TypeError, LookupError, NameError):  # it does something else
+        stand_in = SimpleNamespace(**{name: _Column(name) for name in names})
+        sample = Sample(_collated(function(stand_in, INDEX)))
+    except (TypeError, LookupError, NameError, AttributeError):  # it does something else
         return None
-    # A row that is only read may be missing, which is an error.
-    return Sample(shape) if {*rows} <= {*_parts(shape)} else None
+    # An attribute that is only read may have no such row, which is an error.
+    return sample if {*sample.names} == {*names} else None
 
 
 def _as_tensor(value: Any) -> Tensor | None:
@@ -135,17 +141,16 @@ def _is_harmless(function: FunctionType) -> bool:
     )
 
 
-class _Column:
-    """Stands for a tensor that can only be indexed by `INDEX`, and notes its rows."""
+class _Column(_Opaque):
+    """Stands for a tensor that can only be indexed by `INDEX`."""
 
-    def __init__(self, name: str, rows: list[Row]) -> None:
-        self._name, self._rows = name, rows
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __getitem__(self, index: object) -> Row:
         if index is not INDEX:
             raise TypeError("not the sample's row")
-        self._rows.append(Row(self._name))
-        return self._rows[-1]
+        return Row(self._name)
 
 
 def _collated(sample: Any) -> Any:

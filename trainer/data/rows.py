@@ -14,17 +14,22 @@ import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils import collate
 
 from trainer.data.by_value import sent
 from trainer.data.columns import INDEX, Row, Sample, sample_of
 from trainer.data.sampling import BatchIndices
 from trainer.data.seeding import SeededDataset
 
+# Users may register other ways, also before we are imported.
 _AS_SHIPPED = {
-    kind: way
-    for kind, way in default_collate_fn_map.items()
-    if way.__module__ == default_collate.__module__  # not the user's
+    Tensor: collate.collate_tensor_fn,
+    numpy.ndarray: collate.collate_numpy_array_fn,
+    (numpy.bool_, numpy.number, numpy.object_): collate.collate_numpy_scalar_fn,
+    float: collate.collate_float_fn,
+    int: collate.collate_int_fn,
+    str: collate.collate_str_fn,
+    bytes: collate.collate_str_fn,
 }
 _ALL = Sample([])
 """Stands for the sample of a ``TensorDataset``: a row of each of its tensors."""
@@ -36,8 +41,9 @@ def wrapped(loader: Any) -> SeededDataset:
     data = loader.dataset
     while type(data) is Subset:
         data = data.dataset
+    told = hasattr(loader.dataset, "set_epoch")  # which may change anything
     collates = loader.batch_sampler is not None and loader.collate_fn is default_collate
-    kind = TensorRows if collates and _sample_of(data) is not None else SeededDataset
+    kind = TensorRows if collates and not told and _sample_of(data) is not None else SeededDataset
     return kind(loader.dataset, loader.collate_fn)
 
 
@@ -63,9 +69,9 @@ class TensorRows(SeededDataset):
         code = getattr(getattr(kind, "__getitem__", None), "__code__", None)
         if self._looked_at != (kind, code, epoch):
             self._looked_at = kind, code, epoch
-            self._sample = _sample_of(data) if default_collate_fn_map == _AS_SHIPPED else None
+            self._sample = _sample_of(data)
         sample = self._sample
-        if sample is None:
+        if sample is None or collate.default_collate_fn_map != _AS_SHIPPED:
             return super().__getitems__(indices)
         tensors = data.tensors if sample is _ALL else sample.tensors_of(data)
         if tensors is None or not {*map(type, tensors)} <= {Tensor}:
@@ -87,7 +93,7 @@ class TensorRows(SeededDataset):
             else:
                 if len(batch) == len(tensors):
                     return sent(batch if sample.is_flat else _shaped(sample.shape, batch, taken))
-        return sent(default_collate([self.dataset[index] for index in indices]))
+        return sent(default_collate(self._fetch(list(indices))))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy looks anew: code cannot be pickled.

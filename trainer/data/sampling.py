@@ -154,10 +154,9 @@ class Rest:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batches)
-        first = list(islice(batches, 1))
+        first = list(map(self._as_batch, islice(batches, 1)))  # an iterator is read only once
         batches = chain(first, batches)
-        listed = map(self._as_batch, first)
-        indices = [i for each in listed for i in (each if isinstance(each, list) else [each])]
+        indices = [i for each in first for i in (each if isinstance(each, list) else [each])]
         with suppress(TypeError):  # other keys are not indices
             telling = list(map(operator.index, indices[:_TELLING]))
             self.mark = zlib.crc32(repr(telling).encode())
@@ -345,9 +344,11 @@ def _listed(batch: Any) -> Any:
     """Return a batch of indices as a list, whatever iterable the user's sampler yields."""
     if type(batch) is list:
         return batch
-    # A tensor without dimensions is an index, though it has an __iter__.
-    iterable = isinstance(batch, Iterable) and getattr(batch, "ndim", None) != 0
-    return list(batch) if iterable else batch
+    try:
+        indices = iter(batch)
+    except TypeError:
+        return batch
+    return list(indices)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -2,9 +2,11 @@
 
 import collections
 import copy
+import functools
 import pickle
 import random
 import sys
+import types
 
 import numpy
 import pytest
@@ -18,7 +20,7 @@ from torch.utils.data import (
     default_collate,
     random_split,
 )
-from torch.utils.data._utils.collate import default_collate_fn_map
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from trainer.data.feed import Feed
 from trainer.data.rows import TensorRows
@@ -354,6 +356,43 @@ class Several(Held):
         return indices
 
 
+class Chosen(Held):
+    def __getitem__(self, index):
+        return {0: self.x[index], index: self.y[index]}[0]
+
+
+class Compared(Held):
+    def __getitem__(self, index):
+        x, y = self.x[index], self.y[index]
+        return {x: 0, y: 1}[y], x, y
+
+
+class Passed(Held):
+    def __getitem__(self, index):
+        return [self.x, self.y][1][index]
+
+
+class Transposed(Held):
+    T = None
+
+    def __getitem__(self, index):
+        return self.x[index].T
+
+
+class Hidden(Held):
+    @types.DynamicClassAttribute
+    def x(self):
+        return torch.rand(12)
+
+    def __getitem__(self, index):
+        return self.x[index]
+
+
+class Delegating(Alone):
+    def __getattr__(self, name):
+        raise AttributeError(torch.rand(()))
+
+
 class Unknown(Held):
     def __getitem__(self, index):
         return self.nothing[index]
@@ -368,12 +407,12 @@ class Builtin(Held):
     [
         *(Drawing, Asking, Constant, Whole, Partial, Calling, Property, AtOnce, ForAnEpoch),
         *(AnyAttribute, Keys, NamedKeys, Formatted, Unreturned, Remembering, WithDefault, Static),
-        *(Several, Unknown, Builtin),
+        *(Several, Chosen, Compared, Passed, Transposed, Hidden, Delegating, Unknown, Builtin),
     ],
 )
 def test_a_class_that_does_anything_else_is_seeded_and_asked(kind):
     dataset = kind()
-    dataset.__dict__.update(x=X, y=X)
+    dataset.__dict__.update(x=X, y=X, T=X)
     assert kind_of(dataset) is SeededDataset
 
 
@@ -401,6 +440,39 @@ def test_so_is_one_with_a_collate_fn_or_another_default(monkeypatch):
     assert kind_of(Alone(y=X), collate_fn=len) is SeededDataset
     monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: len(batch))
     assert [batch for batch, _ in batches(DataLoader(Pair(x=X, y=X), 5))] == [5, 5, 2]
+
+
+def test_a_default_that_is_changed_between_batches_is_used_at_once(monkeypatch):
+    rows = TensorRows(Alone(y=X), default_collate)
+    assert read(rows, 1).tolist() == [[2, 3]]
+
+    @functools.wraps(collate_tensor_fn)
+    def doubled(batch, *, collate_fn_map):
+        return 2 * torch.stack(batch)
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, doubled)
+    assert read(rows, 1).tolist() == [[4, 6]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_subset_hears_of_the_epoch(workers):
+    subset = Subset(Alone(y=torch.arange(12)), [0, 1])
+    subset.set_epoch = lambda epoch: setattr(subset, "indices", [epoch, epoch + 1])
+    loader = DataLoader(subset, 2, num_workers=workers, persistent_workers=bool(workers))
+    feed, found = Feed(loader, seed=3), []
+    for epoch in range(3):
+        feed.set_epoch(epoch)
+        found += [current.batch.tolist() for current in feed.rounds()]
+    feed.close()
+    assert found == [[0, 1], [1, 2], [2, 3]]
+
+
+@pytest.mark.parametrize("dataset", [Alone(y=X), TensorDataset(X)])
+def test_a_subset_indexes_as_torch_does(dataset):
+    subset = Subset(dataset, torch.tensor([5, 4, 3]))
+    for indices in ([[0], [1]], [[0, 1], [1, 2]]):
+        plain = DataLoader(subset, batch_sampler=[indices])
+        assert str(batches(plain)[0][0]) == str(next(iter(plain)))
 
 
 def test_a_class_that_begins_to_draw_is_seeded_from_then_on(monkeypatch):

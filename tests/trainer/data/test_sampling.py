@@ -492,3 +492,34 @@ def test_one_process_gets_what_it_would_among_several(batches, counts, start_rou
     assert alone == list(sampler._together())
     assert all(isinstance(batch, (int, list)) for _, batch, _ in alone)
     assert len(alone) == len(list(batches)) - start_round - start_batch
+
+
+class Asked:
+    """Indices that are asked for one after the other."""
+
+    def __init__(self, indices):
+        self.indices = indices
+
+    def __getitem__(self, place):
+        return self.indices[place]
+
+
+class Made:
+    """Batches that are made anew in each pass."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        return map(self.kind, [[0, 1], [2, 3], [4, 5]])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("kind", [iter, Asked, dict.fromkeys, tuple])
+def test_batches_may_be_any_iterables(world_size, split, kind):
+    """Also those that can be read only once."""
+    assert deal(Made(kind), world_size, split=split) == deal(Made(list), world_size, split=split)

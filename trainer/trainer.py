@@ -1012,7 +1012,9 @@ class Trainer:
         return isinstance(self._run, FitRun) and self._run.log_due
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
-        """Return this process's latest values logged with ``prog_bar``; also after a fit.
+        """Return the latest values logged with ``prog_bar``; also after a fit.
+
+        Values of an update are this process's own. Those of an epoch are there once it has ended.
 
         Args:
             wait: In a run on an accelerator, wait for values that have not arrived from there yet.

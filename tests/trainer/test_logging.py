@@ -479,6 +479,36 @@ def test_only_values_with_prog_bar_are_shown():
     assert seen == [{"shown": 1.0}, {"shown": 2.0}]
 
 
+def test_the_bar_shows_an_epochs_value_once_the_epoch_has_ended():
+    seen = []
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(trainer.progress_values())
+
+        on_validation_batch_end = on_train_batch_end
+
+    def log(module, batch, batch_idx):
+        value = module.current_epoch + batch.mean()
+        module.log("both", value, prog_bar=True, on_step=True, on_epoch=True)
+        module.log("whole", value, prog_bar=True, on_step=False, on_epoch=True)
+
+    trainer, net = make(callbacks=Watch(), max_epochs=3, max_steps=5), Net(log, log)
+    trainer.fit(net, loader(2))
+    before, after = {"both_epoch": 1.5, "whole": 1.5}, {"both_epoch": 2.5, "whole": 2.5}
+    assert seen == [
+        {"both_step": 1.0},
+        {"both_step": 2.0},
+        {"both_step": 2.0, **before},
+        {"both_step": 3.0, **before},
+        {"both_step": 3.0, **after},
+    ]
+    assert trainer.progress_values() == seen[-1]  # the third epoch did not end
+    seen.clear()
+    trainer.validate(net, loader(2))
+    assert seen == [{}, {}]
+
+
 # -- the local record ------------------------------------------------------------------------------
 
 

@@ -673,7 +673,7 @@ def test_the_progress_bar_may_be_said_by_position():
     seen = []
 
     class Watch(Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        def on_train_epoch_end(self, trainer, module):
             seen.append(trainer.progress_bar_metrics)
 
     make(callbacks=[Watch()]).fit(Positional(), loader(2))

@@ -309,13 +309,12 @@ class MetricStore:
         self._kept.clear()
 
     def progress_values(self, *, wait: bool = False) -> dict[str, float]:
-        """Return this process's latest values with ``prog_bar``.
+        """Return this process's values with ``prog_bar``: of its update, and of finished epochs.
 
         On an accelerator these are the latest values whose asynchronous copy has arrived: the host
         does not wait, unless it is asked to.
         """
-        cells = [self.step, *self.epochs.values()]
-        live = {_told(n): c.last for group in cells for n, c in group.cells.items() if c.prog_bar}
+        live = {_told(n): c.last for n, c in self.step.cells.items() if c.prog_bar}
         latest = live | {n: value for n, value in self._kept.items() if n not in live}
         if wait or self.device.type == "cpu":
             self._arriving, self._shown = None, to_floats(latest)

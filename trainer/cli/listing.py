@@ -63,7 +63,8 @@ def _row(entry: Entry, first: Sequence[str], now: float) -> tuple[str, ...]:
         return str(entry.manifest.get(key, "-"))
 
     metrics = entry.metrics
-    names = [*(name for name in first if name in metrics), *sorted(set(metrics) - set(first))]
+    ordered = [*(name for name in first if name in metrics), *sorted(metrics)]
+    names = list(dict.fromkeys(ordered))  # several callbacks may watch one metric
     shown = [f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]]
     if len(names) > _METRICS_SHOWN:
         shown.append(f"+{len(names) - _METRICS_SHOWN}")

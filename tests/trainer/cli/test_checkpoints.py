@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer
-from callbacks import ModelCheckpoint
+from callbacks import EarlyStopping, ModelCheckpoint
 from trainer import Trainer, TrainModule
 from trainer.checkpoint import layout
 from trainer.checkpoint.folder import open_folder
@@ -164,9 +164,9 @@ def test_the_table_of_a_run(table):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_size=8)
-    keep_all = ModelCheckpoint(monitor="c", save_top_k=-1)
+    watch_c = [EarlyStopping("c"), ModelCheckpoint(monitor="c", save_top_k=-1)]
     Trainer(
-        max_epochs=2, project_dir="run", log_with=None, progress_bar=False, callbacks=keep_all
+        max_epochs=2, project_dir="run", log_with=None, progress_bar=False, callbacks=watch_c
     ).fit(Line(), loader, loader)
     lines = table("run")
     assert lines[0] == str(ROOT.absolute())

@@ -30,7 +30,7 @@ class EarlyStopping(Callback):
         check_finite: Stop at a NaN or infinite value.
         stopping_threshold: Stop once the metric reaches this value.
         divergence_threshold: Stop once the metric is worse than this value.
-        verbose: Print each improvement and why the run stops.
+        verbose: Print each improvement too, not only why the run stops.
 
     Attributes:
         best_score: The best value so far, None before the first.
@@ -119,15 +119,16 @@ class EarlyStopping(Callback):
         value = self.monitor.read(trainer)
         if value is None:
             return
-        best = self.best_score
+        best, step = self.best_score, trainer.global_step
         reason = self._judge(value)
+        if self.verbose and self.best_score != best:
+            trainer.accelerator.print(f"Step {step}: {self.monitor.name} improved to {value}.")
         if reason is not None:
+            if not trainer.should_stop:  # min_epochs may make it go on
+                trainer.accelerator.print(f"Step {step}: EarlyStopping asks to stop: {reason}.")
             self.reason = reason
-            self.stopped_step, self.stopped_epoch = trainer.global_step, trainer.current_epoch
+            self.stopped_step, self.stopped_epoch = step, trainer.current_epoch
             trainer.should_stop = True
-        if self.verbose and (reason is not None or self.best_score != best):
-            news = reason or f"{self.monitor.name} improved to {value}"
-            trainer.accelerator.print(f"Step {trainer.global_step}: {news}.")
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         """Warn if there was no value to judge."""
@@ -151,6 +152,6 @@ class EarlyStopping(Callback):
         if self.wait_count >= max(self.patience, 1):
             return (
                 f"{name} did not improve on {self.best_score} by more than {self.min_delta} "
-                f"in the last {self.wait_count} values"
+                f"in the last {self.wait_count} values; the latest is {value}"
             )
         return None

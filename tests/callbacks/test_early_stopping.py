@@ -86,16 +86,30 @@ def test_a_run_that_begins_anew_forgets_the_one_before():
 
 
 @pytest.mark.parametrize("verbose", [False, True])
-def test_prints_only_when_asked(verbose):
+def test_prints_why_it_stops_and_improvements_if_asked(verbose):
     callback = EarlyStopping("loss", patience=1, verbose=verbose)
     trainer = TrainerStandIn(callbacks=[callback])
-    trainer.updates([3.0, None, 2.5, 2.5])
-    expected = [
-        "Step 1: loss improved to 3.0.",
-        "Step 3: loss improved to 2.5.",
-        f"Step 4: {callback.reason}.",
+    trainer.updates([3.0, None, 2.5, 2.75, 3.25])  # as with min_steps=5
+    improvements = ["Step 1: loss improved to 3.0.", "Step 3: loss improved to 2.5."]
+    assert trainer.accelerator.printed == [
+        *(improvements if verbose else []),
+        "Step 4: EarlyStopping asks to stop: loss did not improve on 2.5 by more than 0.0 in the "
+        "last 1 values; the latest is 2.75.",
     ]
-    assert trainer.accelerator.printed == (expected if verbose else [])
+
+
+@pytest.mark.parametrize(
+    ("value", "arguments", "reason"),
+    [
+        (math.nan, {}, "loss = nan is not finite"),
+        (1.0, {"stopping_threshold": 2}, "loss = 1.0 reached the stopping threshold 2"),
+        (3.0, {"divergence_threshold": 2}, "loss = 3.0 is worse than the divergence threshold 2"),
+    ],
+)
+def test_prints_the_limit_at_which_it_stops(value, arguments, reason):
+    trainer = TrainerStandIn(callbacks=[EarlyStopping("loss", **arguments)])
+    trainer.updates([value])
+    assert trainer.accelerator.printed == [f"Step 1: EarlyStopping asks to stop: {reason}."]
 
 
 def test_two_that_watch_different_metrics_have_different_keys():

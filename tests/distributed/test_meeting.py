@@ -302,6 +302,17 @@ def test_one_of_those_who_wait_speaks_if_somebody_is_missing(caplog):
     meeting._warn("gather", [1, 2], 4, own=1)
     [record] = caplog.records
     assert record.getMessage().startswith("gather has waited 30 seconds for rank 0, 3.")
+    assert "is_main_process" not in record.getMessage()
+
+
+def test_where_the_main_process_came_alone_the_warning_names_what_may_keep_the_others(caplog):
+    meeting._warn("save_state", [0], 2, own=0)
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "save_state has waited 30 seconds for rank 1. It ends when every process has called it. "
+        "If that call is inside `if accelerator.is_main_process:`, make it outside, on all "
+        "processes."
+    )
 
 
 def test_a_wait_does_not_fail_for_want_of_somebody_to_ask(ranks2):

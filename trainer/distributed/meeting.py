@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 _LONGEST = 2000  # characters of one process's plan in an error
 _ANNOUNCED_AFTER = 1.0  # seconds of waiting until a process announces that it waits
 _WARNED_AFTER = 30.0  # seconds of waiting until the missing ranks are logged
+_GUARDED = (
+    " If that call is inside `if accelerator.is_main_process:`, make it outside, on all processes."
+)
 
 
 # -- what travels --------------------------------------------------------------------------------
@@ -283,10 +286,11 @@ def _warn(operation: str, waiting: list[int], size: int, own: int, *, failed: bo
         logger.warning("%s waited for rank %s and failed.", operation, missing)
         return
     logger.warning(
-        "%s has waited %g seconds for rank %s. It ends when every process has called it.",
+        "%s has waited %g seconds for rank %s. It ends when every process has called it.%s",
         operation,
         _WARNED_AFTER,
         missing,
+        _GUARDED if waiting == [0] else "",
     )
 
 

@@ -4,6 +4,7 @@ import os
 from collections import UserDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -929,6 +930,11 @@ def test_a_schedule_of_an_optimizer_whose_parameters_no_other_has_is_refused():
         ([None], ["train_dataloaders is a list with None in it"]),
         ([None, loader()], ["train_dataloaders is a list with None in it"]),
         (DataModule, ["train_dataloaders is the class DataModule", "DataModule()"]),
+        (
+            torch.ones(8, 3),
+            ["train_dataloaders is a Tensor of shape (8, 3)", "DataLoader(TensorDataset(x, y), "],
+        ),
+        (np.ones(8), ["train_dataloaders is a ndarray of shape (8,)", "list(...)"]),
     ],
 )
 def test_places_without_a_loader_are_refused(data, parts):

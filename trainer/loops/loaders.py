@@ -189,6 +189,12 @@ def find_loaders(
             f"{argument} is a {type(given).__name__}; give a DataLoader or another iterable of "
             f"batches{'' if argument == 'train_dataloaders' else ', or a list of them'}."
         )
+    if hasattr(given, "shape") and hasattr(given, "dtype"):  # a tensor or an array: samples
+        raise TypeError(
+            f"{argument} is a {type(given).__name__} of shape {tuple(given.shape)}, whose rows "
+            "would be the batches. Wrap it: DataLoader(TensorDataset(x, y), batch_size=32); or "
+            "pass list(...) if its rows are batches."
+        )
     return list(given) if several and _holds_loaders(given) else [given]
 
 

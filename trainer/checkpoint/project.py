@@ -200,9 +200,9 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
         path = root / f"checkpoint_{number}"
         if all(step(lambda: not main or _is_sound(path))):  # noqa: B023
             return path
+    none = f"no intact checkpoint among {len(common)}" if common else "no checkpoint_<number>"
     raise CheckpointError(
-        f"{root} holds no intact checkpoint among {len(common)}. Start without load_state(), or "
-        "pass the folder to load."
+        f"{root} holds {none}. Start without load_state(), or pass the folder to load."
     )
 
 

@@ -323,12 +323,13 @@ def test_an_error_of_one_process_names_no_rank():
     assert "rank" not in str(error.value)
 
 
-def test_a_project_dir_that_is_a_file_is_refused_before_training(tmp_path):
+def test_a_project_dir_that_is_a_file_is_refused_before_training(tmp_path, caplog):
     (tmp_path / "taken").write_text("")
     module = Line()
     with pytest.raises(ValueError, match=r"project_dir is '.*/taken', which cannot be used"):
         make(project_dir="taken").fit(module, DataLoader(data(), batch_size=2))
     assert module.seen == []
+    assert "cannot be locked" not in caplog.text  # the error says what is wrong
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

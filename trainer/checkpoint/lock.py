@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     """Keep other runs out of a folder; create it if needed, and remove it again if it stays empty.
 
-    If the folder or its file system cannot be locked, a warning is logged.
+    If the folder or its file system cannot be locked, a warning is logged, unless it is no folder.
 
     Args:
         folder: The folder.
@@ -53,6 +53,8 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _take(folder / LOCK)
+    except (FileExistsError, NotADirectoryError):
+        pass  # a file is in its place: whoever writes there fails, and says so
     except OSError as error:
         logger.warning("%s cannot be locked against other runs: %s.", folder, error)
     try:

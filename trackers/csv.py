@@ -51,7 +51,7 @@ class CSVTracker(GeneralTracker):
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str], *, purge_step: int | None = None
     ) -> None:
-        self.path = Path(logging_dir).expanduser().absolute() / run_name / "metrics.csv"
+        self.path = Path(os.path.expanduser(logging_dir)).absolute() / run_name / "metrics.csv"
         self.purge_step = purge_step
         self._kept: int | None = None  # the same, from `resume`
         self._anew = False

@@ -85,7 +85,7 @@ class TensorBoardTracker(GeneralTracker):
         **writer_options: Any,
     ) -> None:
         # Absolute: the writer opens its file for each record, and the working directory may change.
-        self.log_dir = Path(logging_dir).expanduser().absolute() / run_name
+        self.log_dir = Path(os.path.expanduser(logging_dir)).absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False

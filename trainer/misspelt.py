@@ -62,10 +62,21 @@ def used_by_itself(classes: Iterable[type], but: Container[str] = ()) -> set[str
     return {used for name, value in members if name not in but for used in _used(value) - {name}}
 
 
+def named_by_itself(classes: Iterable[type]) -> set[str]:
+    """All attributes that methods of these classes read or set, of whatever."""
+    codes = [_code_of(member) for cls in classes for member in vars(cls).values()]
+    return {name for code in codes if code for name in code.co_names}
+
+
 def _used(member: Any) -> set[str]:
+    code = _code_of(member)
+    return set() if code is None else _read_of_self(code)
+
+
+def _code_of(member: Any) -> CodeType | None:
     function = getattr(member, "__func__", getattr(member, "fget", member))
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
-    return _read_of_self(code) if isinstance(code, CodeType) else set()
+    return code if isinstance(code, CodeType) else None
 
 
 def _read_of_self(code: CodeType) -> set[str]:

@@ -77,7 +77,7 @@ from trainer.plugins import (
     MegatronLMPlugin,
     TorchDynamoPlugin,
 )
-from trainer.ported.arguments import IN_A_RUN, refuse_trainer_arguments
+from trainer.ported.arguments import IN_A_FIT, IN_AN_EVALUATION, refuse_trainer_arguments
 from trainer.ported.attributes import refuse_to_set, trainer_attribute_hint
 from trainer.ported.hooks import refuse_uncalled
 from trainer.rng import set_seed
@@ -385,7 +385,7 @@ class Trainer:
 
     # -- entry points --------------------------------------------------------------------------
 
-    @explained(**IN_A_RUN)
+    @explained(**IN_A_FIT)
     def fit(
         self,
         module: TrainModule,
@@ -471,7 +471,7 @@ class Trainer:
                 run.writer.abandon()
                 raise
 
-    @explained(**IN_A_RUN)
+    @explained(**IN_AN_EVALUATION)
     def validate(
         self,
         module: TrainModule,
@@ -482,7 +482,7 @@ class Trainer:
         """Validate a module; see `test`."""
         return self._evaluate("validate", VALIDATION, module, dataloaders, datamodule, ckpt_path)
 
-    @explained(**IN_A_RUN)
+    @explained(**IN_AN_EVALUATION)
     def test(
         self,
         module: TrainModule,
@@ -503,7 +503,7 @@ class Trainer:
         """
         return self._evaluate("test", TEST, module, dataloaders, datamodule, ckpt_path)
 
-    @explained(**IN_A_RUN)
+    @explained(**IN_AN_EVALUATION)
     def predict(
         self,
         module: TrainModule,

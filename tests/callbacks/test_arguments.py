@@ -31,6 +31,12 @@ def fit(**kwargs):
             {"nothing": 1},
             "no argument 'nothing'; it has log_momentum, log_weight_decay.",
         ),
+        (fit, {"dataloaders": 1}, "Trainer.fit has no argument 'dataloaders'; use train_dataloade"),
+        (
+            Trainer(barebones=True).test,
+            {"val_loader": 1},
+            "Trainer.test has no argument 'val_loader'; use dataloaders.",
+        ),
         (fit, {"model": 1}, "Trainer.fit has no argument 'model'; use module."),
         (
             fit,

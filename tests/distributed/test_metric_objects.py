@@ -303,6 +303,24 @@ def test_lists_of_a_class_that_extends_another_get_no_further_pieces(ranks2):
     assert ranks2(body) == [[[0.0, 0.0, 1.0, 1.0, 2.0]] * 2] * 2
 
 
+class Halved(Pieces):
+    """Sends its list in another type."""
+
+    def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
+        self.apart = [piece.half() for piece in self.apart]
+        super()._sync_dist(*args, **kwargs)
+
+
+def test_lists_that_a_class_makes_anew_to_send_get_no_further_pieces(ranks2):
+    def body() -> list[float]:
+        metric = Halved()
+        metric.update(*torch.arange(3.0 - torch.distributed.get_rank()))
+        with computing(metric):
+            return [piece.item() for piece in metric.compute()[0]]
+
+    assert ranks2(body) == [[0.0, 0.0, 1.0, 1.0, 2.0]] * 2
+
+
 def halves(piece: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
     return [each / 2 for each in gather_all_tensors(piece, group)]
 

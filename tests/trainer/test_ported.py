@@ -184,6 +184,15 @@ def test_a_datamodule_and_an_instance_may_have_refused_hooks_too():
         make(callbacks=[callback]).fit(Net(), loader())
 
 
+def test_a_function_that_a_callback_keeps_is_no_hook(caplog):
+    class Telling(Callback):
+        def __init__(self, on_save):
+            self.on_save = on_save
+
+    make(callbacks=[Telling(nothing)]).fit(Net(), loader())
+    assert "on_save" not in caplog.text
+
+
 def test_what_a_refused_hook_recommends_exists():
     import callbacks
     import trainer

@@ -952,6 +952,7 @@ PATHS = {
     "path": TrainModule.load_from_checkpoint,
     "output_dir": lambda path: Accelerator(cpu=True).save_state(path),
     "input_dir": lambda path: Accelerator(cpu=True).load_state(path),
+    "save_directory": lambda path: Accelerator(cpu=True).save_model(net(), path),
     "logging_dir": lambda path: tracked(path).init_trackers("a"),
 }
 
@@ -966,6 +967,8 @@ def test_a_path_in_an_unknown_home_is_refused(name):
 def test_a_folder_may_have_a_name_like_a_home(tmp_path):
     Accelerator(cpu=True).save_state("./~nobody-of-this-name")
     assert [each.name for each in tmp_path.iterdir()] == ["~nobody-of-this-name"]
+    tracked("./~nobody-of-this-name").init_trackers("a")
+    assert (tmp_path / "~nobody-of-this-name" / "a").is_dir()
     callback = ModelCheckpoint(dirpath="./~")
     assert callback.dirpath == tmp_path / "~"
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from callbacks.folder import with_home
 from trainer.checkpoint.atomic import sync, write_aside
 from trainer.checkpoint.tensors import portable
 from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, separate_tied, write_weights
@@ -55,13 +56,14 @@ def save_model(
         safe_serialization: Write safetensors; otherwise files of ``torch.save``.
 
     Raises:
-        ValueError: If ``max_shard_size`` is not a size above 0.
+        ValueError: If ``max_shard_size`` is not a size above 0, or the home that
+            ``save_directory`` begins with is not known.
         NotADirectoryError: If ``save_directory`` is a file.
         RuntimeError: If parameters have no data, being on the meta device.
         TypeError: If the state dict holds anything but plain dense tensors.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
-    folder = Path(save_directory)
+    folder = Path(with_home("save_directory", save_directory))
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; save_directory must be a folder.")
     state = bare_names(model.state_dict())

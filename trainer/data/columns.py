@@ -96,7 +96,8 @@ def sample_of(dataset: Any) -> Sample | None:
     attributes = getattr(dataset, "__dict__", {})
     names = function.__code__.co_names
     of_class = {name for each in kind.__mro__ for name in vars(each)}  # properties and the like
-    if of_class & {*names} or {"__getitems__", "set_epoch"} & {*attributes}:
+    own = {*vars(Row("")), *vars(_Column(""))}  # which the stand-ins have themselves
+    if (of_class | own) & {*names} or {"__getitems__", "set_epoch"} & {*attributes}:
         return None
     if any(_as_tensor(attributes.get(name)) is None for name in names):
         return None

@@ -1,4 +1,4 @@
-"""Generators that a dataset or a ``collate_fn`` creates while the first batch is read."""
+"""Generators that a dataset or a ``collate_fn`` creates while it is first read."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ _LOOKS = 2  # after the first batches of a process, or those of its first passes
 
 
 class Latecomers:
-    """Finds the generators that a process creates while it reads its first batch, and keeps.
+    """Finds the generators that a process creates in its first batch or pass, and keeps.
 
     They are seeded from the second look on. For the first it is too late, which is told.
 
     Args:
         owner: Who creates them, for the message.
+        part: What lies between two looks: a batch or a pass.
 
     Attributes:
-        awaited: Whether to `look` after the next batch.
+        awaited: Whether to `look` after the next part.
     """
 
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
+    def __init__(self, owner: str, part: str = "batch") -> None:
+        self._owner, self._part = owner, part
         self.awaited = True
         self._looks = 0
         self._late: Found = {}
 
     def look(self, find: Callable[[], Found], own: Found) -> Found:
-        """Return the generators found after a batch, with those that were known before it."""
+        """Return the generators found after a part, with those that were known before it."""
         self._looks += 1
         self.awaited = self._looks < _LOOKS
         found = find()
@@ -44,11 +45,12 @@ class Latecomers:
         worker = get_worker_info()
         if late and (worker is None or worker.id == 0):
             logger.warning(
-                "%s created a random generator (%s) while its first batch was read. %s that batch "
-                "draws from it does not depend on the seed and differs after a resume: create it "
-                "in __init__.",
+                "%s created a random generator (%s) in its first %s. %s that %s draws from it does "
+                "not depend on the seed and differs after a resume: create it in __init__.",
                 self._owner,
                 ", ".join(late),
+                self._part,
                 "What" if worker is None else "In each worker, what",
+                self._part,
             )
         return own

@@ -310,7 +310,8 @@ class PlainReading:
         self._source = source
         data = getattr(source, "dataset", None)  # of an iterable of batches it may be a name
         stream = data if isinstance(source, DataLoader) or isinstance(data, Dataset) else source
-        self._latecomers = Latecomers(f"The stream ({type(stream).__name__}) or its collate_fn")
+        owner = f"The stream ({type(stream).__name__}) or its collate_fn"
+        self._latecomers = Latecomers(owner, "pass")
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""

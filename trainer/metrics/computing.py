@@ -159,6 +159,9 @@ def _gather_piece(
         return gather_all_tensors(piece, group)
     if known := gathered.get(piece):
         return known.pop(0)
-    pieces = all_gather_object(piece.detach())
-    pieces[PartialState().process_index] = piece
-    return pieces
+    # A class that extends `_sync_dist` has made another tensor of what was exchanged.
+    missing = isinstance(piece, _Placeholder) and not piece.numel()
+    pieces = all_gather_object(None if missing else piece.detach())
+    if not missing:
+        pieces[PartialState().process_index] = piece
+    return [each for each in pieces if each is not None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 
-from trainer.misspelt import used_by_itself
+from trainer.misspelt import named_by_itself, used_by_itself
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +138,16 @@ def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
         "datamodule": _EVERYWHERE,
         "trainer": _TRAINER,
     }[kind]
+    classes = type(owner).__mro__
     assigned = getattr(owner, "__dict__", {})
     for name in sorted(refused):
-        # Not getattr of the owner: a layer may have such a name, and it is no method.
-        if not callable(getattr(type(owner), name, None)) and not callable(assigned.get(name)):
+        # Not getattr of the owner: a layer may have such a name, and it is no method. Neither is
+        # a function that its class keeps under it.
+        if not callable(getattr(type(owner), name, None)) and (
+            not callable(assigned.get(name)) or name in named_by_itself(classes)
+        ):
             continue
-        if name in used_by_itself(type(owner).__mro__, refused):
+        if name in used_by_itself(classes, refused):
             manual = not getattr(owner, "automatic_optimization", True)
             if tells and not (manual and MANUAL in refused[name]):
                 logger.warning(

@@ -207,7 +207,7 @@ def test_a_generator_that_is_made_while_the_first_batch_is_read_is_told_of(
     said = capfd.readouterr().err + caplog.text
     told = said.count("(Late) or its collate_fn created a random generator")
     assert told == (0 if every else 1)
-    assert ("was read. In each worker, what" in said) == (not every and bool(workers))
+    assert ("first batch. In each worker, what" in said) == (not every and bool(workers))
 
 
 def test_generators_are_found_wherever_a_dataset_may_keep_them():

@@ -379,6 +379,14 @@ class Transposed(Held):
         return self.x[index].T
 
 
+class Named(Held):
+    def __init__(self):
+        self.name = X
+
+    def __getitem__(self, index):
+        return {self.x[index].name: self.x[index]}, self.name[index]
+
+
 class Hidden(Held):
     @types.DynamicClassAttribute
     def x(self):
@@ -407,7 +415,18 @@ class Builtin(Held):
     [
         *(Drawing, Asking, Constant, Whole, Partial, Calling, Property, AtOnce, ForAnEpoch),
         *(AnyAttribute, Keys, NamedKeys, Formatted, Unreturned, Remembering, WithDefault, Static),
-        *(Several, Chosen, Compared, Passed, Transposed, Hidden, Delegating, Unknown, Builtin),
+        *(
+            Several,
+            Chosen,
+            Compared,
+            Passed,
+            Transposed,
+            Named,
+            Hidden,
+            Delegating,
+            Unknown,
+            Builtin,
+        ),
     ],
 )
 def test_a_class_that_does_anything_else_is_seeded_and_asked(kind):

@@ -553,7 +553,7 @@ def test_a_generator_that_a_streams_collate_function_makes_late_is_told_and_seed
 
     first = drawn()
     (text,) = [each.getMessage() for each in caplog.records]
-    assert re.search(r"created a random generator \((loader\.)?collate_fn.generator\) while", text)
+    assert re.search(r"created a random generator \((loader\.)?collate_fn.generator\) in its", text)
     plain = torch.Generator().manual_seed(1)
     inherited = [torch.rand((), generator=plain).item() for _ in first]
     assert first[0] == (inherited[0],)

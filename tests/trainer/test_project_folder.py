@@ -467,7 +467,7 @@ def test_what_fails_before_the_first_update_goes_back_nowhere(run):
         fit("run", module=Net(width=7), ckpt_path=step(4))
     for stage in ("validate", "test"):
         evaluate(stage, ckpt_path=step(4))
-    with pytest.raises(ValueError, match=r"limit_train_batches"):
+    with pytest.raises(ValueError, match=r"and fast_dev_run; an iterator"):
         fit("run", ckpt_path=step(4), fast_dev_run=True)
     assert contents("run/checkpoints") == {
         name.removeprefix("checkpoints/"): data

@@ -91,9 +91,21 @@ def unused_name(path: Path) -> Path:
 def is_at(file: io.FileIO, path: Path) -> bool:
     """Return whether an open file is still at a path, not deleted, moved or replaced."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except FileNotFoundError:
         return False
+
+
+def append_whole(file: io.FileIO, record: bytes) -> None:
+    """Append a record to a file, or nothing of it: the next one would be appended to a part.
+
+    Raises:
+        OSError: the record could not be written, for example to a full disk.
+    """
+    written = file.write(record)
+    if written != len(record):
+        file.truncate(os.fstat(file.fileno()).st_size - (written or 0))
+        raise OSError(f"{file.name!s}: only {written} of {len(record)} bytes could be written.")
 
 
 class JsonlTracker(GeneralTracker):
@@ -165,11 +177,7 @@ class JsonlTracker(GeneralTracker):
         line = json.dumps(to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
         file = self._opened()
         self._lacks = True
-        written = file.write(line)
-        if written != len(line):
-            # A full disk: leave no partial line, to which the next record would be appended.
-            file.truncate(self.offset - (written or 0))
-            raise OSError(f"{self.path}: only {written} of {len(line)} bytes could be written.")
+        append_whole(file, line)
         self._lacks = False
 
     def sync(self) -> int:

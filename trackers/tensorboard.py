@@ -1,19 +1,21 @@
 """TensorBoard, through torch's own writer."""
 
 import contextlib
+import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
 from trackers.code import git_commit
+from trackers.event_file import EventFile, scalars
 from trackers.jsonl import unused_name
 from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 
+_logger = logging.getLogger("trackers")
 _PROBE = 4096  # bytes that are written to test the disk before a file is begun
 
 
@@ -90,8 +92,8 @@ class TensorBoardTracker(GeneralTracker):
         self._purge_step: int | None = None
         self._anew = False
         self._writer: Any = None
+        self._file: EventFile | None = None
         self._success: Any = None
-        self._refused = False  # whether the disk failed: the writer is then unusable
 
     @property
     def tracker(self) -> Any:
@@ -150,11 +152,11 @@ class TensorBoardTracker(GeneralTracker):
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         commit = git_commit(Path.cwd())
-        with self._written():
-            self.tracker.file_writer.add_summary(begun)
-            self.tracker.add_text("configuration", f"```yaml\n{text}```")
-            if commit is not None:
-                self.tracker.add_text("code", commit)
+        writer = self._opened()
+        writer.file_writer.add_summary(begun)
+        writer.add_text("configuration", f"```yaml\n{text}```")
+        if commit is not None:
+            writer.add_text("code", commit)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".
@@ -166,10 +168,21 @@ class TensorBoardTracker(GeneralTracker):
 
         Raises:
             TypeError: a value is none of these. The others are recorded.
-            OSError: the disk failed. Further values go to another file in the folder.
+            OSError: the disk failed.
         """
-        with self._written():
-            rejected = self._add(values, step, kwargs)
+        writer, numbers, rejected = self._opened(), {}, []
+        for name, value in one_level(values).items():  # add_scalars opens a run for each name
+            if isinstance(value, str):
+                writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, (int, float)) and _is_float(value):
+                numbers[name] = float(value)
+            else:
+                rejected.append(f"{name} ({type(value).__name__})")
+        if kwargs.keys() <= {"walltime"} and numbers:  # in one event
+            writer.file_writer.add_summary(scalars(numbers), step, **kwargs)
+        else:
+            for name, number in numbers.items():
+                writer.add_scalar(name, number, global_step=step, **kwargs)
         if rejected:
             raise TypeError(
                 f"TensorBoard takes numbers, tensors of one element, texts and dicts of these, but "
@@ -189,15 +202,14 @@ class TensorBoardTracker(GeneralTracker):
         Raises:
             ValueError: a shape is not that of an image.
         """
-        given = kwargs.get("dataformats")
-        with self._written():
-            for name, value in values.items():
-                # Always bytes: torch's writer multiplies other integers by 255.
-                shown = {name: image_bytes(value)} if given else _shown(name, value)
-                for label, images in shown.items():
-                    layout = given or ("HWC" if images.ndim == 3 else "NHWC")
-                    add = self.tracker.add_images if "N" in layout else self.tracker.add_image
-                    add(label, images, global_step=step, **{**kwargs, "dataformats": layout})
+        writer, given = self._opened(), kwargs.get("dataformats")
+        for name, value in values.items():
+            # Always bytes: torch's writer multiplies other integers by 255.
+            shown = {name: image_bytes(value)} if given else _shown(name, value)
+            for label, images in shown.items():
+                layout = given or ("HWC" if images.ndim == 3 else "NHWC")
+                add = writer.add_images if "N" in layout else writer.add_image
+                add(label, images, global_step=step, **{**kwargs, "dataformats": layout})
 
     def log_table(
         self,
@@ -210,27 +222,25 @@ class TensorBoardTracker(GeneralTracker):
     ) -> None:
         """Record a table in Markdown, see `GeneralTracker.log_table`; `kwargs` for `add_text`."""
         text = _markdown(*table_of(table_name, columns, data, dataframe))
-        with self._written():
-            self.tracker.add_text(table_name, text, global_step=step, **kwargs)
+        self._opened().add_text(table_name, text, global_step=step, **kwargs)
 
     def log_histogram(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record histograms, see `GeneralTracker.log_histogram`; `kwargs` for `add_histogram`."""
-        with self._written():
-            for name, value in values.items():
-                self.tracker.add_histogram(name, finite(name, value), global_step=step, **kwargs)
+        writer = self._opened()
+        for name, value in values.items():
+            writer.add_histogram(name, finite(name, value), global_step=step, **kwargs)
 
     def log_figure(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record figures as images, see `GeneralTracker.log_figure`; `kwargs` for `add_image`."""
-        options = {"dataformats": "HWC", **kwargs}
-        with self._written():
-            for name, value in values.items():
-                self.tracker.add_image(name, rendered(value), global_step=step, **options)
+        writer, options = self._opened(), {"dataformats": "HWC", **kwargs}
+        for name, value in values.items():
+            writer.add_image(name, rendered(value), global_step=step, **options)
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Record texts, which TensorBoard reads as Markdown; `kwargs` for `add_text`."""
-        with self._written():
-            for name, value in values.items():
-                self.tracker.add_text(name, value, global_step=step, **kwargs)
+        writer = self._opened()
+        for name, value in values.items():
+            writer.add_text(name, value, global_step=step, **kwargs)
 
     def log_graph(self, model: Any, example: Any) -> None:
         """Record the graph of a model, which is traced in the calling thread.
@@ -246,36 +256,31 @@ class TensorBoardTracker(GeneralTracker):
         with warnings.catch_warnings():
             # torch's writer has no other way to see a graph.
             warnings.filterwarnings("ignore", r"`torch\.jit\.trace")
-            self.tracker.add_graph(model, example)
-        self.tracker.flush()
+            self._opened().add_graph(model, example)
 
     def finish(self) -> None:
         """Write what is pending, with `status` as a text, and close the files."""
         if self._writer is None:
             return
-        try:
-            with self._written():
-                if self.status != "running":  # otherwise it is unknown how the run ended
-                    self._writer.add_text("status", self.status)
-                # TensorBoard reads only the first end: write none for a run that may continue.
-                if self.status == "finished" and self._success is not None:
-                    self._writer.file_writer.add_summary(self._success)
-            self._writer.close()
-        finally:  # also if the disk fails
-            self._writer = None
+        writer, self._writer = self._writer, None
+        with contextlib.closing(writer):  # also if the disk fails
+            if self.status != "running":  # otherwise it is unknown how the run ended
+                writer.add_text("status", self.status)
+            # TensorBoard reads only the first end: write none for a run that may continue.
+            if self.status == "finished" and self._success is not None:
+                writer.file_writer.add_summary(self._success)
 
-    @contextlib.contextmanager
-    def _written(self) -> Iterator[None]:
-        """Flush what is added in the block; after the disk failed, continue in another file."""
-        try:
-            if self._refused:
-                self._open(**{**self.writer_options, "purge_step": None})
-            yield
-            self.tracker.flush()
-        except OSError:
-            # It ended the writer's own thread: only another writer, with another file, can go on.
-            self._refused = True
-            raise
+    def _opened(self) -> Any:
+        """Return the writer, of another file if its own was deleted or moved away."""
+        if (left := self.tracker) and self._file is not None and not self._file.is_there:
+            self._open(**{**self.writer_options, "purge_step": None})
+            left.close()
+            _logger.warning(
+                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
+                "The curves continue in another one; the earlier values are in the old file.",
+                self.log_dir,
+            )
+        return self._writer
 
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -285,16 +290,7 @@ class TensorBoardTracker(GeneralTracker):
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.log_dir) as probe:
             probe.write(bytes(_PROBE))
-        self._writer = SummaryWriter(str(self.log_dir), **options)
-        self._refused = False
-
-    def _add(self, values: dict[str, Any], step: int | None, options: dict[str, Any]) -> list[str]:
-        rejected = []
-        for name, value in one_level(values).items():  # add_scalars opens a run for each name
-            if isinstance(value, str):
-                self.tracker.add_text(name, value, global_step=step, **options)
-            elif isinstance(value, (int, float)) and _is_float(value):
-                self.tracker.add_scalar(name, float(value), global_step=step, **options)
-            else:
-                rejected.append(f"{name} ({type(value).__name__})")
-        return rejected
+        writer = SummaryWriter(str(self.log_dir), **options)
+        files: Any = writer.file_writer
+        self._file = files.event_writer = EventFile(files.event_writer)
+        self._writer = writer

@@ -113,7 +113,7 @@ class RunTrackers:
             project_name: The name of the run.
             config: Stored by the trackers; may be nested.
             init_kwargs: Further constructor arguments for each tracker name, such as
-                ``{"tensorboard": {"flush_secs": 10}}``.
+                ``{"tensorboard": {"filename_suffix": ".mine"}}``.
 
         Raises:
             RuntimeError: Trackers are still running; or, on another process, the main process

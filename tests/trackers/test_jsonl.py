@@ -164,6 +164,7 @@ def test_a_full_disk_leaves_no_half_of_a_record(tracker, monkeypatch):
     class FullDisk:
         truncate = staticmethod(real.truncate)
         fileno = staticmethod(real.fileno)
+        name = real.name
 
         def write(self, line):
             return real.write(line[:5])

@@ -63,8 +63,11 @@ def test_scalars_of_every_kind_can_be_read_before_the_end(tracker):
 
 
 def test_keyword_arguments_reach_the_writer(tracker):
-    tracker.log({"loss": 1.0}, 1, walltime=123.0)
-    assert read(tracker).Scalars("loss")[0].wall_time == 123.0
+    tracker.log({"loss": 1.0, "other": 2.0}, 1, walltime=123.0)
+    tracker.log({"exact": 0.1, "other": 0.2}, 2, new_style=True, double_precision=True)
+    events = read(tracker)
+    assert events.Scalars("loss")[0].wall_time == events.Scalars("other")[0].wall_time == 123.0
+    assert events.Tensors("exact")[0].tensor_proto.double_val == [0.1]
 
 
 def test_a_value_of_another_kind_is_named_and_the_others_are_recorded(tracker):
@@ -274,23 +277,67 @@ def test_lists_of_images_and_batches_that_cannot_be_joined_are_seen_one_by_one(t
     }
 
 
-def test_a_disk_that_stays_full_costs_no_file_and_no_thread_at_each_attempt(tracker, monkeypatch):
+def test_a_full_disk_tears_no_event_and_costs_no_file_and_no_thread(tracker, monkeypatch):
     ended = []
     monkeypatch.setattr(threading, "excepthook", ended.append)
     tracker.log({"x": 0.0}, 0)
+    (file,) = tracker.log_dir.iterdir()
+    size = file.stat().st_size
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
     try:
         for _ in range(3):
-            with pytest.raises(OSError, match="File too large"):
+            with pytest.raises(OSError, match="bytes could be written"):
                 tracker.log_text({"t": "1" * 1000}, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(ended) == 1  # the writer's that had begun
-    assert len(list(tracker.log_dir.iterdir())) == 1
+    assert file.stat().st_size == size
     tracker.log({"x": 2.0}, 2)
     tracker.finish()
+    assert ended == []
+    assert list(tracker.log_dir.iterdir()) == [file]
     assert scalars(read(tracker), "x") == [(0, 0.0), (2, 2.0)]
+
+
+def test_events_are_written_by_the_calling_thread_at_once(tmp_path):
+    before = threading.active_count()
+    tracker = TensorBoardTracker("run", tmp_path)
+    tracker.start()
+    assert threading.active_count() == before
+    sizes = []
+    for step in range(3):
+        tracker.log({"x": 1.0}, step)
+        sizes.append(sum(path.stat().st_size for path in tracker.log_dir.iterdir()))
+    tracker.tracker.add_scalar("of one's own", 2.0, 3)
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert scalars(read(tracker), "of one's own") == [(3, 2.0)]
+    assert tracker.tracker.file_writer.get_logdir() == str(tracker.log_dir)
+    tracker.finish()
+
+
+@pytest.mark.parametrize("gone", ["file", "folder"])
+def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone):
+    tracker.log({"x": 0.0}, 0)
+    (file,) = tracker.log_dir.iterdir()
+    if gone == "file":
+        file.unlink()
+    else:
+        tracker.log_dir.rename(tracker.log_dir.with_name("elsewhere"))
+    for step in (1, 2):
+        tracker.log({"x": float(step)}, step)
+    tracker.finish()
+    assert scalars(read(tracker), "x") == [(1, 1.0), (2, 2.0)]
+    assert [record.message for record in caplog.records if "moved or replaced" in record.message]
+    assert len(list(tracker.log_dir.iterdir())) == 1
+
+
+def test_the_end_makes_no_new_file(tracker):
+    tracker.log({"x": 0.0}, 0)
+    (file,) = tracker.log_dir.iterdir()
+    file.unlink()
+    tracker.status = "finished"
+    tracker.finish()
+    assert list(tracker.log_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize("status", ["finished", "failed"])

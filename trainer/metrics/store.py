@@ -88,6 +88,7 @@ class MetricStore:
     @names.setter
     def names(self, names: set[str]) -> None:
         self._reduction.names = names
+        self._places.clear()  # the next call of `log` adds its name
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -155,6 +156,7 @@ class MetricStore:
         places = self._places.get(call)
         if places is None:  # cached for further calls with the same arguments
             places = self._places[call] = self._find_places(*call)
+            self.names.update(_told(place.key) for place in places)
         if not is_object:
             value = scalar(name, value)
         weight = self.items if batch_size is None else weight_of(name, batch_size)
@@ -209,7 +211,6 @@ class MetricStore:
         cells, key = place
         cell = cells.cells.get(key)
         if cell is None:
-            self.names.add(_told(key))
             cell = cells.cells[key] = Cell(kind, EMPTY[kind])
         elif cell.kind != kind:
             raise ValueError(
@@ -223,7 +224,6 @@ class MetricStore:
 
     def _keep_object(self, place: _Place, value: Any, prog_bar: bool) -> None:
         cells, key = place
-        self.names.add(_told(key))
         if prog_bar:
             self._objects_shown.add(key)
         if self._world_size > 1 and not hasattr(value, "sync_on_compute"):

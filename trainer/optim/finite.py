@@ -188,6 +188,9 @@ class FiniteGuard:
         """
         if self._pending is not None:
             self.settle()
+        if found is False:
+            self.in_row = 0
+            return True
         if not isinstance(found, Tensor) or (self.policy == "skip" and not self._fused):
             return self._judge(bool(found), step, loss, made=False)
         if self.policy == "skip":

@@ -2,6 +2,7 @@
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -305,6 +306,29 @@ def test_gradients_of_every_kind_are_looked_at():
     (table(torch.tensor([1])).sum() * math.nan).backward()
     assert find_non_finite([table.weight.grad])
     assert find_non_finite([None]) is None
+
+
+def test_what_was_found_once_is_not_found_again():
+    good, bad = torch.ones(3), torch.tensor([1.0, math.nan])
+    sparse = torch.eye(2).to_sparse()
+    for found, gradients in (
+        (True, [bad]),
+        (False, [good]),
+        (True, [bad, sparse]),  # the kernel gives up after it has found something
+        (False, [good]),
+        (False, [good, sparse]),
+    ):
+        assert bool(find_non_finite(gradients)) is found
+
+
+def test_threads_that_train_side_by_side_do_not_see_each_others_gradients():
+    good, bad = torch.ones(1000), torch.full((1000,), math.nan)
+
+    def look(gradient):
+        return {bool(find_non_finite([gradient])) for _ in range(200)}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(look, [good, bad] * 4)) == [{False}, {True}] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -15,6 +15,7 @@ synchronises once per update.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -61,11 +62,26 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
     if not present:
         return None
     if present[0].is_cpu:
-        try:
-            return bool(_look_through(present))  # in one call, also for mixed dtypes
+        try:  # in one call, also for mixed dtypes
+            torch._amp_foreach_non_finite_check_and_unscale_(present, _here.flag, _here.one)
         except RuntimeError:  # not for sparse or complex gradients, nor for several devices
-            return _look_through_groups(present)
+            _here.flag.zero_()
+        else:
+            if found := bool(_here.flag):
+                _here.flag.zero_()
+            return found
     return _look_through_groups(present)
+
+
+class _Here(threading.local):
+    """The kernel's flag and scale on the CPU, kept for each thread.
+
+    Creating them would take longer than looking through the gradients of a small model.
+    """
+
+    def __init__(self) -> None:
+        self.flag = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.one = _one(self.flag.device)
 
 
 def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
@@ -108,6 +124,9 @@ def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
 @cache
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)  # the dtype that the kernel requires
+
+
+_here = _Here()
 
 
 def is_non_finite(loss: Tensor) -> float | Tensor:

@@ -47,6 +47,7 @@ from trainer.distributed import collectives
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
 from trainer.memory import release_memory
+from trainer.optim.bare_backward import backward
 from trainer.optim.clipping import as_list, clip_
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
@@ -678,8 +679,10 @@ class Accelerator:
         scaled = loss if steps == 1 else loss / steps
         if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
             self.lomo_backward(scaled, **kwargs)
-        else:
+        elif kwargs:
             self.precision.scale(scaled).backward(**kwargs)
+        else:
+            backward(self.precision.scale(scaled))
 
     def _refuse_unfrozen(self) -> None:
         """Refuse parameters unfrozen after `prepare`: DDP would not average their gradients."""

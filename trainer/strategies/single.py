@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.distributed.agreement import Agreement, Tally
+from trainer.optim.bare_backward import backward
 from trainer.strategies.zeros import give_nothing
 
 
@@ -50,7 +51,7 @@ class SingleDevice:
             The number of items in the window, over all processes.
         """
         if loss is not None:
-            loss.backward()
+            backward(loss)
         elif not own.items:  # zero gradients rather than none, as with several processes
             give_nothing(self.module)
         self._agreement.count_alone(own)

@@ -6,6 +6,7 @@ Each method is short: the modules that it calls do the work and document it in d
 from __future__ import annotations
 
 import os
+import reprlib
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -791,7 +792,16 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights once, under the unwrapped names; see `checkpoint.save_model`."""
+        """Write a model's weights once, under the unwrapped names; see `checkpoint.save_model`.
+
+        Raises:
+            TypeError: `model` is not a module; raised on every process, as for a wrong size.
+        """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"save_model was given {reprlib.repr(model)} of type {type(model).__name__} as its "
+                "model; it must be a torch.nn.Module: save_model(model, save_directory)."
+            )
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         if self._writes:
             save_model(_bare(model), save_directory, max_shard_size, safe_serialization)

@@ -75,7 +75,10 @@ def _used(member: Any) -> set[str]:
 
 def _code_of(member: Any) -> CodeType | None:
     function = getattr(member, "__func__", getattr(member, "fget", member))
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    try:
+        code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    except ValueError:  # an object that has any attribute, such as unittest.mock.call
+        return None
     return code if isinstance(code, CodeType) else None
 
 

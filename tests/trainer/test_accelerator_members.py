@@ -567,6 +567,13 @@ def test_an_object_is_saved_by_the_main_process_or_that_of_each_machine():
     assert Path("other.pt").exists()
 
 
+@pytest.mark.parametrize("model", [b"bytes", "folder", None])
+def test_only_a_module_is_saved_as_a_model(model):
+    with pytest.raises(TypeError, match=r"its model; it must be a torch\.nn\.Module"):
+        Accelerator(cpu=True).save_model(model, "weights")
+    assert not Path("weights").exists()
+
+
 def test_a_model_is_saved_under_its_own_names_in_files_of_the_size_asked_for():
     accelerator = accelerate(dynamo_backend="eager")
     model = accelerator.prepare(network(2.0))

@@ -1,4 +1,5 @@
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -114,6 +115,17 @@ def test_a_helper_that_the_class_itself_calls_is_not_told(caplog):
             super().on_trian_end()
 
     tell_of_misspelt(Further(), TrainModule)
+    assert [record.args[1] for record in caplog.records] == ["on_trian_end"]
+
+
+def test_an_attribute_that_has_any_attribute_is_looked_over(caplog):
+    class Mocked(Callback):
+        expected = mock.call
+
+        def on_trian_end(self):
+            pass
+
+    tell_of_misspelt(Mocked(), Callback)
     assert [record.args[1] for record in caplog.records] == ["on_trian_end"]
 
 

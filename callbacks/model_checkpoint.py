@@ -283,9 +283,10 @@ class ModelCheckpoint(Callback):
         self._settle(trainer)
         saved = trainer.global_step > 0 and not trainer.fast_dev_run
         if self.monitor and self.save_top_k and not self._scores and saved:
-            why = self.monitor.never_logged(trainer) or (
+            why = self.monitor.never_logged(trainer) or self.monitor.never_reduced(trainer)
+            why = why or (
                 f"It was never reduced when a save was due (every {self.every}), or it was not "
-                "finite. Make every a multiple of val_every."
+                "finite. Make every a multiple of val_every or, for values of steps, of log_every."
             )
             logger.warning("No checkpoint was ranked by %r. %s", self.monitor.name, why)
 

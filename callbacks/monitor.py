@@ -62,12 +62,12 @@ class Monitor:
 
         It is empty if the metric was logged.
         """
-        metrics = trainer.callback_metrics
-        if self.name in metrics or self.name in trainer.logged_names:
+        names = {*trainer.callback_metrics, *trainer.logged_names}
+        if self.name in names:
             return ""
         of_epoch = f"{self.name}_epoch"  # its name if the step's value is logged too
-        near = [of_epoch] if of_epoch in metrics else []
-        near = near or difflib.get_close_matches(self.name, metrics, n=1)
+        near = [of_epoch] if of_epoch in names else []
+        near = near or difflib.get_close_matches(self.name, names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         if not trainer.has_validation:
             hint += " No validation runs in this fit."
@@ -77,7 +77,7 @@ class Monitor:
             hint += " No epoch has ended yet."
         return (
             f"The monitored metric {self.name!r} was never logged. "
-            f"Logged so far: {', '.join(sorted(metrics)) or 'nothing'}.{hint} "
+            f"Logged so far: {', '.join(sorted(names)) or 'nothing'}.{hint} "
             f"Log it with self.log({self.name!r}, value)."
         )
 
@@ -85,11 +85,15 @@ class Monitor:
         """Log that a callback had no value to judge in a run that has ended, and why."""
         if trainer.global_step == 0:
             return
-        hint = self.never_logged(trainer)
-        if self.name in trainer.logged_names:
-            hint = (
-                "It was logged but never reduced: step values are reduced every log_every, "
-                "validation values every val_every. Use a shorter interval, or log it with "
-                "on_epoch=True."
-            )
+        hint = self.never_logged(trainer) or self.never_reduced(trainer)
         logger.warning(f"{callback} saw no value of {self.name!r} in this run. {hint}".rstrip())
+
+    def never_reduced(self, trainer: Trainer) -> str:
+        """Return an error message: that it was logged, but not for a decision; else nothing."""
+        if self.name not in trainer.logged_names or self.name in trainer.metric_updates:
+            return ""
+        return (
+            "It was logged but never reduced: step values are reduced every log_every, "
+            "validation values every val_every. Use a shorter interval, or log it with "
+            "on_epoch=True."
+        )

@@ -93,6 +93,7 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = False
         self._writer: Any = None
         self._file: EventFile | None = None
+        self._configuration: dict[str, Any] | None = None
         self._success: Any = None
 
     @property
@@ -140,6 +141,10 @@ class TensorBoardTracker(GeneralTracker):
             values: names and values. Nested names are joined by dots in the table of
                 hyperparameters; what is not a number is stored there as its `str`.
         """
+        self._configuration = dict(values)  # for another file, if this one is taken away
+        self._store(self._opened(), values)
+
+    def _store(self, writer: Any, values: dict[str, Any]) -> None:
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
@@ -152,8 +157,7 @@ class TensorBoardTracker(GeneralTracker):
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         commit = git_commit(Path.cwd())
-        writer = self._opened()
-        writer.file_writer.add_summary(begun)
+        writer._get_file_writer().add_summary(begun)
         writer.add_text("configuration", f"```yaml\n{text}```")
         if commit is not None:
             writer.add_text("code", commit)
@@ -179,7 +183,7 @@ class TensorBoardTracker(GeneralTracker):
             else:
                 rejected.append(f"{name} ({type(value).__name__})")
         if kwargs.keys() <= {"walltime"} and numbers:  # in one event
-            writer.file_writer.add_summary(scalars(numbers), step, **kwargs)
+            writer._get_file_writer().add_summary(scalars(numbers), step, **kwargs)
         else:
             for name, number in numbers.items():
                 writer.add_scalar(name, number, global_step=step, **kwargs)
@@ -262,25 +266,35 @@ class TensorBoardTracker(GeneralTracker):
         """Write what is pending, with `status` as a text, and close the files."""
         if self._writer is None:
             return
-        writer, self._writer = self._writer, None
-        with contextlib.closing(writer):  # also if the disk fails
-            if self.status != "running":  # otherwise it is unknown how the run ended
-                writer.add_text("status", self.status)
-            # TensorBoard reads only the first end: write none for a run that may continue.
-            if self.status == "finished" and self._success is not None:
-                writer.file_writer.add_summary(self._success)
+        try:
+            with contextlib.closing(self._opened()) as writer:
+                if self._file is not None and self._file.is_there:  # nobody wants another one now
+                    self._write_end(writer)
+        finally:  # also if the disk fails
+            self._writer = None
+
+    def _write_end(self, writer: Any) -> None:
+        if self.status != "running":  # otherwise it is unknown how the run ended
+            writer.add_text("status", self.status)
+        # TensorBoard reads only the first end: write none for a run that may continue.
+        if self.status == "finished" and self._success is not None:
+            writer._get_file_writer().add_summary(self._success)
 
     def _opened(self) -> Any:
-        """Return the writer, of another file if its own was deleted or moved away."""
-        if (left := self.tracker) and self._file is not None and not self._file.is_there:
-            self._open(**{**self.writer_options, "purge_step": None})
-            left.close()
-            _logger.warning(
-                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
-                "The curves continue in another one; the earlier values are in the old file.",
-                self.log_dir,
-            )
+        """Return the writer, which begins another file if a script has closed it."""
+        files = self.tracker._get_file_writer()
+        if files.event_writer is not self._file:
+            self._file = files.event_writer = EventFile(files.event_writer, self._renewed)
         return self._writer
+
+    def _renewed(self) -> None:
+        _logger.warning(
+            "TensorBoard's event file in %s was deleted, moved or replaced while it was open. The "
+            "curves continue in another one, without the earlier values.",
+            self.log_dir,
+        )
+        if self._configuration is not None:
+            self._store(self._writer, self._configuration)
 
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -290,7 +304,5 @@ class TensorBoardTracker(GeneralTracker):
         self.log_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self.log_dir) as probe:
             probe.write(bytes(_PROBE))
-        writer = SummaryWriter(str(self.log_dir), **options)
-        files: Any = writer.file_writer
-        self._file = files.event_writer = EventFile(files.event_writer)
-        self._writer = writer
+        self._writer = SummaryWriter(str(self.log_dir), **options)
+        self._opened()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import operator
@@ -93,6 +94,7 @@ class RunTrackers:
         self._trackers: list[GeneralTracker] = []
         self._end: weakref.finalize[Any, RunTrackers] | None = None
         self._warned = False
+        self._told: set[str] = set()
         self._number = next(_numbers)
         self._starts = 0
 
@@ -122,11 +124,11 @@ class RunTrackers:
             ValueError: The logging directory cannot be created.
             Exception: The constructor of a tracker failed; its error is raised as it is.
         """
-        if not isinstance(project_name, str):
-            raise TypeError(f"project_name is {project_name!r}; it must be a string.")
+        check_name("project_name", project_name)
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}.")
         _check_options("init_kwargs", init_kwargs)
+        self._tell_of_unknown("init_kwargs", init_kwargs)
         if self._end is not None and self._end.alive:
             raise RuntimeError(
                 "init_trackers was called while its trackers are running. Call end_training() "
@@ -214,6 +216,7 @@ class RunTrackers:
         if "step" in named:
             named["step"] = _as_step(named["step"])
         _check_options("log_kwargs", log_kwargs)
+        self._tell_of_unknown("log_kwargs", log_kwargs)
         for tracker in self._begun(method):
             options = (log_kwargs or {}).get(tracker.name, {})
             getattr(tracker, method)(*arguments, **named, **options)
@@ -250,6 +253,23 @@ class RunTrackers:
             raise
         return made
 
+    def _tell_of_unknown(self, what: str, options: _Options | None) -> None:
+        """Warn, once, of options for a name that looks like one of the trackers'."""
+        if not options:
+            return
+        names = [tracker.name for tracker in self.log_with]
+        for name in options.keys() - set(names) - self._told:
+            if near := difflib.get_close_matches(str(name), names, n=1):
+                self._told.add(name)
+                logger.warning(
+                    "%s has options for %r, which is not among the trackers %s: they are not used. "
+                    "Did you mean %r?",
+                    what,
+                    name,
+                    names,
+                    near[0],
+                )
+
     def _begun(self, what: str) -> list[GeneralTracker]:
         """Return the trackers running on this process; raise or warn if there should be some."""
         if self._end is None:
@@ -264,6 +284,22 @@ class RunTrackers:
             self._warned = True
             logger.warning("%s was called after end_training: nothing is recorded.", what)
         return []
+
+
+def check_name(what: str, name: object) -> None:
+    """Refuse a name of a run or project that no tracker could use, or that leads out of a folder.
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: As a path it is absolute, or contains "..".
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{what} is {name!r}; it must be a string.")
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(
+            f"{what} is {name!r}; trackers that write files take it as a folder in theirs, so it "
+            "must not be absolute or contain '..'."
+        )
 
 
 def _as_step(step: Any) -> int | None:

@@ -821,8 +821,9 @@ class Trainer:
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """The same as `callback_metrics`, under Lightning's name for the tracked metrics."""
-        return self.callback_metrics
+        """Those of `callback_metrics` that trackers get: not those logged with ``logger=False``."""
+        private: set[str] = set() if self._recorder is None else self._recorder.private
+        return {name: value for name, value in self.callback_metrics.items() if name not in private}
 
     @property
     def trackers(self) -> list[GeneralTracker]:

@@ -1,7 +1,10 @@
+import contextlib
 import io
+import itertools
 import math
 import resource
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -315,8 +318,10 @@ def test_events_are_written_by_the_calling_thread_at_once(tmp_path):
     tracker.finish()
 
 
+@pytest.mark.parametrize("by", ["the tracker", "a script"])
 @pytest.mark.parametrize("gone", ["file", "folder"])
-def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone):
+def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone, by):
+    tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"x": 0.0}, 0)
     (file,) = tracker.log_dir.iterdir()
     if gone == "file":
@@ -324,11 +329,66 @@ def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone):
     else:
         tracker.log_dir.rename(tracker.log_dir.with_name("elsewhere"))
     for step in (1, 2):
-        tracker.log({"x": float(step)}, step)
+        if by == "the tracker":
+            tracker.log({"x": float(step)}, step)
+        else:
+            tracker.tracker.add_scalar("x", float(step), step)
     tracker.finish()
-    assert scalars(read(tracker), "x") == [(1, 1.0), (2, 2.0)]
-    assert [record.message for record in caplog.records if "moved or replaced" in record.message]
+    events = read(tracker)
+    assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
+    assert "lr: 0.1" in text(events, "configuration")
+    assert events.file_version == 2
+    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
     assert len(list(tracker.log_dir.iterdir())) == 1
+
+
+def test_a_writer_that_a_script_closes_begins_another_file(tracker):
+    tracker.log({"x": 0.0}, 0)
+    for step in (1, 2):
+        with tracker.tracker as writer:
+            writer.add_scalar("mine", 1.0, step)
+        tracker.log({"x": float(step)}, step)
+    assert threading.active_count() == 1
+    tracker.tracker.close()
+    tracker.finish()
+    events = read(tracker)
+    assert scalars(events, "x") == [(0, 0.0), (1, 1.0), (2, 2.0)]
+    assert scalars(events, "mine") == [(1, 1.0), (2, 1.0)]
+
+
+def test_a_file_that_is_closed_meanwhile_is_an_outage(tracker):
+    tracker.tracker.file_writer.event_writer.close()
+    with pytest.raises(OSError, match="is closed"):
+        tracker.log({"x": 0.0}, 0)
+
+
+def test_two_threads_and_a_disk_that_fills_and_empties_tear_no_event(tracker):
+    """The disk takes only half of each third event, while another thread waits to write."""
+    numbers = itertools.count(1)
+
+    class Filling(io.FileIO):
+        def write(self, data):
+            written = super().write(data[: len(data) // 2] if next(numbers) % 3 == 0 else data)
+            time.sleep(0.0005)  # the other thread would come now, if nothing kept it out
+            return written
+
+    file = tracker.tracker.file_writer.event_writer
+    file._file.close()
+    file._file = Filling(file.path, "a")
+
+    def log(name):
+        for step in range(40):
+            with contextlib.suppress(OSError):
+                tracker.tracker.add_scalar(name, float(step), step)
+
+    others = [threading.Thread(target=log, args=(name,)) for name in ("a", "b")]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    tracker.finish()
+    events = read(tracker)
+    assert len(scalars(events, "a")) + len(scalars(events, "b")) == 80 - 80 // 3
 
 
 def test_the_end_makes_no_new_file(tracker):

@@ -95,7 +95,8 @@ def save_checkpoint(
 def remove_or_tell(path: Path) -> None:
     """Delete an obsolete checkpoint; a failure is only logged, so that the run continues."""
     try:
-        remove(path)
+        if path.exists():  # else somebody has deleted it
+            remove(path)
     except (CheckpointError, OSError):
         logger.warning("An old checkpoint was not removed.", exc_info=True)
 

@@ -125,7 +125,7 @@ class Writer:
 
     def abandon(self) -> None:
         """Do not wait for the save in flight: the process is about to end."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
             logger.warning("A checkpoint was still being written; it is abandoned.")
         self._abandoned = True
 

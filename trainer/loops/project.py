@@ -29,6 +29,7 @@ from trainer.loops.about import AboutRun
 from trainer.loops.choosing import WORDS, choose_checkpoint
 from trainer.loops.record import Recorder
 from trainer.state import PartialState
+from trainer.tracking import check_name
 
 _CAPACITY = 1_000_000  # queued records: the local record should lose none
 _TO_EVALUATE = "To evaluate them, pass the path of one."
@@ -88,6 +89,9 @@ class Project:
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
+        for what, given_name in (("project_name", name), ("run_name", run_name)):
+            if given_name is not None:
+                check_name(what, given_name)
         if folder is None:  # named here, where all processes are; created when it is needed
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")

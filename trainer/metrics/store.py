@@ -152,13 +152,13 @@ class MetricStore:
             raise TypeError(f"A metric's name is {name!r}; it must be a string.")
         is_number = isinstance(value, (Tensor, float, int))
         is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
+        if not is_object:
+            value = scalar(name, value)
         call = (scope, name, on_step, on_epoch, is_object, self.loader_suffix)
         places = self._places.get(call)
         if places is None:  # cached for further calls with the same arguments
             places = self._places[call] = self._find_places(*call)
             self.names.update(_told(place.key) for place in places)
-        if not is_object:
-            value = scalar(name, value)
         weight = self.items if batch_size is None else weight_of(name, batch_size)
         for place in places:
             if not is_object:

@@ -37,7 +37,9 @@ def backward(loss: Tensor) -> None:
     """
     if (
         _KNOWN
+        and not torch.compiler.is_compiling()  # torch traces its own functions only
         and type(loss) is Tensor
+        and "backward" not in loss.__dict__
         and loss.ndim == 0
         and loss.requires_grad
         and loss.is_floating_point()

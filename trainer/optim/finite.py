@@ -62,26 +62,32 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
     if not present:
         return None
     if present[0].is_cpu:
+        flag, _kept.flag = _kept.flag, None  # put back unless it was set, or an exception comes
+        if flag is None:
+            flag = _new_flag()
         try:  # in one call, also for mixed dtypes
-            torch._amp_foreach_non_finite_check_and_unscale_(present, _here.flag, _here.one)
+            torch._amp_foreach_non_finite_check_and_unscale_(present, flag, _one(flag.device))
         except RuntimeError:  # not for sparse or complex gradients, nor for several devices
-            _here.flag.zero_()
-        else:
-            if found := bool(_here.flag):
-                _here.flag.zero_()
-            return found
+            return _look_through_groups(present)
+        found = bool(flag)
+        if not found:
+            _kept.flag = flag
+        return found
     return _look_through_groups(present)
 
 
-class _Here(threading.local):
-    """The kernel's flag and scale on the CPU, kept for each thread.
+class _Kept(threading.local):
+    """The kernel's flag on the CPU, for each thread.
 
-    Creating them would take longer than looking through the gradients of a small model.
+    Creating one takes longer than looking through the gradients of a small model.
     """
 
-    def __init__(self) -> None:
-        self.flag = torch.zeros((), dtype=torch.float32, device="cpu")
-        self.one = _one(self.flag.device)
+    flag: Tensor | None = None
+
+
+def _new_flag() -> Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be written to later
+        return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:
@@ -126,7 +132,7 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)  # the dtype that the kernel requires
 
 
-_here = _Here()
+_kept = _Kept()
 
 
 def is_non_finite(loss: Tensor) -> float | Tensor:

@@ -257,6 +257,25 @@ def test_a_watch_on_steps_that_are_not_recorded_says_what_helps(watcher, caplog)
     assert "step values are reduced every log_every" in caplog.text
 
 
+def test_a_checkpoint_ranked_by_steps_that_are_not_recorded_says_what_helps(caplog):
+    saves = ModelCheckpoint(monitor="loss", every=2)
+    quiet_trainer(max_steps=4, log_every=50, callbacks=saves).fit(Blind(), loader())
+    (told,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
+    assert "step values are reduced every log_every" in told
+    caplog.clear()
+    saves = ModelCheckpoint(monitor="loss", every=2)
+    trainer = quiet_trainer(max_steps=5, log_every=3, callbacks=saves, project_dir="other")
+    trainer.fit(Blind(), loader())
+    (told,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
+    assert "Make every a multiple of val_every or, for values of steps, of log_every" in told
+
+
+def test_a_misspelt_monitor_is_told_the_values_of_steps_too(caplog):
+    stopping = EarlyStopping("los")
+    quiet_trainer(max_steps=3, log_every=50, callbacks=stopping).fit(Blind(), loader())
+    assert "Logged so far: loss. Did you mean 'loss'?" in caplog.text
+
+
 class Stream(IterableDataset[Any]):
     def __len__(self) -> int:
         return 10

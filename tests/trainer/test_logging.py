@@ -796,7 +796,21 @@ def test_what_is_kept_from_trackers_has_its_loader_in_its_name():
 
     trainer = make()
     trainer.fit(Two(), loader(1), [loader(1), loader(1)])
-    assert {"x/dataloader_idx_0", "x/dataloader_idx_1"} <= trainer.callback_metrics.keys()
+    kept = {"x/dataloader_idx_0", "x/dataloader_idx_1"}
+    assert kept <= trainer.callback_metrics.keys()
+    assert not kept & trainer.logged_metrics.keys()
+
+
+def test_a_value_that_was_refused_does_not_count_as_logged():
+    def log(module, batch, batch_idx):
+        with pytest.raises(ValueError, match="of shape"):
+            module.log("refused", torch.ones(3))
+        module.log("taken", 1.0)
+
+    trainer = make()
+    trainer.fit(Net(log), loader(1))
+    assert "taken" in trainer.callback_metrics
+    assert "refused" not in trainer.logged_names
 
 
 @pytest.mark.parametrize("options", [{}, {"add_dataloader_idx": False}])

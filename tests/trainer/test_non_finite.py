@@ -321,6 +321,33 @@ def test_what_was_found_once_is_not_found_again():
         assert bool(find_non_finite(gradients)) is found
 
 
+def test_a_check_that_is_interrupted_leaves_nothing_behind(monkeypatch):
+    name = "_amp_foreach_non_finite_check_and_unscale_"
+    kernel = getattr(torch, name)
+
+    def interrupted(*args):
+        kernel(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            find_non_finite([torch.tensor([math.nan])])
+    assert not find_non_finite([torch.ones(1)])
+
+
+def test_a_thread_may_begin_in_inference_mode():
+    good, bad = torch.ones(3), torch.full((3,), math.nan)
+
+    def look():
+        with torch.inference_mode():
+            first = find_non_finite([good])
+        return [bool(found) for found in (first, *map(find_non_finite, ([bad], [good])))]
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(look).result() == [False, True, False]
+
+
 def test_threads_that_train_side_by_side_do_not_see_each_others_gradients():
     good, bad = torch.ones(1000), torch.full((1000,), math.nan)
 

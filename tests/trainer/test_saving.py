@@ -246,6 +246,22 @@ def test_a_writer_refuses_a_second_save_and_tells_how_the_latest_ended(caplog):
     assert not writer.wait()
 
 
+def test_only_a_save_that_is_still_being_written_is_called_abandoned(caplog):
+    writer, going_on, done = Writer(PartialState()), threading.Event(), threading.Event()
+    writer.start(lambda group: done.set())
+    assert done.wait(LIMIT)
+    writer._thread.join(LIMIT)
+    writer.abandon()
+    assert caplog.records == []
+    writer = Writer(PartialState())
+    writer.start(lambda group: going_on.wait(LIMIT))
+    thread = writer._thread
+    writer.abandon()
+    assert "is abandoned" in caplog.text
+    going_on.set()
+    thread.join(LIMIT)
+
+
 def test_the_thread_that_saves_is_on_the_process_s_device(monkeypatch):
     made_current = []
 

@@ -158,6 +158,32 @@ def test_classes_get_the_run_name_the_directory_and_their_options(tmp_path):
     assert listed.wrapped.seen == ["begun"]  # no configuration was given
 
 
+def test_options_for_a_misspelt_tracker_are_told_once(caplog):
+    tracking = RunTrackers([Listed], None)
+    with caplog.at_level(logging.WARNING):
+        tracking.init_trackers("project", init_kwargs={"lsited": {}, "wandb": {}})
+        for _ in range(2):
+            tracking.log({"x": 1}, step=1, log_kwargs={"listd": {}})
+    tracking.end_training()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2  # the other name is that of a tracker of another start of the script
+    assert told[0].startswith("init_kwargs has options for 'lsited'")
+    assert told[1].startswith("log_kwargs has options for 'listd'")
+    assert "not among the trackers ['listed']" in told[0]
+    assert all(text.endswith("Did you mean 'listed'?") for text in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [(3, TypeError), ("../out", ValueError), ("/tmp/out", ValueError)]
+)
+def test_a_name_that_is_none_or_leads_out_of_the_folder_is_refused(name, error):
+    with pytest.raises(error, match=f"project_name is {name!r}"):
+        RunTrackers([Listed], None).init_trackers(name)
+    for argument in ("project_name", "run_name"):
+        with pytest.raises(error, match=f"{argument} is {name!r}"):
+            Trainer(max_epochs=1, cpu=True, **{argument: name})
+
+
 def test_a_directory_that_cannot_be_made_is_an_error_and_not_a_run_without_record(tmp_path):
     (tmp_path / "file").touch()
     tracking = RunTrackers([Images, Files], tmp_path / "file")

@@ -20,6 +20,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
     verify,
 )
+from trainer.checkpoint.save import remove_or_tell
 from trainer.errors import CheckpointError
 
 
@@ -293,6 +294,14 @@ def test_only_committed_checkpoints_are_listed_by_step(tmp_path):
     (tmp_path / "logs").mkdir()
     make(tmp_path).rename(tmp_path / "best")
     assert layout.committed(tmp_path) == [expected[1], expected[0], expected[2]]
+
+
+def test_a_checkpoint_that_somebody_else_has_deleted_is_no_news(tmp_path, caplog):
+    remove_or_tell(tmp_path / "step-00000001")
+    assert caplog.records == []
+    (tmp_path / "step-00000002").mkdir()
+    remove_or_tell(tmp_path / "step-00000002")
+    assert "An old checkpoint was not removed." in caplog.text
 
 
 def test_a_removed_checkpoint_is_gone_for_readers_before_its_files_are(tmp_path, monkeypatch):

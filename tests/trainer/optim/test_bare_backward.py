@@ -162,3 +162,31 @@ def test_the_loops_use_it():
     accelerator, model = Accelerator(cpu=True), network()
     assert not passes_through_torch(accelerator.backward, loss_of(model))
     assert passes_through_torch(lambda: accelerator.backward(loss_of(model), retain_graph=True))
+
+
+def test_a_backward_of_the_loss_itself_is_called():
+    called = []
+    loss = torch.ones((), requires_grad=True) * 3
+    loss.backward = lambda: called.append("own")
+    backward(loss)
+    assert called == ["own"]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._dynamo.config, "trace_autograd_ops"), reason="torch cannot trace it"
+)
+def test_a_compiled_step_may_hold_the_backward_pass():
+    accelerator, model = Accelerator(cpu=True), network()
+
+    def step():
+        loss = loss_of(model)
+        accelerator.backward(loss)
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        torch.compile(step, backend="eager", fullgraph=True)()
+    compiled = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    loss_of(model).backward()
+    for own, parameter in zip(compiled, model.parameters(), strict=True):
+        assert torch.equal(own, parameter.grad)

@@ -92,8 +92,10 @@ class Monitor:
         """Return an error message: that it was logged, but not for a decision; else nothing."""
         if self.name not in trainer.logged_names or self.name in trainer.metric_updates:
             return ""
-        return (
+        when = (
             "It was logged but never reduced: step values are reduced every log_every, "
-            "validation values every val_every. Use a shorter interval, or log it with "
-            "on_epoch=True."
+            "validation values every val_every, those of an epoch (on_epoch=True) at its end"
         )
+        if trainer.current_epoch == 0 and not trainer.epoch_complete:
+            return f"{when}, and no epoch has ended. Use a shorter interval."
+        return f"{when}. Use a shorter interval, or log it with on_epoch=True."

@@ -3,7 +3,7 @@
 import io
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from time import time
 from typing import Any
@@ -30,17 +30,20 @@ class EventFile:
 
     Args:
         begun: A writer that has begun a file, which it writes no more.
-        renewed: Called when the file was deleted, moved or replaced, and is begun again.
+
+    Attributes:
+        path: The file.
+        renewals: How often it was deleted, moved or replaced, and begun again.
     """
 
-    def __init__(self, begun: Any, renewed: Callable[[], None]) -> None:
+    def __init__(self, begun: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         begun.close()  # ends its thread
         self.path = Path(begun._file_name)  # it has no public name for it
         self._file = io.FileIO(self.path, "a")
         self._records = RecordWriter(self)  # frames what it passes to `write`
-        self._renewed = renewed
+        self.renewals = 0
         self._lock = threading.RLock()  # scripts may write on another thread than the tracker's
 
     @property
@@ -72,11 +75,16 @@ class EventFile:
     def _begin_again(self) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._file.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = io.FileIO(self.path, "a")
-        self.add_event(Event(wall_time=time(), file_version=_VERSION))
-        self._renewed()
+        left, self._file = self._file, io.FileIO(self.path, "a")
+        try:
+            self.add_event(Event(wall_time=time(), file_version=_VERSION))
+        except BaseException:
+            self._file.close()
+            self._file = left  # so that the next event begins it again
+            raise
+        left.close()
+        self.renewals += 1
 
     def get_logdir(self) -> str:
         """Return the folder of the file."""

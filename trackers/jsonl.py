@@ -92,7 +92,7 @@ def is_at(file: io.FileIO, path: Path) -> bool:
     """Return whether an open file is still at a path, not deleted, moved or replaced."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -93,6 +93,7 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = False
         self._writer: Any = None
         self._file: EventFile | None = None
+        self._renewals = 0  # of the file that were told
         self._configuration: dict[str, Any] | None = None
         self._success: Any = None
 
@@ -126,6 +127,7 @@ class TensorBoardTracker(GeneralTracker):
     def start(self) -> None:
         """Make the folder and the writer."""
         anew, self._anew = self._anew, False
+        self._configuration = self._success = None
         if anew:
             _set_aside(self.log_dir)
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
@@ -141,14 +143,16 @@ class TensorBoardTracker(GeneralTracker):
             values: names and values. Nested names are joined by dots in the table of
                 hyperparameters; what is not a number is stored there as its `str`.
         """
-        self._configuration = dict(values)  # for another file, if this one is taken away
-        self._store(self._opened(), values)
+        self._opened()
+        values = plain(values)
+        self._store(values)
+        self._configuration, self._renewals = values, self._file.renewals if self._file else 0
 
-    def _store(self, writer: Any, values: dict[str, Any]) -> None:
+    def _store(self, values: dict[str, Any]) -> None:
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
-        values = plain(values)
+        writer = self.tracker
         # The writer's own add_hparams opens a separate run, in a folder named by the time. The
         # summary of the experiment is left out: TensorBoard would use that of one run for all, and
         # show no metrics. Without it, it finds the names of hyperparameters and metrics itself.
@@ -281,20 +285,24 @@ class TensorBoardTracker(GeneralTracker):
             writer._get_file_writer().add_summary(self._success)
 
     def _opened(self) -> Any:
-        """Return the writer, which begins another file if a script has closed it."""
+        """Return the writer, which begins another file if a script has closed it.
+
+        If its file was taken away and is another one now, that one gets the configuration too.
+        """
         files = self.tracker._get_file_writer()
         if files.event_writer is not self._file:
-            self._file = files.event_writer = EventFile(files.event_writer, self._renewed)
+            self._file, self._renewals = EventFile(files.event_writer), 0
+            files.event_writer = self._file
+        if self._renewals < (renewals := self._file.renewals):
+            if self._configuration is not None:
+                self._store(self._configuration)
+            self._renewals = renewals
+            _logger.warning(
+                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
+                "The curves continue in another one, without the earlier values.",
+                self.log_dir,
+            )
         return self._writer
-
-    def _renewed(self) -> None:
-        _logger.warning(
-            "TensorBoard's event file in %s was deleted, moved or replaced while it was open. The "
-            "curves continue in another one, without the earlier values.",
-            self.log_dir,
-        )
-        if self._configuration is not None:
-            self._store(self._writer, self._configuration)
 
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter

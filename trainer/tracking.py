@@ -22,6 +22,7 @@ from trackers import (
     BackgroundTracker,
     GeneralTracker,
     NullTracker,
+    available_trackers,
     resolve_trackers,
     select_trackers,
 )
@@ -94,7 +95,7 @@ class RunTrackers:
         self._trackers: list[GeneralTracker] = []
         self._end: weakref.finalize[Any, RunTrackers] | None = None
         self._warned = False
-        self._told: set[str] = set()
+        self._seen: set[str] = set()  # names of options that are not those of trackers
         self._number = next(_numbers)
         self._starts = 0
 
@@ -121,10 +122,10 @@ class RunTrackers:
             RuntimeError: Trackers are still running; or, on another process, the main process
                 failed in this call.
             TypeError: An argument has the wrong type.
-            ValueError: The logging directory cannot be created.
+            ValueError: The logging directory cannot be created, or `project_name` leads out of it.
             Exception: The constructor of a tracker failed; its error is raised as it is.
         """
-        check_name("project_name", project_name)
+        check_name("project_name", project_name, self.log_with)
         if not isinstance(config, (Mapping, type(None))):
             raise TypeError(f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}.")
         _check_options("init_kwargs", init_kwargs)
@@ -258,9 +259,11 @@ class RunTrackers:
         if not options:
             return
         names = [tracker.name for tracker in self.log_with]
-        for name in options.keys() - set(names) - self._told:
+        if not (unseen := options.keys() - set(names) - self._seen):
+            return
+        self._seen |= unseen
+        for name in unseen - set(available_trackers()):  # those may be another start's
             if near := difflib.get_close_matches(str(name), names, n=1):
-                self._told.add(name)
                 logger.warning(
                     "%s has options for %r, which is not among the trackers %s: they are not used. "
                     "Did you mean %r?",
@@ -286,16 +289,19 @@ class RunTrackers:
         return []
 
 
-def check_name(what: str, name: object) -> None:
-    """Refuse a name of a run or project that no tracker could use, or that leads out of a folder.
+def check_name(
+    what: str, name: object, trackers: Sequence[GeneralTracker | type[GeneralTracker]]
+) -> None:
+    """Refuse a name of a run or project that the trackers could not use.
 
     Raises:
         TypeError: It is not a string.
-        ValueError: As a path it is absolute, or contains "..".
+        ValueError: A tracker takes it as a folder in its own, but it is absolute or contains "..".
     """
     if not isinstance(name, str):
         raise TypeError(f"{what} is {name!r}; it must be a string.")
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    leads_out = Path(name).is_absolute() or ".." in Path(name).parts
+    if leads_out and any(tracker.requires_logging_directory for tracker in trackers):
         raise ValueError(
             f"{what} is {name!r}; trackers that write files take it as a folder in theirs, so it "
             "must not be absolute or contain '..'."

@@ -1,6 +1,7 @@
 import contextlib
 import io
 import itertools
+import logging
 import math
 import resource
 import threading
@@ -25,7 +26,7 @@ from tensorboard.plugins.hparams import (
     plugin_data_pb2,
 )
 
-from trackers import TensorBoardTracker, resolve_trackers
+from trackers import TensorBoardTracker, event_file, resolve_trackers
 from trackers.media import pixels
 
 
@@ -340,6 +341,80 @@ def test_curves_go_on_in_another_file_if_theirs_is_gone(tracker, caplog, gone, b
     assert events.file_version == 2
     assert sum("moved or replaced" in record.message for record in caplog.records) == 1
     assert len(list(tracker.log_dir.iterdir())) == 1
+
+
+def test_a_folder_that_is_away_for_a_while_is_an_outage(tracker):
+    """As when its disk is not mounted: the path is there, and nothing can be written to it."""
+    tracker.store_init_configuration({"lr": 0.1})
+    away = tracker.log_dir.with_name("away")
+    tracker.log_dir.rename(away)
+    tracker.log_dir.touch()
+    for _ in range(2):
+        with pytest.raises(FileExistsError):
+            tracker.log({"x": 1.0}, 1)
+    tracker.log_dir.unlink()
+    away.rename(tracker.log_dir)
+    tracker.log({"x": 1.0}, 1)
+    assert scalars(read(tracker), "x") == [(1, 1.0)]
+    assert len(list(tracker.log_dir.iterdir())) == 1
+
+
+def test_a_file_that_cannot_be_begun_again_is_begun_by_the_next_event(tracker, monkeypatch):
+    tracker.store_init_configuration({"lr": 0.1})
+    (file,) = tracker.log_dir.iterdir()
+    file.unlink()
+    with monkeypatch.context() as full:
+        full.setattr(event_file, "append_whole", fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="full"):
+                tracker.log({"x": 1.0}, 1)
+    for step in (1, 2):
+        tracker.log({"x": float(step)}, step)
+    events = read(tracker)
+    assert events.file_version == 2
+    assert "lr: 0.1" in text(events, "configuration")
+    assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
+
+
+def fail(*_):
+    raise OSError("full")
+
+
+def test_a_handler_that_logs_to_tensorboard_does_not_wait_for_itself(tracker):
+    """The warning is not logged while the file is locked: the handler's lock would be the other."""
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            other = threading.Thread(target=tracker.tracker.add_scalar, args=("other", 1.0, 1))
+            other.start()
+            other.join(20)
+            held.append(other.is_alive())
+
+    held, handler = [], Handler()
+    (file,) = tracker.log_dir.iterdir()
+    file.unlink()
+    logging.getLogger("trackers").addHandler(handler)
+    try:
+        for step in (1, 2):
+            tracker.log({"x": float(step)}, step)
+    finally:
+        logging.getLogger("trackers").removeHandler(handler)
+    assert held == [False]
+
+
+def test_a_run_without_a_configuration_does_not_get_that_of_the_one_before(tmp_path):
+    tracker = TensorBoardTracker("run", tmp_path)
+    for configuration in ({"lr": 0.1}, None):
+        tracker.start()
+        if configuration is not None:
+            tracker.store_init_configuration(configuration)
+            tracker.finish()
+    for path in tracker.log_dir.iterdir():
+        path.unlink()
+    for step in (1, 2):
+        tracker.log({"x": 1.0}, step)
+    assert read(tracker).Tags()["tensors"] == []
+    tracker.finish()
 
 
 def test_a_writer_that_a_script_closes_begins_another_file(tracker):

@@ -805,6 +805,8 @@ def test_a_value_that_was_refused_does_not_count_as_logged():
     def log(module, batch, batch_idx):
         with pytest.raises(ValueError, match="of shape"):
             module.log("refused", torch.ones(3))
+        with pytest.raises(ValueError, match="batch_size"):
+            module.log("refused", 1.0, batch_size=-1)
         module.log("taken", 1.0)
 
     trainer = make()

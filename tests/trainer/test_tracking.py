@@ -178,10 +178,20 @@ def test_options_for_a_misspelt_tracker_are_told_once(caplog):
 )
 def test_a_name_that_is_none_or_leads_out_of_the_folder_is_refused(name, error):
     with pytest.raises(error, match=f"project_name is {name!r}"):
-        RunTrackers([Listed], None).init_trackers(name)
+        RunTrackers([Listed, Files], "logs").init_trackers(name)
     for argument in ("project_name", "run_name"):
         with pytest.raises(error, match=f"{argument} is {name!r}"):
-            Trainer(max_epochs=1, cpu=True, **{argument: name})
+            Trainer(max_epochs=1, cpu=True, log_with=["csv", Listed], **{argument: name})
+
+
+def test_trackers_without_a_folder_take_any_name():
+    for name in ("/users/ada/experiment", "a/../b"):
+        tracking = RunTrackers([Listed], None)
+        tracking.init_trackers(name)
+        (tracker,) = tracking.trackers
+        assert tracker.run_name == name
+        tracking.end_training()
+        Trainer(max_epochs=1, cpu=True, log_with=[Listed], project_name=name, run_name=name)
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_and_not_a_run_without_record(tmp_path):

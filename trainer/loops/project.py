@@ -89,9 +89,6 @@ class Project:
     ) -> None:
         if not isinstance(folder, (str, os.PathLike, type(None))):
             raise TypeError(f"project_dir is {folder!r}; it must be a path.")
-        for what, given_name in (("project_name", name), ("run_name", run_name)):
-            if given_name is not None:
-                check_name(what, given_name)
         if folder is None:  # named here, where all processes are; created when it is needed
             start = datetime.now().astimezone().strftime("run-%Y%m%d-%H%M%S")
             given = Path("runs") / broadcast_object(f"{start}-{uuid.uuid4().hex[:4]}")
@@ -101,6 +98,9 @@ class Project:
         self._fixed = folder is not None
         self._name, self._run_name = name, run_name
         self._log_with = select_trackers(log_with if writes else None, logging_dir=folder or "runs")
+        for what, each in (("project_name", name), ("run_name", run_name)):
+            if each is not None:
+                check_name(what, each, self._log_with)
         self._writes = writes
         self._fitted: Recorder | None = None
         self.on_each_node = on_each_node

@@ -154,12 +154,12 @@ class MetricStore:
         is_object = not is_number and hasattr(value, "compute") and hasattr(value, "reset")
         if not is_object:
             value = scalar(name, value)
+        weight = self.items if batch_size is None else weight_of(name, batch_size)
         call = (scope, name, on_step, on_epoch, is_object, self.loader_suffix)
         places = self._places.get(call)
         if places is None:  # cached for further calls with the same arguments
             places = self._places[call] = self._find_places(*call)
             self.names.update(_told(place.key) for place in places)
-        weight = self.items if batch_size is None else weight_of(name, batch_size)
         for place in places:
             if not is_object:
                 self._keep(place, value, weight, reduce, prog_bar)

@@ -97,5 +97,5 @@ class Monitor:
             "validation values every val_every, those of an epoch (on_epoch=True) at its end"
         )
         if trainer.current_epoch == 0 and not trainer.epoch_complete:
-            return f"{when}, and no epoch has ended. Use a shorter interval."
+            return f"{when}, and no epoch has ended. Use shorter intervals, or longer training."
         return f"{when}. Use a shorter interval, or log it with on_epoch=True."

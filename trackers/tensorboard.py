@@ -94,7 +94,8 @@ class TensorBoardTracker(GeneralTracker):
         self._writer: Any = None
         self._file: EventFile | None = None
         self._renewals = 0  # of the file that were told
-        self._configuration: dict[str, Any] | None = None
+        self._stored: tuple[dict[str, Any], str | None] | None = None  # the configuration
+        self._lacks = False  # whether the file is another one, without the configuration
         self._success: Any = None
 
     @property
@@ -127,7 +128,8 @@ class TensorBoardTracker(GeneralTracker):
     def start(self) -> None:
         """Make the folder and the writer."""
         anew, self._anew = self._anew, False
-        self._configuration = self._success = None
+        self._file = self._stored = self._success = None
+        self._lacks = False
         if anew:
             _set_aside(self.log_dir)
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
@@ -143,12 +145,14 @@ class TensorBoardTracker(GeneralTracker):
             values: names and values. Nested names are joined by dots in the table of
                 hyperparameters; what is not a number is stored there as its `str`.
         """
+        values, commit = plain(values), git_commit(Path.cwd())
         self._opened()
-        values = plain(values)
-        self._store(values)
-        self._configuration, self._renewals = values, self._file.renewals if self._file else 0
+        self._store(values, commit)
+        self._stored = values, commit
+        self._note_renewal()
+        self._lacks = False
 
-    def _store(self, values: dict[str, Any]) -> None:
+    def _store(self, values: dict[str, Any], commit: str | None) -> None:
         import yaml
         from torch.utils.tensorboard.summary import hparams
 
@@ -160,7 +164,6 @@ class TensorBoardTracker(GeneralTracker):
         shown = {k: v if type(v) in (int, float) else str(v) for k, v in table.items()}
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-        commit = git_commit(Path.cwd())
         writer._get_file_writer().add_summary(begun)
         writer.add_text("configuration", f"```yaml\n{text}```")
         if commit is not None:
@@ -271,7 +274,8 @@ class TensorBoardTracker(GeneralTracker):
         if self._writer is None:
             return
         try:
-            with contextlib.closing(self._opened()) as writer:
+            with contextlib.closing(self.tracker) as writer:
+                self._opened()
                 if self._file is not None and self._file.is_there:  # nobody wants another one now
                     self._write_end(writer)
         finally:  # also if the disk fails
@@ -290,19 +294,30 @@ class TensorBoardTracker(GeneralTracker):
         If its file was taken away and is another one now, that one gets the configuration too.
         """
         files = self.tracker._get_file_writer()
-        if files.event_writer is not self._file:
-            self._file, self._renewals = EventFile(files.event_writer), 0
-            files.event_writer = self._file
-        if self._renewals < (renewals := self._file.renewals):
-            if self._configuration is not None:
-                self._store(self._configuration)
-            self._renewals = renewals
-            _logger.warning(
-                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
-                "The curves continue in another one, without the earlier values.",
-                self.log_dir,
+        if (left := self._file) is not files.event_writer:
+            gone = left is not None and (
+                left.renewals > self._renewals or not left.path.exists()  # nobody was told so far
             )
+            if left is not None:
+                left.close()
+            self._file = files.event_writer = EventFile(files.event_writer)
+            self._renewals = -1 if gone else 0
+        self._note_renewal()
+        if self._lacks and self._stored is not None:
+            self._store(*self._stored)
+        self._lacks = False
         return self._writer
+
+    def _note_renewal(self) -> None:
+        """Tell of a file that was taken away: the one in its place lacks the configuration."""
+        if self._file is None or self._file.renewals <= self._renewals:
+            return
+        self._renewals, self._lacks = self._file.renewals, True
+        _logger.warning(
+            "TensorBoard's event file in %s was deleted, moved or replaced while it was open. The "
+            "curves continue in another one, without the earlier values.",
+            self.log_dir,
+        )
 
     def _open(self, **options: Any) -> None:
         from torch.utils.tensorboard import SummaryWriter

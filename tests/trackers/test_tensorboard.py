@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import resource
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -400,6 +401,62 @@ def test_a_handler_that_logs_to_tensorboard_does_not_wait_for_itself(tracker):
     finally:
         logging.getLogger("trackers").removeHandler(handler)
     assert held == [False]
+
+
+def test_what_is_gone_with_the_working_folder_goes_on(tmp_path, monkeypatch):
+    """The configuration is stored again without looking for the code a second time."""
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    tracker = TensorBoardTracker("run", "logs")
+    tracker.start()
+    tracker.store_init_configuration({"lr": 0.1})
+    shutil.rmtree(folder)
+    for step in (1, 2):
+        tracker.log({"x": float(step)}, step)
+    tracker.finish()
+    events = read(tracker)
+    assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
+    assert "lr: 0.1" in text(events, "configuration")
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_writer_that_is_closed_while_its_file_is_gone_is_told(tracker, caplog, logged):
+    tracker.store_init_configuration({"lr": 0.1})
+    shutil.rmtree(tracker.log_dir)
+    if logged:
+        tracker.log({"x": 1.0}, 1)
+    tracker.writer.close()
+    for step in (2, 3):
+        tracker.log({"x": float(step)}, step)
+    events = read(tracker)
+    assert scalars(events, "x") == [(1, 1.0)] * logged + [(2, 2.0), (3, 3.0)]
+    assert "lr: 0.1" in text(events, "configuration")
+    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
+
+
+def test_a_configuration_that_begins_the_file_again_is_stored_once(tracker, caplog):
+    tracker.log({"x": 0.0}, 0)
+    shutil.rmtree(tracker.log_dir)
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.log({"x": 1.0}, 1)
+    events = read(tracker)
+    assert "lr: 0.1" in text(events, "configuration")  # there is one
+    assert scalars(events, "x") == [(1, 1.0)]
+    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
+
+
+def test_an_end_on_a_disk_that_failed_once_leaves_no_open_file(tracker, monkeypatch):
+    tracker.store_init_configuration({"lr": 0.1})
+    shutil.rmtree(tracker.log_dir)
+    tracker.log({"x": 1.0}, 1)
+    file = tracker.tracker.file_writer.event_writer
+    with monkeypatch.context() as full:
+        full.setattr(event_file, "append_whole", fail)
+        with pytest.raises(OSError, match="full"):
+            tracker.finish()
+    assert file._file.closed
+    tracker.finish()
 
 
 def test_a_run_without_a_configuration_does_not_get_that_of_the_one_before(tmp_path):

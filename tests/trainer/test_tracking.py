@@ -22,6 +22,7 @@ from trackers import (
     GeneralTracker,
     JsonlTracker,
     NullTracker,
+    TensorBoardTracker,
     register_tracker,
 )
 from trackers.registry import _REGISTRY
@@ -192,6 +193,9 @@ def test_trackers_without_a_folder_take_any_name():
         assert tracker.run_name == name
         tracking.end_training()
         Trainer(max_epochs=1, cpu=True, log_with=[Listed], project_name=name, run_name=name)
+    tracking = RunTrackers([TensorBoardTracker("mine", "logs")], None)
+    tracking.init_trackers("../not used")  # an instance has its name and its folder
+    tracking.end_training()
 
 
 def test_a_directory_that_cannot_be_made_is_an_error_and_not_a_run_without_record(tmp_path):

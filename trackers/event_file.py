@@ -30,20 +30,21 @@ class EventFile:
 
     Args:
         begun: A writer that has begun a file, which it writes no more.
+        renewals: How often files before it were taken away.
 
     Attributes:
         path: The file.
-        renewals: How often it was deleted, moved or replaced, and begun again.
+        renewals: The same with this one, which is begun again if it is deleted, moved or replaced.
     """
 
-    def __init__(self, begun: Any) -> None:
+    def __init__(self, begun: Any, renewals: int) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         begun.close()  # ends its thread
         self.path = Path(begun._file_name)  # it has no public name for it
         self._file = io.FileIO(self.path, "a")
         self._records = RecordWriter(self)  # frames what it passes to `write`
-        self.renewals = 0
+        self.renewals = renewals
         self._lock = threading.RLock()  # scripts may write on another thread than the tracker's
 
     @property

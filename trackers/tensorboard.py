@@ -93,7 +93,7 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = False
         self._writer: Any = None
         self._file: EventFile | None = None
-        self._renewals = 0  # of the file that were told
+        self._renewals = 0  # those that were told
         self._stored: tuple[dict[str, Any], str | None] | None = None  # the configuration
         self._lacks = False  # whether the file is another one, without the configuration
         self._success: Any = None
@@ -129,7 +129,7 @@ class TensorBoardTracker(GeneralTracker):
         """Make the folder and the writer."""
         anew, self._anew = self._anew, False
         self._file = self._stored = self._success = None
-        self._lacks = False
+        self._lacks, self._renewals = False, 0
         if anew:
             _set_aside(self.log_dir)
         purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
@@ -295,13 +295,11 @@ class TensorBoardTracker(GeneralTracker):
         """
         files = self.tracker._get_file_writer()
         if (left := self._file) is not files.event_writer:
-            gone = left is not None and (
-                left.renewals > self._renewals or not left.path.exists()  # nobody was told so far
-            )
+            renewals = 0
             if left is not None:
                 left.close()
-            self._file = files.event_writer = EventFile(files.event_writer)
-            self._renewals = -1 if gone else 0
+                renewals = left.renewals + (not left.path.exists())
+            self._file = files.event_writer = EventFile(files.event_writer, renewals)
         self._note_renewal()
         if self._lacks and self._stored is not None:
             self._store(*self._stored)

@@ -85,8 +85,7 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
             run.timing.call(OPTIMIZER, update, run, total if known is None else known, seen)
         if micro.present:
             metrics.items = items
-            detached = seen if outputs is loss else detach(outputs)
-            own.on_train_batch_end(detached, batch, batch_idx)
+            own.on_train_batch_end(detach(outputs), batch, batch_idx)
     metrics.items = items_here
     hooks.on_train_step_end()
     run.timing.call(OPTIMIZER, drop_gradients, run)
@@ -315,11 +314,9 @@ def admitted(run: FitRun, seen: Tensor | None) -> bool:
     """
     if run.guard is None or run.precision.scales:
         return True
-    found, bad_losses = find_non_finite(map(_GRADIENT, run.parameters)), run.agreement.bad_losses
-    if found is False and not isinstance(bad_losses, Tensor):  # mostly, on the CPU
-        found = bad_losses > 0
-    elif found is not None:
-        found = joined(found, bad_losses)
+    found = find_non_finite(map(_GRADIENT, run.parameters))
+    if found is not None:
+        found = joined(found, run.agreement.bad_losses)
     if run.guard.admits(found, run.counters.global_step + 1, seen):
         return True
     for optimizer in run.optimizers:

@@ -85,6 +85,9 @@ class _Kept(threading.local):
     flag: Tensor | None = None
 
 
+_kept = _Kept()
+
+
 def _new_flag() -> Tensor:
     with torch.inference_mode(False):  # an inference tensor could not be written to later
         return torch.zeros((), dtype=torch.float32, device="cpu")
@@ -130,9 +133,6 @@ def _alike(gradients: list[Tensor]) -> Collection[list[Tensor]]:
 @cache
 def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)  # the dtype that the kernel requires
-
-
-_kept = _Kept()
 
 
 def is_non_finite(loss: Tensor) -> float | Tensor:
@@ -213,9 +213,6 @@ class FiniteGuard:
         """
         if self._pending is not None:
             self.settle()
-        if found is False:
-            self.in_row = 0
-            return True
         if not isinstance(found, Tensor) or (self.policy == "skip" and not self._fused):
             return self._judge(bool(found), step, loss, made=False)
         if self.policy == "skip":

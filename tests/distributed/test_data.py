@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
 import sys
 from itertools import product
-from multiprocessing import popen_fork
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from tests.helpers.ranks import RankError
-from trainer.data import rebuild
+from trainer.data import forking
 from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.prepare import prepare_data_loader
 from trainer.data.skip import skip_first_batches
@@ -444,34 +445,27 @@ def test_the_table_of_two_processes_holds_for_uneven_ends_of_three(ranks3):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 11, 8), reason="this Python's forks cannot hang so")
-def test_no_worker_is_forked_while_a_backend_lets_go_of_what_was_exchanged(ranks2):
-    def held_at_forks() -> int:
-        sent: list[ref[torch.Tensor]] = []
-        held: list[ref[torch.Tensor]] = []
-        all_gather, launch = dist.all_gather, popen_fork.Popen._launch
+def test_a_worker_that_hangs_in_its_fork_is_forked_again(ranks2):
+    def read() -> tuple[list[int], int, list[str]]:
+        forks: list[int] = []
+        told: list[str] = []
 
-        def noted(rows: list[torch.Tensor], own: torch.Tensor, **options: Any) -> Any:
-            sent.extend(map(ref, [*rows, own]))
-            return all_gather(rows, own, **options)
+        def in_child() -> (
+            None
+        ):  # before the child's first instruction, where the lock is waited for
+            if len(forks) == 1:
+                signal.pause()
 
-        def look(process: popen_fork.Popen, target: Any) -> None:
-            held.extend(tensor for tensor in sent if tensor() is not None)
-            launch(process, target)
-
-        loader = prepare_data_loader(DataLoader(Numbers(2), num_workers=1))
-        interval = sys.getswitchinterval()
+        os.register_at_fork(before=lambda: forks.append(1), after_in_child=in_child)
+        loader = prepare_data_loader(DataLoader(Numbers(8), num_workers=2))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_gather", noted)
-            patch.setattr(popen_fork.Popen, "_launch", look)
-            patch.setattr(rebuild, "_LET_GO", 0.2)  # also where the machine has much else to do
-            sys.setswitchinterval(0.2)  # so long nobody gets it who is not given it
-            try:
-                for _ in range(12):
-                    gather(torch.zeros(1))
-                    list(loader)
-            finally:
-                sys.setswitchinterval(interval)
-        assert sent
-        return len(held)
+            patch.setattr(logging.Handler, "emit", lambda _, record: told.append(record.msg))
+            forking.logger.addHandler(handler := logging.Handler())
+            values = [int(batch) for batch in loader]
+            forking.logger.removeHandler(handler)
+        return values, len(forks), told
 
-    assert ranks2(held_at_forks) == [0, 0]
+    for rank, (values, forks, told) in enumerate(ranks2(read)):
+        assert values == [rank, rank + 2, rank + 4, rank + 6]
+        assert forks >= 3
+        assert "did not begin within %g s after its fork" in told[0]

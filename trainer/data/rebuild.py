@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,10 +18,10 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 
+from trainer.data.forking import safe_context
 from trainer.data.rows import wrapped
 from trainer.data.sampling import ShardedSampler
 from trainer.data.seeding import as_fetched
@@ -30,7 +29,6 @@ from trainer.data.seeding import as_fetched
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 5.0  # seconds for all workers to finish reading; torch grants them to each
-_LET_GO = 0.01  # seconds for a backend's threads to release what was exchanged last
 
 
 class LastingWorker:
@@ -89,24 +87,13 @@ class LastingLoader(DataLoader[Any]):
         gc.disable()  # until the workers have been forked; see LastingWorker
         try:
             if self._iterator is None:  # otherwise its persistent workers exist already
-                _let_backends_finish()
+                self.multiprocessing_context = safe_context(self.multiprocessing_context)
             batches = super().__iter__()
         finally:
             if collects:
                 gc.enable()
         _end_with_process(batches)
         return batches
-
-
-def _let_backends_finish() -> None:
-    """Let the threads of a process group run before workers are forked.
-
-    The thread that ran a collective drops its tensors afterwards, for which it registers with
-    Python, under a lock. Up to Python 3.11.7, a child forked at that moment waits for the lock
-    forever (https://github.com/python/cpython/issues/112275).
-    """
-    if sys.version_info < (3, 11, 8) and dist.is_initialized():
-        time.sleep(_LET_GO)
 
 
 _reading: dict[

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+
+_logger = logging.getLogger("trackers")
 
 
 def git_commit(folder: str | os.PathLike[str]) -> str | None:
@@ -15,11 +18,17 @@ def git_commit(folder: str | os.PathLike[str]) -> str | None:
         folder: a folder in the working tree.
 
     Returns:
-        The hash in hexadecimal digits; None without a repository, or before its first commit.
-
-    Raises:
-        OSError: the files of the repository cannot be read.
+        The hash in hexadecimal digits; None without a repository, before its first commit, and,
+        with a warning, if its files cannot be read.
     """
+    try:
+        return _commit(folder)
+    except OSError as error:  # somebody else's files, or a folder that is gone
+        _logger.warning("The commit of the code cannot be read: %s.", error)
+        return None
+
+
+def _commit(folder: str | os.PathLike[str]) -> str | None:
     here = Path(folder).resolve()
     for parent in (here, *here.parents):
         git = parent / ".git"

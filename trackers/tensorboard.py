@@ -3,20 +3,17 @@
 import contextlib
 import logging
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
 from trackers.code import git_commit
-from trackers.event_file import EventFile, scalars
 from trackers.jsonl import unused_name
 from trackers.media import finite, image_bytes, one_level, pixels, plain, rendered, table_of
 from trackers.registry import register_tracker
 
 _logger = logging.getLogger("trackers")
-_PROBE = 4096  # bytes that are written to test the disk before a file is begun
 
 
 def _markdown(columns: list[Any], rows: list[list[Any]]) -> str:
@@ -86,16 +83,16 @@ class TensorBoardTracker(GeneralTracker):
         purge_step: int | None = None,
         **writer_options: Any,
     ) -> None:
-        # Absolute: the writer opens its file for each record, and the working directory may change.
+        # Absolute: the file may be begun again, and the working directory may change.
         self.log_dir = Path(os.path.expanduser(logging_dir)).absolute() / run_name
         self.writer_options = {"purge_step": purge_step, **writer_options}
         self._purge_step: int | None = None
         self._anew = False
         self._writer: Any = None
-        self._file: EventFile | None = None
-        self._renewals = 0  # those that were told
+        self._file: Any = None  # set with the writer
+        self._told = 0  # of the file's renewals
         self._stored: tuple[dict[str, Any], str | None] | None = None  # the configuration
-        self._lacks = False  # whether the file is another one, without the configuration
+        self._configured = 0  # the renewals of the file in which it was stored last
         self._success: Any = None
 
     @property
@@ -126,15 +123,22 @@ class TensorBoardTracker(GeneralTracker):
         self._anew = self.writer_options["purge_step"] is None
 
     def start(self) -> None:
-        """Make the folder and the writer."""
+        """Make the folder and the writer, and begin a file."""
+        from trackers.event_file import EventFile, Writer
+
         anew, self._anew = self._anew, False
-        self._file = self._stored = self._success = None
-        self._lacks, self._renewals = False, 0
         if anew:
             _set_aside(self.log_dir)
-        purge = {} if self._purge_step is None else {"purge_step": self._purge_step}
-        self._open(**{**self.writer_options, **purge})
-        self._purge_step = None
+        options = dict(self.writer_options)
+        if self._purge_step is not None:
+            options["purge_step"] = self._purge_step
+        suffix = options.get("filename_suffix", "")
+        file = EventFile(self.log_dir, suffix=suffix, purge_step=options["purge_step"])
+        writer = Writer(file, **options)
+        file.begin()
+        self._writer, self._file = writer, file
+        self._stored = self._success = self._purge_step = None
+        self._told = self._configured = 0
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".
@@ -145,12 +149,9 @@ class TensorBoardTracker(GeneralTracker):
             values: names and values. Nested names are joined by dots in the table of
                 hyperparameters; what is not a number is stored there as its `str`.
         """
-        values, commit = plain(values), git_commit(Path.cwd())
         self._opened()
-        self._store(values, commit)
-        self._stored = values, commit
-        self._note_renewal()
-        self._lacks = False
+        self._store(plain(values), git_commit("."))
+        self._opened()  # tells if the file was taken away meanwhile
 
     def _store(self, values: dict[str, Any], commit: str | None) -> None:
         import yaml
@@ -165,9 +166,11 @@ class TensorBoardTracker(GeneralTracker):
         _, begun, self._success = hparams(shown, {})
         text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
         writer._get_file_writer().add_summary(begun)
+        in_file = self._file.renewals  # this one, unless it is taken away again below
         writer.add_text("configuration", f"```yaml\n{text}```")
         if commit is not None:
             writer.add_text("code", commit)
+        self._stored, self._configured = (values, commit), in_file
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Record numbers as scalars, texts as texts, and a dict as scalars named "outer/inner".
@@ -181,6 +184,8 @@ class TensorBoardTracker(GeneralTracker):
             TypeError: a value is none of these. The others are recorded.
             OSError: the disk failed.
         """
+        from trackers.event_file import scalars
+
         writer, numbers, rejected = self._opened(), {}, []
         for name, value in one_level(values).items():  # add_scalars opens a run for each name
             if isinstance(value, str):
@@ -274,12 +279,11 @@ class TensorBoardTracker(GeneralTracker):
         if self._writer is None:
             return
         try:
-            with contextlib.closing(self.tracker) as writer:
-                self._opened()
-                if self._file is not None and self._file.is_there:  # nobody wants another one now
-                    self._write_end(writer)
+            with contextlib.closing(self._file) as file, contextlib.closing(self.tracker):
+                if file.is_there:  # nobody wants another one now
+                    self._write_end(self._opened())
         finally:  # also if the disk fails
-            self._writer = None
+            self._writer = self._file = None
 
     def _write_end(self, writer: Any) -> None:
         if self.status != "running":  # otherwise it is unknown how the run ended
@@ -289,41 +293,15 @@ class TensorBoardTracker(GeneralTracker):
             writer._get_file_writer().add_summary(self._success)
 
     def _opened(self) -> Any:
-        """Return the writer, which begins another file if a script has closed it.
-
-        If its file was taken away and is another one now, that one gets the configuration too.
-        """
-        files = self.tracker._get_file_writer()
-        if (left := self._file) is not files.event_writer:
-            renewals = 0
-            if left is not None:
-                left.close()
-                renewals = left.renewals + (not left.path.exists())
-            self._file = files.event_writer = EventFile(files.event_writer, renewals)
-        self._note_renewal()
-        if self._lacks and self._stored is not None:
+        """Return the writer. If its file is another one now, tell, and store the configuration."""
+        writer, renewals = self.tracker, self._file.renewals
+        if renewals > self._told:
+            self._told = renewals
+            _logger.warning(
+                "TensorBoard's event file in %s was deleted, moved or replaced while it was open. "
+                "The curves continue in another one, without the earlier values.",
+                self.log_dir,
+            )
+        if self._stored is not None and self._configured != renewals:
             self._store(*self._stored)
-        self._lacks = False
-        return self._writer
-
-    def _note_renewal(self) -> None:
-        """Tell of a file that was taken away: the one in its place lacks the configuration."""
-        if self._file is None or self._file.renewals <= self._renewals:
-            return
-        self._renewals, self._lacks = self._file.renewals, True
-        _logger.warning(
-            "TensorBoard's event file in %s was deleted, moved or replaced while it was open. The "
-            "curves continue in another one, without the earlier values.",
-            self.log_dir,
-        )
-
-    def _open(self, **options: Any) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # Without this test, each retry while the disk fails would end the writer's thread with a
-        # traceback and leave an empty file.
-        self.log_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self.log_dir) as probe:
-            probe.write(bytes(_PROBE))
-        self._writer = SummaryWriter(str(self.log_dir), **options)
-        self._opened()
+        return writer

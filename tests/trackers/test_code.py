@@ -54,3 +54,11 @@ def test_the_commit_of_another_working_tree(git, tmp_path):
 
 def test_without_a_repository_there_is_none(tmp_path):
     assert git_commit(tmp_path) is None
+
+
+def test_a_folder_that_cannot_be_read_is_told(tmp_path, monkeypatch, caplog):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert git_commit(".") is None
+    assert "The commit of the code cannot be read" in caplog.text

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import io
 import itertools
 import logging
@@ -173,14 +174,6 @@ def test_resuming_hides_the_steps_that_are_logged_again(tmp_path):
         for step in steps:
             tracker.log({"loss": step + (10 if purge_step else 0)}, step)
         tracker.finish()
-        if purge_step is None:
-            # As if it had begun a second earlier: TensorBoard reads files in the order of their
-            # names, which hold the second and, unpadded, a count of the process.
-            (first,) = (tmp_path / "run").iterdir()
-            events, out, kind, second, *rest = first.name.split(".")
-            first.rename(
-                first.with_name(".".join([events, out, kind, str(int(second) - 1), *rest]))
-            )
     assert scalars(read(tracker), "loss") == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
 
 
@@ -403,15 +396,19 @@ def test_a_handler_that_logs_to_tensorboard_does_not_wait_for_itself(tracker):
     assert held == [False]
 
 
-def test_what_is_gone_with_the_working_folder_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize("gone", ["before", "afterwards"])
+def test_what_is_gone_with_the_working_folder_goes_on(tmp_path, monkeypatch, gone):
     """The configuration is stored again without looking for the code a second time."""
     folder = tmp_path / "experiment"
     folder.mkdir()
     monkeypatch.chdir(folder)
     tracker = TensorBoardTracker("run", "logs")
     tracker.start()
+    if gone == "before":
+        shutil.rmtree(folder)
     tracker.store_init_configuration({"lr": 0.1})
-    shutil.rmtree(folder)
+    if gone == "afterwards":
+        shutil.rmtree(folder)
     for step in (1, 2):
         tracker.log({"x": float(step)}, step)
     tracker.finish()
@@ -474,7 +471,7 @@ def test_a_run_without_a_configuration_does_not_get_that_of_the_one_before(tmp_p
     tracker.finish()
 
 
-def test_a_writer_that_a_script_closes_begins_another_file(tracker):
+def test_a_writer_that_a_script_closes_goes_on_in_its_file(tracker):
     tracker.log({"x": 0.0}, 0)
     for step in (1, 2):
         with tracker.tracker as writer:
@@ -483,15 +480,110 @@ def test_a_writer_that_a_script_closes_begins_another_file(tracker):
     assert threading.active_count() == 1
     tracker.tracker.close()
     tracker.finish()
+    writer.add_scalar("mine", 1.0, 3)
+    writer.close()
+    assert len(list(tracker.log_dir.iterdir())) == 1
     events = read(tracker)
     assert scalars(events, "x") == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert scalars(events, "mine") == [(1, 1.0), (2, 1.0)]
+    assert scalars(events, "mine") == [(1, 1.0), (2, 1.0), (3, 1.0)]
 
 
-def test_a_file_that_is_closed_meanwhile_is_an_outage(tracker):
-    tracker.tracker.file_writer.event_writer.close()
-    with pytest.raises(OSError, match="is closed"):
-        tracker.log({"x": 0.0}, 0)
+def test_a_script_may_close_the_writer_on_another_thread(tracker):
+    def write():
+        for step in range(300):
+            tracker.tracker.add_scalar("mine", 1.0, step)
+            if step % 7 == 0:
+                tracker.tracker.close()
+        written.append(True)
+
+    written: list[bool] = []
+    script = threading.Thread(target=write)
+    script.start()
+    for step in range(300):
+        tracker.log({"x": 1.0}, step)
+    script.join()
+    tracker.finish()
+    assert written  # without an error
+    events = read(tracker)
+    assert len(scalars(events, "x")) == len(scalars(events, "mine")) == 300
+
+
+@pytest.mark.parametrize("gone", ["deleted", "replaced"])
+def test_a_file_that_goes_while_a_script_has_it_closed_is_told(tracker, caplog, gone):
+    tracker.store_init_configuration({"lr": 0.1})
+    tracker.writer.add_scalar("mine", 0.0, 0)
+    tracker.writer.close()
+    (file,) = tracker.log_dir.iterdir()
+    if gone == "deleted":
+        shutil.rmtree(tracker.log_dir)
+    else:
+        other = file.with_name("other")
+        other.write_bytes(b"torn")
+        other.replace(file)
+    for step in (1, 2):
+        tracker.log({"x": float(step)}, step)
+    events = read(tracker)
+    assert scalars(events, "x") == [(1, 1.0), (2, 2.0)]
+    assert "lr: 0.1" in text(events, "configuration")
+    assert sum("moved or replaced" in record.message for record in caplog.records) == 1
+
+
+def test_another_file_has_a_later_name(tracker):
+    """An open page would go on in one of the same name where it stopped reading the first."""
+    names = []
+    for step in range(3):
+        tracker.log({"x": 1.0}, step)
+        (file,) = tracker.log_dir.iterdir()
+        names.append(file.name)
+        file.unlink()
+    assert names == sorted(set(names))
+
+
+def test_another_file_of_a_resumed_run_hides_what_comes_again_too(tmp_path):
+    for value, last in ((1.0, None), (2.0, 5)):
+        tracker = TensorBoardTracker("run", tmp_path)
+        tracker.resume(None, last)
+        tracker.start()
+        if last is None:
+            for step in range(1, 11):
+                tracker.log({"x": value}, step)
+            tracker.finish()
+    _, second = sorted(tracker.log_dir.iterdir())
+    tracker.log({"x": 2.0}, 6)
+    second.unlink()
+    tracker.log({"x": 2.0}, 7)
+    tracker.finish()
+    assert scalars(read(tracker), "x") == [*((step, 1.0) for step in range(1, 6)), (7, 2.0)]
+
+
+def test_a_configuration_whose_file_goes_between_its_events_is_whole(tracker, monkeypatch):
+    def take_away(*args, **options):
+        for path in tracker.log_dir.iterdir():
+            path.unlink()
+        monkeypatch.undo()
+        tracker.writer.add_text(*args, **options)
+
+    monkeypatch.setattr(tracker.writer, "add_text", take_away)
+    tracker.store_init_configuration({"lr": 0.1})
+    events = read(tracker)
+    *_, last = events.Tensors("configuration/text_summary")
+    assert last.tensor_proto.string_val == [b"```yaml\nlr: 0.1\n```"]
+    assert events.SummaryMetadata("_hparams_/session_start_info")
+
+
+def test_a_start_on_a_full_disk_leaves_no_file(tmp_path, monkeypatch):
+    tracker = TensorBoardTracker("run", tmp_path)
+    with monkeypatch.context() as full:
+        full.setattr(event_file, "append_whole", fail)
+        for _ in range(2):
+            with pytest.raises(OSError, match="full"):
+                tracker.start()
+    assert list(tracker.log_dir.iterdir()) == []
+    tracker.finish()
+    tracker.start()
+    tracker.finish()
+    assert len(list(tracker.log_dir.iterdir())) == 1
+    copy.deepcopy(tracker)
 
 
 def test_two_threads_and_a_disk_that_fills_and_empties_tear_no_event(tracker):
@@ -523,10 +615,13 @@ def test_two_threads_and_a_disk_that_fills_and_empties_tear_no_event(tracker):
     assert len(scalars(events, "a")) + len(scalars(events, "b")) == 80 - 80 // 3
 
 
-def test_the_end_makes_no_new_file(tracker):
+@pytest.mark.parametrize("closed", [True, False])
+def test_the_end_makes_no_new_file(tracker, closed):
     tracker.log({"x": 0.0}, 0)
     (file,) = tracker.log_dir.iterdir()
     file.unlink()
+    if closed:
+        tracker.writer.close()
     tracker.status = "finished"
     tracker.finish()
     assert list(tracker.log_dir.iterdir()) == []

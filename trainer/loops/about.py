@@ -67,7 +67,7 @@ class AboutRun:
         self._document = {
             "format_version": FORMAT_VERSION,
             **plain(description),
-            "code": _code(),
+            "code": git_commit("."),
             "starts": [*earlier.get("starts", ()), {**start, "error": None}],
             "warnings": earlier.get("warnings", []),
             "more_warnings": earlier.get("more_warnings", 0),
@@ -181,11 +181,3 @@ def versions() -> dict[str, str]:
 def name_of(device: torch.device) -> str:
     """Return the name of a device's model if it is a GPU, else its type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _code() -> str | None:
-    try:
-        return git_commit(Path.cwd())
-    except OSError as error:
-        logger.warning("The commit of the code cannot be read: %s.", error)
-        return None

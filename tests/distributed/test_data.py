@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -444,28 +447,81 @@ def test_the_table_of_two_processes_holds_for_uneven_ends_of_three(ranks3):
     ]
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 11, 8), reason="this Python's forks cannot hang so")
-def test_a_worker_that_hangs_in_its_fork_is_forked_again(ranks2):
+old_forks = pytest.mark.skipif(
+    sys.version_info >= (3, 11, 8), reason="this Python's forks cannot hang so"
+)
+
+
+@old_forks
+@pytest.mark.parametrize("late", ["forever", "a little"])
+def test_a_worker_that_does_not_begin_is_forked_again(ranks2, late):
     def read() -> tuple[list[int], int, list[str]]:
         forks: list[int] = []
         told: list[str] = []
 
-        def in_child() -> (
-            None
-        ):  # before the child's first instruction, where the lock is waited for
-            if len(forks) == 1:
+        # This runs before the child's first instruction, where the lock is waited for.
+        def in_child() -> None:
+            if late == "forever" and len(forks) == 1:
                 signal.pause()
+            if late == "a little":
+                time.sleep(0.02)
 
         os.register_at_fork(before=lambda: forks.append(1), after_in_child=in_child)
-        loader = prepare_data_loader(DataLoader(Numbers(8), num_workers=2))
+        source = DataLoader(Numbers(8), num_workers=2, timeout=30)
+        loader = prepare_data_loader(source)
         with pytest.MonkeyPatch.context() as patch:
+            if late == "a little":  # until it is doubled often enough, children begin too late
+                patch.setattr(forking, "_PATIENCE", 1e-5)
             patch.setattr(logging.Handler, "emit", lambda _, record: told.append(record.msg))
             forking.logger.addHandler(handler := logging.Handler())
             values = [int(batch) for batch in loader]
             forking.logger.removeHandler(handler)
+        assert loader.multiprocessing_context is source.multiprocessing_context
         return values, len(forks), told
 
     for rank, (values, forks, told) in enumerate(ranks2(read)):
         assert values == [rank, rank + 2, rank + 4, rank + 6]
         assert forks >= 3
         assert "did not begin within %g s after its fork" in told[0]
+
+
+@old_forks
+def test_an_interrupt_while_a_worker_is_awaited_leaves_no_process(ranks2):
+    def interrupted() -> list[str]:
+        hangs: list[bool] = []
+
+        def in_child() -> None:
+            if hangs:
+                signal.pause()
+
+        def in_parent() -> None:
+            if hangs:
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+        os.register_at_fork(after_in_child=in_child, after_in_parent=in_parent)
+        loader = prepare_data_loader(DataLoader(Numbers(8), num_workers=1))
+        before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+        hangs.append(True)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(forking, "_PATIENCE", 60.0)
+                with pytest.raises(KeyboardInterrupt):
+                    list(loader)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            hangs.clear()
+        children = Path("/proc/self/task").glob("*/children")
+        return [pid for each in children for pid in each.read_text().split()]
+
+    assert ranks2(interrupted) == [[], []]
+
+
+@pytest.mark.parametrize("how", [None, "fork", "spawn"])
+def test_how_workers_start_is_as_the_user_says(monkeypatch, how):
+    context = None if how is None else multiprocessing.get_context(how)
+    assert forking.safe_context(context) is context  # without a process group
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    safe = forking.safe_context(context)
+    assert (safe is context) == (how == "spawn" or sys.version_info >= (3, 11, 8))
+    if safe is not context:
+        assert forking.safe_context(safe) is safe

@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext, ForkContext, ForkProcess
-from multiprocessing.popen_fork import Popen
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch.distributed as dist
@@ -27,51 +27,70 @@ _PATIENCE = 1.0  # seconds for a child to begin, which takes milliseconds; doubl
 
 def safe_context(context: BaseContext | None) -> BaseContext | None:
     """Return the context in which to start workers; None is the default one."""
-    if sys.version_info >= (3, 11, 8) or not dist.is_initialized():
+    if (
+        sys.platform == "win32"  # which has no forks
+        or sys.version_info >= (3, 11, 8)
+        or not dist.is_initialized()
+    ):
         return context
-    forks = (
-        multiprocessing.get_start_method() == "fork"
-        if context is None
-        else (
-            type(context) is ForkContext  # anything else is left alone
-        )
-    )
-    return _Context() if forks else context
+    if context is None:
+        return _Context() if multiprocessing.get_start_method() == "fork" else None
+    return _Context() if type(context) is ForkContext else context  # a user's own is kept
 
 
-class _Launch(Popen):
-    def _launch(self, process_obj: Any) -> None:
-        patience = _PATIENCE
-        while True:
-            reader, process_obj.begun = multiprocessing.Pipe(duplex=False)
-            with reader, process_obj.begun:
-                super()._launch(process_obj)  # type: ignore[misc]  # typeshed lacks it
-                process_obj.begun.close()  # so that the death of the child is seen as well
-                if reader.poll(patience):
-                    return
-            logger.warning(
-                "A data-loader worker did not begin within %g s after its fork, and is forked "
-                "again. Python 3.11.8 and later have no such forks.",
-                patience,
-            )
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+if sys.platform != "win32":
+    from multiprocessing.context import ForkContext, ForkProcess
+    from multiprocessing.popen_fork import Popen
+
+    class _Launch(Popen):
+        def _launch(self, process_obj: Any) -> None:
+            patience = _PATIENCE
+            while not self._has_begun(process_obj, patience):
+                logger.warning(
+                    "A data-loader worker did not begin within %g s after its fork, and is forked "
+                    "again. Python 3.11.8 and later have no such forks.",
+                    patience,
+                )
+                patience *= 2  # in case the machine is only slow
+
+        def _has_begun(self, process: _Process, patience: float) -> bool:
+            """Fork, and return whether the child began in time; otherwise it is ended."""
+            process.here, process.there = multiprocessing.Pipe()
+            begun = False
+            with process.here, process.there:
+                super()._launch(process)  # type: ignore[misc]  # typeshed lacks it
+                try:
+                    process.there.close()  # so that the death of the child is seen too
+                    begun = process.here.poll(patience)
+                    if begun:
+                        with suppress(OSError):  # it is dead, which its loader will see
+                            process.here.send_bytes(b"")
+                finally:
+                    if not begun:
+                        self._end()
+            return begun
+
+        def _end(self) -> None:
+            with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
             self.close()
-            patience *= 2  # in case the machine is only slow
 
+    class _Process(ForkProcess):
+        here: Connection  # the parent's end
+        there: Connection
 
-class _Process(ForkProcess):
-    begun: Connection
+        @staticmethod
+        def _Popen(process_obj: Any) -> Any:
+            return _Launch(process_obj)
 
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        return _Launch(process_obj)
+        def _bootstrap(self, parent_sentinel: Any = None) -> Any:
+            self.here.close()
+            with self.there as parent:
+                parent.send_bytes(b"")
+                # One that came too late is ended here, where it holds no lock of the others.
+                parent.recv_bytes()
+            return super()._bootstrap(parent_sentinel)  # type: ignore[misc]  # as above
 
-    def _bootstrap(self, parent_sentinel: Any = None) -> Any:
-        self.begun.send_bytes(b"")
-        self.begun.close()
-        return super()._bootstrap(parent_sentinel)  # type: ignore[misc]  # typeshed lacks it
-
-
-class _Context(ForkContext):
-    Process = _Process
+    class _Context(ForkContext):
+        Process = _Process

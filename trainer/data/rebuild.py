@@ -84,12 +84,13 @@ class LastingLoader(DataLoader[Any]):
         collects = gc.isenabled()
         if isinstance(self.worker_init_fn, LastingWorker):
             self.worker_init_fn.collects = collects
+        context = self.multiprocessing_context
         gc.disable()  # until the workers have been forked; see LastingWorker
         try:
-            if self._iterator is None:  # otherwise its persistent workers exist already
-                self.multiprocessing_context = safe_context(self.multiprocessing_context)
+            self.multiprocessing_context = safe_context(context)
             batches = super().__iter__()
         finally:
+            self.multiprocessing_context = context
             if collects:
                 gc.enable()
         _end_with_process(batches)

@@ -19,7 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
-from trackers.jsonl import append_whole
+from trackers.jsonl import append_whole, is_at
 
 _VERSION = "brain.Event:2"  # since 2 a reader drops steps again only where a file says so
 
@@ -60,10 +60,7 @@ class EventFile:
     @property
     def is_there(self) -> bool:
         """Whether the file is still at its path, not deleted, moved or replaced."""
-        try:
-            return os.path.samestat(self._identity, os.stat(self.path))
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return is_at(self._identity, self.path)
 
     def begin(self) -> None:
         """Begin a file.

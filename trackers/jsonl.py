@@ -88,10 +88,10 @@ def unused_name(path: Path) -> Path:
     return aside
 
 
-def is_at(file: io.FileIO, path: Path) -> bool:
-    """Return whether an open file is still at a path, not deleted, moved or replaced."""
+def is_at(file: os.stat_result, path: Path) -> bool:
+    """Return whether a file is still at a path, not deleted, moved or replaced."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+        return os.path.samestat(file, os.stat(path))
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -254,7 +254,9 @@ class JsonlTracker(GeneralTracker):
     def _opened(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
-        if not is_at(self._file, self.path):  # what is written to the open file would be lost
+        if not is_at(
+            os.fstat(self._file.fileno()), self.path
+        ):  # what is written to the open file would be lost
             left = self._file
             self.start()
             left.close()

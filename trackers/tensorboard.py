@@ -65,7 +65,8 @@ class TensorBoardTracker(GeneralTracker):
         logging_dir: the folder of all runs.
         purge_step: for a run that resumes, the first step that it logs again: TensorBoard hides
             what was logged before at this step and later ones.
-        **writer_options: for `torch.utils.tensorboard.SummaryWriter`.
+        **writer_options: for `torch.utils.tensorboard.SummaryWriter`; `max_queue` and `flush_secs`
+            have no effect, since each event is written at once.
 
     Raises:
         ImportError: tensorboard is not installed.
@@ -138,7 +139,7 @@ class TensorBoardTracker(GeneralTracker):
         file.begin()
         self._writer, self._file = writer, file
         self._stored = self._success = self._purge_step = None
-        self._told = self._configured = 0
+        self._told = 0
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store the configuration as hyperparameters, and as YAML text in "configuration".

@@ -680,10 +680,8 @@ class Accelerator:
         scaled = loss if steps == 1 else loss / steps
         if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
             self.lomo_backward(scaled, **kwargs)
-        elif kwargs:
-            self.precision.scale(scaled).backward(**kwargs)
         else:
-            backward(self.precision.scale(scaled))
+            backward(self.precision.scale(scaled), **kwargs)
 
     def _refuse_unfrozen(self) -> None:
         """Refuse parameters unfrozen after `prepare`: DDP would not average their gradients."""

@@ -22,7 +22,6 @@ from trackers import (
     BackgroundTracker,
     GeneralTracker,
     NullTracker,
-    available_trackers,
     resolve_trackers,
     select_trackers,
 )
@@ -262,7 +261,7 @@ class RunTrackers:
         if not (unseen := options.keys() - set(names) - self._seen):
             return
         self._seen |= unseen
-        for name in unseen - set(available_trackers()):  # those may be another start's
+        for name in unseen:
             if near := difflib.get_close_matches(str(name), names, n=1):
                 logger.warning(
                     "%s has options for %r, which is not among the trackers %s: they are not used. "

@@ -615,6 +615,31 @@ def test_two_threads_and_a_disk_that_fills_and_empties_tear_no_event(tracker):
     assert len(scalars(events, "a")) + len(scalars(events, "b")) == 80 - 80 // 3
 
 
+def test_a_second_run_has_nothing_of_the_first(tmp_path, caplog):
+    tracker = TensorBoardTracker("run", tmp_path)
+    for number in range(2):
+        tracker.begin_anew()
+        tracker.start()
+        if number == 0:
+            tracker.store_init_configuration({"lr": 1})
+            shutil.rmtree(tracker.log_dir)
+            for step in (1, 2):
+                tracker.log({"x": 1.0}, step)
+        tracker.status = "finished"
+        tracker.finish()
+    assert len(caplog.records) == 1  # the first run tells that its file was gone
+    (new,) = tracker.log_dir.glob("*tfevents*")
+    known = EventAccumulator(str(new)).Reload().summary_metadata
+    assert known.keys() == {"status/text_summary"}
+    tracker.start()
+    for path in tracker.log_dir.iterdir():
+        path.unlink()
+    for step in (1, 2):
+        tracker.log({"x": 1.0}, step)
+    assert len(caplog.records) == 2
+    tracker.finish()
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_the_end_makes_no_new_file(tracker, closed):
     tracker.log({"x": 0.0}, 0)

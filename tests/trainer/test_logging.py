@@ -808,11 +808,25 @@ def test_a_value_that_was_refused_does_not_count_as_logged():
         with pytest.raises(ValueError, match="batch_size"):
             module.log("refused", 1.0, batch_size=-1)
         module.log("taken", 1.0)
+        assert module.trainer.logged_names == {"taken"}  # there are none after the run
 
-    trainer = make()
-    trainer.fit(Net(log), loader(1))
-    assert "taken" in trainer.callback_metrics
-    assert "refused" not in trainer.logged_names
+    make().fit(Net(log), loader(1))
+
+
+def test_names_from_before_the_run_do_not_hide_those_of_its_values():
+    """The sanity check logs too, and what it logged is forgotten."""
+
+    class Asking(Net):
+        def on_train_end(self):
+            seen.append(set(self.trainer.logged_names))
+
+    seen = []
+
+    def log(module, batch, batch_idx):
+        module.log("v", 1.0)
+
+    make(num_sanity_val_steps=2).fit(Asking(lambda *_: None, log), loader(1), loader(1))
+    assert seen == [{"v"}]
 
 
 @pytest.mark.parametrize("options", [{}, {"add_dataloader_idx": False}])

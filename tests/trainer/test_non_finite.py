@@ -2,7 +2,6 @@
 
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -306,56 +305,6 @@ def test_gradients_of_every_kind_are_looked_at():
     (table(torch.tensor([1])).sum() * math.nan).backward()
     assert find_non_finite([table.weight.grad])
     assert find_non_finite([None]) is None
-
-
-def test_what_was_found_once_is_not_found_again():
-    good, bad = torch.ones(3), torch.tensor([1.0, math.nan])
-    sparse = torch.eye(2).to_sparse()
-    for found, gradients in (
-        (True, [bad]),
-        (False, [good]),
-        (True, [bad, sparse]),  # the kernel gives up after it has found something
-        (False, [good]),
-        (False, [good, sparse]),
-    ):
-        assert bool(find_non_finite(gradients)) is found
-
-
-def test_a_check_that_is_interrupted_leaves_nothing_behind(monkeypatch):
-    name = "_amp_foreach_non_finite_check_and_unscale_"
-    kernel = getattr(torch, name)
-
-    def interrupted(*args):
-        kernel(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, name, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            find_non_finite([torch.tensor([math.nan])])
-    assert not find_non_finite([torch.ones(1)])
-
-
-def test_a_thread_may_begin_in_inference_mode():
-    good, bad = torch.ones(3), torch.full((3,), math.nan)
-
-    def look():
-        with torch.inference_mode():
-            first = find_non_finite([good])
-        return [bool(found) for found in (first, *map(find_non_finite, ([bad], [good])))]
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(look).result() == [False, True, False]
-
-
-def test_threads_that_train_side_by_side_do_not_see_each_others_gradients():
-    good, bad = torch.ones(1000), torch.full((1000,), math.nan)
-
-    def look(gradient):
-        return {bool(find_non_finite([gradient])) for _ in range(200)}
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(look, [good, bad] * 4)) == [{False}, {True}] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

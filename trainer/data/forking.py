@@ -33,9 +33,8 @@ def safe_context(context: BaseContext | None) -> BaseContext | None:
         or not dist.is_initialized()
     ):
         return context
-    if context is None:
-        return _Context() if multiprocessing.get_start_method() == "fork" else None
-    return _Context() if type(context) is ForkContext else context  # a user's own is kept
+    known = context or multiprocessing.get_context()
+    return _Context() if type(known) is ForkContext else context  # a user's own is kept
 
 
 if sys.platform != "win32":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import graph
@@ -24,8 +26,8 @@ _KNOWN = (
 )
 
 
-def backward(loss: Tensor) -> None:
-    """Call ``loss.backward()``, for a plain real scalar directly at the engine's door.
+def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Call ``loss.backward``, for a plain real scalar directly at the engine's door.
 
     Before it enters the engine, torch normalises the losses, gradients and inputs that it may have
     been given. That takes a tenth of a small model's backward pass. Whatever is not a plain loss,
@@ -34,14 +36,16 @@ def backward(loss: Tensor) -> None:
 
     Args:
         loss: A tensor of one element with a graph.
+        *args: Arguments of ``loss.backward``; with any, torch's way is taken.
+        **kwargs: See `args`.
     """
     if (
         _KNOWN
+        and not (args or kwargs)
         and not torch.compiler.is_compiling()  # torch traces its own functions only
         and type(loss) is Tensor
         and "backward" not in loss.__dict__
         and loss.ndim == 0
-        and loss.requires_grad
         and loss.is_floating_point()
         and Tensor.backward is _METHOD
         and torch.autograd.backward is _FUNCTION
@@ -50,7 +54,7 @@ def backward(loss: Tensor) -> None:
     ):
         graph._engine_run_backward(
             (loss,),
-            (torch.ones_like(loss, memory_format=torch.preserve_format),),
+            (torch.ones_like(loss),),
             False,  # the graph is not kept
             False,  # and none is made of the backward pass
             (),  # all leaves get gradients
@@ -58,4 +62,4 @@ def backward(loss: Tensor) -> None:
             accumulate_grad=True,
         )
     else:
-        loss.backward()
+        loss.backward(*args, **kwargs)

@@ -15,7 +15,6 @@ synchronises once per update.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, Literal
@@ -62,35 +61,11 @@ def find_non_finite(gradients: Iterable[Tensor | None]) -> bool | Tensor | None:
     if not present:
         return None
     if present[0].is_cpu:
-        flag, _kept.flag = _kept.flag, None  # put back unless it was set, or an exception comes
-        if flag is None:
-            flag = _new_flag()
-        try:  # in one call, also for mixed dtypes
-            torch._amp_foreach_non_finite_check_and_unscale_(present, flag, _one(flag.device))
+        try:
+            return bool(_look_through(present))  # in one call, also for mixed dtypes
         except RuntimeError:  # not for sparse or complex gradients, nor for several devices
             return _look_through_groups(present)
-        found = bool(flag)
-        if not found:
-            _kept.flag = flag
-        return found
     return _look_through_groups(present)
-
-
-class _Kept(threading.local):
-    """The kernel's flag on the CPU, for each thread.
-
-    Creating one takes longer than looking through the gradients of a small model.
-    """
-
-    flag: Tensor | None = None
-
-
-_kept = _Kept()
-
-
-def _new_flag() -> Tensor:
-    with torch.inference_mode(False):  # an inference tensor could not be written to later
-        return torch.zeros((), dtype=torch.float32, device="cpu")
 
 
 def _look_through_groups(gradients: list[Tensor]) -> bool | Tensor:

@@ -38,7 +38,7 @@ class SingleDevice:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of a micro-batch that does not end its window."""
-        loss.backward(*args, **kwargs)
+        backward(loss, *args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Accumulate the last gradients of a window and average them over the processes.

@@ -1,6 +1,7 @@
 """The backward pass without torch's treatment of arguments: the same, unless somebody looks."""
 
 import sys
+from importlib import reload
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer import Accelerator, Trainer, TrainModule
+from trainer.optim import bare_backward
 from trainer.optim.bare_backward import backward
 
 
@@ -190,3 +192,26 @@ def test_a_compiled_step_may_hold_the_backward_pass():
     loss_of(model).backward()
     for own, parameter in zip(compiled, model.parameters(), strict=True):
         assert torch.equal(own, parameter.grad)
+
+
+def test_a_replacement_from_before_the_import_is_called(monkeypatch):
+    original, called = Tensor.backward, []
+
+    def replaced(*args, **kwargs):
+        called.append(args[0])
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "backward", replaced)
+        reload(bare_backward).backward(loss_of(network()))
+    reload(bare_backward)
+    assert len(called) == 1
+
+
+def test_arguments_reach_torch():
+    model = network()
+    loss = loss_of(model)
+    backward(loss, inputs=[model[0].weight], retain_graph=True)
+    assert model[0].weight.grad is not None
+    assert model[0].bias.grad is None
+    backward(loss)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 from torchmetrics import MeanMetric
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
@@ -359,7 +366,7 @@ class Again(RandomSampler):
 
 @pytest.mark.parametrize(("sampler", "step", "told"), [
     (Again, 1, False), (Again, 3, False), (Again, 4, True), (RandomSampler, 4, False),
-])  # fmt: skip
+])  # fmt: skip  # a table
 def test_samples_that_a_resume_repeats_and_leaves_out_are_told(
     tmp_path, caplog, sampler, step, told
 ):
@@ -672,3 +679,30 @@ def test_a_script_that_evaluates_otherwise_than_before_is_followed(tmp_path):
     module.net[3].eval()
     switching_fit(tmp_path, 8, module)
     assert [part.training for part in (module.net[1], module.net[3])] == [True, False]
+
+
+class Drawn(IterableDataset):
+    def __iter__(self):
+        for _ in range(4):
+            yield torch.rand(4)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_validation_stream_whose_workers_would_stay_is_read_the_same(tmp_path, workers):
+    class Net(Noisy):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/mean", batch.mean())
+
+    def fit(folder: str, epochs: int) -> list[float]:
+        trainer = quiet_trainer(project_dir=tmp_path / folder, max_epochs=epochs)
+        validation = DataLoader(
+            Drawn(), batch_size=2, num_workers=workers, persistent_workers=bool(workers)
+        )
+        trainer.fit(Net(), DataLoader(Augmented(8), batch_size=4), validation, ckpt_path="auto")
+        found = read_metrics(tmp_path / folder / "metrics.jsonl")
+        return [record["val/mean"] for record in found if "val/mean" in record]
+
+    whole = fit("whole", 3)
+    fit("parts", 1)
+    assert len(whole) == 3
+    assert fit("parts", 3) == whole

@@ -27,6 +27,7 @@ from trainer.data.rebuild import (
     end_workers,
     loader_kwargs,
     reads_as_torchs,
+    say_workers_end,
 )
 from trainer.data.rounds import Round, absent_rounds, ahead, own_round
 from trainer.data.sampling import ShardedSampler
@@ -129,8 +130,9 @@ class Feed:
                     drop_last=drop_last,
                     counts=source.collate_fn is default_collate,
                 )
-            kwargs = loader_kwargs(source, self.sampler, self._generator, remember=remember)
-            self.loader = LastingLoader(**kwargs)
+            elif source.persistent_workers and rank == 0:
+                say_workers_end(type(source.dataset).__name__)
+            self.loader = LastingLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None
         if self.sampler is None:
             self._stream = Stream(
@@ -386,7 +388,7 @@ class Feed:
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
         assert self._stream is not None
-        if self.start_round:
+        if self.start_round and self.rank == 0:
             say_what_it_costs(self.start_round * (1 if self.split else self.world_size))
         stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._limit)
         if self.world_size > 1:

@@ -150,13 +150,12 @@ def _say_it_ends(batches: Any) -> None:
 
 
 @cache  # a run may make its loaders again in every epoch
-def say_workers_end(dataset: str, why: str) -> None:
+def say_workers_end(dataset: str) -> None:
     """Warn that the ``persistent_workers`` of a stream do not persist."""
     logger.warning(
         "persistent_workers=True is not used for the stream %s: its workers restart in each "
-        "epoch, since %s.",
+        "epoch, since no checkpoint holds their state, and set_epoch would not reach them.",
         dataset,
-        why,
     )
 
 
@@ -193,27 +192,18 @@ def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
 
 
 def loader_kwargs(
-    loader: DataLoader[Any],
-    sampler: ShardedSampler | None,
-    generator: torch.Generator,
-    *,
-    remember: bool = False,
+    loader: DataLoader[Any], sampler: ShardedSampler | None, generator: torch.Generator
 ) -> dict[str, Any]:
     """Return the arguments of a ``DataLoader`` like this one that reads by `sampler`.
 
     Workers' seeds are drawn from `generator`, so that reading leaves the global generators alone.
-    To `remember` the position of a stream, its workers must not outlive an epoch: no checkpoint
-    holds their generators and copies of the dataset.
+    Those of a stream do not outlive an epoch: no checkpoint holds their generators and copies of
+    the dataset, whatever the stream is for.
     """
     kwargs = users_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = LastingWorker(loader.worker_init_fn)
     if sampler is None:
-        told = hasattr(loader.dataset, "set_epoch")
-        if loader.persistent_workers and (told or remember):
-            unheard, unknown = "set_epoch would not reach them", "no checkpoint holds their state"
-            say_workers_end(type(loader.dataset).__name__, unheard if told else unknown)
-            kwargs["persistent_workers"] = False
-        return kwargs | what_kwargs(loader)
+        return kwargs | what_kwargs(loader) | {"persistent_workers": False}
     worker = LastingWorker(loader.worker_init_fn, wrapped=True)
     kwargs |= {"dataset": wrapped(loader), "collate_fn": as_fetched, "worker_init_fn": worker}
     return kwargs | what_kwargs(loader, sampler)

@@ -39,7 +39,7 @@ class Stream:
         generator: Workers' seeds are drawn from it.
         set_epoch: Tells the data which epoch is read.
         remember: The position will be saved.
-        shown: Show the progress of a replay on this process, if there is a terminal.
+        shown: This process tells of a replay, with its progress if there is a terminal.
     """
 
     def __init__(
@@ -84,14 +84,16 @@ class Stream:
         elif pending is not None:
             place = _place_of(pending)
             found = (pending["epoch"], place.batches) == (epoch, skip)
-        if self._resumed and self._fresh and not found and epoch and self._iterator is not None:
+        unknown = self._resumed and self._fresh and not found and epoch
+        if unknown and self._iterator is not None and self._shown:
             _say_where_it_begins(self._iterator, epoch)
         if not found:
             place = self._reading.start(first=self._fresh)
         self._fresh = False
         batches = self._reading.read(place, mix(seed, epoch, 2), load=found)
         if skip and not found:
-            say_what_it_costs(skip)
+            if self._shown:
+                say_what_it_costs(skip)
             for _, place in _progress(islice(batches, skip), skip, shown=self._shown):
                 self._before_last = place
         self._before_last, self._cut = place, limit is not None and place.batches >= limit

@@ -346,24 +346,17 @@ def test_workers_that_would_stay_begin_every_epoch_afresh():
     assert {item[1] for _, _, batch, _ in seen for item in batch} == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("dataset", "why"),
-    [
-        (Onward, "set_epoch would not reach them"),
-        (Plain, "set_epoch would not reach them"),
-        (Held, "no checkpoint holds their state"),
-        (Draws, "no checkpoint holds their state"),
-    ],
-)
-def test_workers_that_would_stay_are_told_of_once(dataset, why, caplog):
+@pytest.mark.parametrize("remember", [True, False])
+@pytest.mark.parametrize("dataset", [Onward, Plain, Held, Draws])
+def test_workers_that_would_stay_are_told_of_once(dataset, remember, caplog):
     say_workers_end.cache_clear()
-    feed_of(loader(dataset(), num_workers=1))
+    Feed(loader(dataset(), num_workers=1), remember=remember)
     assert not caplog.messages
-    for _ in range(2):
-        feed_of(loader(dataset(), num_workers=1, persistent_workers=True))
+    for rank in (0, 1, 0):
+        staying = loader(dataset(), num_workers=1, persistent_workers=True)
+        Feed(staying, rank=rank, world_size=2, remember=remember)
     (message,) = caplog.messages
     assert f"the stream {dataset.__name__}: " in message
-    assert message.endswith(f"since {why}.")
 
 
 def test_what_a_stream_draws_for_an_epoch_is_the_same_on_all_processes():

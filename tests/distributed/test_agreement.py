@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.device import DEVICE, counted_waits
 from trainer.distributed.agreement import NOTHING, Agreement, Tally, exact_in_float32
+from trainer.distributed.collectives import reduce
+from trainer.loops import signals
 
 CPU = torch.device("cpu")
 
@@ -133,3 +136,35 @@ def test_on_an_accelerator_sums_are_read_an_update_later_and_nothing_waits(monke
     assert [known for _, _, known in found] == [0.0, first.items, first.items + 1]
     assert agreement.latest.bad_losses == agreement.latest.ended == 1
     assert agreement.items_seen == 3 * first.items + 3
+
+
+@pytest.mark.parametrize(("seconds", "told_after"), [(0.0, 16), (0.3, 3), (5.0, 1)])
+def test_all_hear_within_about_a_second_that_one_was_told_to_end(ranks2, seconds, told_after):
+    def rounds_until_told() -> list[tuple[int, int]]:
+        """Tell rank 1 in the eleventh round of each of two evaluations."""
+        questions, rank = signals.Questions(), dist.get_rank()
+        now, asked, heard = [0.0], [], []
+
+        def counted(votes: torch.Tensor) -> torch.Tensor:
+            asked.append(votes)
+            return reduce(votes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(signals, "reduce", counted)
+            # Only rank 0's clock counts, so that all ask in the same rounds.
+            patch.setattr(signals.time, "monotonic", lambda: now[0] if rank == 0 else 0.0)
+            for _ in range(2):
+                for round_idx in range(60):
+                    told = round_idx >= 10 and rank == 1
+                    if questions.ask(round_idx, told, rank=rank, device=torch.device("cpu")):
+                        break
+                    now[0] += seconds
+                heard.append((round_idx, len(asked)))
+        return heard
+
+    (first, again), others = ranks2(rounds_until_told)
+    assert others == [first, again]
+    assert first[0] == again[0] <= 10 + told_after
+    assert again[1] == 2 * first[1]
+    if not seconds:
+        assert first[1] == 3  # before rounds 0, 1 and 17

@@ -16,12 +16,12 @@ from callbacks import Progress
 from trainer.checkpoint.writer import Writer
 from trainer.data.feed import Feed
 from trainer.distributed.agreement import Agreement, Tally
-from trainer.distributed.collectives import reduce
 from trainer.hooks import HookTable
 from trainer.loops.asked import AskedSaves
 from trainer.loops.lengths import Length, Schedule
 from trainer.loops.moving import Mover
 from trainer.loops.record import Recorder
+from trainer.loops.signals import Questions
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
 from trainer.optim.clipping import Limits
@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # `reload` imports this module
     from trainer.loops.reload import Origin, Sources
 
 _UNKNOWN = -1
-_ROUNDS_BETWEEN_QUESTIONS = 16  # of an evaluation: each question is a blocking reduction
 
 
 class Engine(Protocol):
@@ -237,6 +236,7 @@ class FitRun(Run):
             -1 before the first epoch, when the feed is asked each time.
         data_ended: Whether this process has no further batch in the epoch, which only it can know:
             a stream is over, or a dataset has ended early.
+        questions: Whether all are to abandon an evaluation.
         in_boundary: Whether the update is over, and what is due after it is being done.
         log_due: Whether the values of the current update will be recorded.
         found: In manual optimisation on an accelerator, whether any gradients of the current step
@@ -297,6 +297,7 @@ class FitRun(Run):
     noted: list[int] = field(default_factory=list)
     epoch_length: int | None = _UNKNOWN
     data_ended: bool = False
+    questions: Final[Questions] = field(default_factory=Questions)
     in_boundary: bool = False
     log_due: bool = False
     found: Tensor | None = None
@@ -351,9 +352,7 @@ class FitRun(Run):
         told = self.told() is not None
         if self.world_size == 1:
             return told
-        if round_idx % _ROUNDS_BETWEEN_QUESTIONS:
-            return False
-        return bool(reduce(torch.tensor(float(told), device=self.device)))
+        return self.questions.ask(round_idx, told, rank=self.rank, device=self.device)
 
     @property
     def progress(self) -> Progress:

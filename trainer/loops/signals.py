@@ -19,6 +19,9 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
+
+from trainer.distributed.collectives import reduce
 from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
 _installed: list[dict[int, Any]] = []  # the previous handlers, for each active watch
@@ -27,6 +30,7 @@ _WATCHED = [  # Windows lacks the last
 ]
 
 OUT_OF_TIME = 124  # what timeout(1) exits with
+_ROUNDS_BETWEEN_QUESTIONS = 16
 
 
 def exit_code(number: int) -> int:
@@ -99,6 +103,29 @@ def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | 
         return OUT_OF_TIME if time.monotonic() >= deadline else None
 
     return told
+
+
+class Questions:
+    """Asks, in an evaluation on several processes, whether any of them was told to end.
+
+    A question is a blocking reduction, so there is one in 16 rounds; but, by rank 0's clock, one
+    about every second if these take longer.
+    """
+
+    def __init__(self) -> None:
+        self._asked, self._between, self._since = 0, 1, 0.0
+
+    def ask(self, round_idx: int, told: bool, *, rank: int, device: torch.device) -> bool:
+        """Return whether any process was told to end; collective, before every round."""
+        if 0 < round_idx < self._asked + self._between:
+            return False
+        now = time.monotonic()
+        own = float(told), now - self._since if rank == 0 else 0.0
+        votes, seconds = reduce(torch.tensor(own, device=device)).tolist()
+        rounds = round_idx - self._asked if round_idx else 0  # it may be another evaluation
+        self._between = max(1, min(int(rounds / max(seconds, 1e-3)), _ROUNDS_BETWEEN_QUESTIONS))
+        self._asked, self._since = round_idx, now
+        return bool(votes)
 
 
 @contextmanager

@@ -466,9 +466,15 @@ def test_the_first_failure_is_told_from_those_that_follow(failures, rank):
     assert first_of(failures[::-1], 0.1).rank == rank
 
 
-def test_a_collective_that_failed_follows_from_the_exception_of_another_rank():
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "RuntimeError: [/b/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1.",
+        "RuntimeError: Rank 1 failed while the others waited for it, in fit: KeyboardInterrupt",
+    ],
+)
+def test_a_collective_that_failed_follows_from_the_exception_of_another_rank(gone):
     # Rank 1 had left its group, as a `finally` may, before its exception reached the top.
-    gone = "RuntimeError: [/b/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:1."
     kinds = {"rank": 0, "code": 1, "seen": 100, "kind": "RuntimeError", "who": "rank 0"}
     victim = Failure(raised=100.1, text=f"Traceback\n{gone}", **kinds)
     assert first_of([victim, failure(1, raised=100.2)], 0.1).rank == 1

@@ -13,6 +13,7 @@ from trainer.cli.launch.entry import REFUSED
 
 # How communication backends report a lost peer, in the last line of an exception.
 _PEER_GONE = re.compile(r"gloo/transport|NCCL|ncclRemoteError|DistBackendError")
+_PEER_FAILED = re.compile(r"Rank \d+ failed while the others waited for it")  # our watchdog's words
 _PATIENCE = 30  # seconds that torch's agent gives the others to end before it kills them
 
 
@@ -60,7 +61,8 @@ class Failure:
     @property
     def follows(self) -> bool:
         """A collective failed, as happens to processes whose peer has ended."""
-        return bool(self.text) and _PEER_GONE.search(self.text.splitlines()[-1]) is not None
+        last = self.text.splitlines()[-1:]
+        return any(map(_PEER_GONE.search, last)) or _PEER_FAILED.search(self.text) is not None
 
     @property
     def told_to_end(self) -> bool:

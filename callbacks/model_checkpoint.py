@@ -45,7 +45,8 @@ class ModelCheckpoint(Callback):
         monitor: Name of the metric that ranks the checkpoints. None ranks the newest first.
         mode: ``min`` if smaller is better, ``max`` if larger is.
         every: When to save, an interval such as ``"1 epoch"``, ``500`` or ``"30 minutes"``.
-        save_top_k: How many of the best to keep; -1 keeps every checkpoint, 0 none for its rank.
+        save_top_k: How many of the best to keep, without ``monitor`` of the newest; -1 keeps every
+            checkpoint, 0 none for its rank.
         save_last: Save whenever due, whatever the rank, and keep this many newest ones; True is 1.
         on_preemption: Save when a signal ends the run. Such a checkpoint is not ranked: the run
             that resumes from it ranks the update itself, and removes it if it would not be kept.
@@ -68,7 +69,7 @@ class ModelCheckpoint(Callback):
         ValueError: If an argument is invalid, if two instances share a folder, and during ``fit``
             if the metric was never logged when an epoch ends. In a run whose epoch never ends, that
             is a warning at the end.
-        TypeError: If ``save_top_k``, ``save_last`` or ``every`` is of another type.
+        TypeError: If ``monitor``, ``save_top_k``, ``save_last`` or ``every`` is of another type.
     """
 
     runs_last: ClassVar[bool] = True

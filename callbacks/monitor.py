@@ -22,6 +22,7 @@ class Monitor:
 
     Raises:
         ValueError: If ``name`` is empty or ``mode`` is neither ``min`` nor ``max``.
+        TypeError: If ``name`` is not a string.
     """
 
     name: str
@@ -30,6 +31,11 @@ class Monitor:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"mode must be 'min' or 'max', got {self.mode!r}.")
+        if not isinstance(self.name, str):
+            raise TypeError(
+                f"monitor is {self.name!r}; it must be the name of a logged metric, for example "
+                "'val/loss'."
+            )
         if not self.name:
             raise ValueError("monitor must name a logged metric, for example 'val/loss'; got ''.")
 

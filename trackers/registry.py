@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, TypeVar
 
 from trackers.base import GeneralTracker, check_complete, check_installed, is_installed
+from trackers.jsonl import JsonlTracker
 
 _logger = logging.getLogger("trackers")
 _REGISTRY: dict[str, type[GeneralTracker]] = {}
@@ -95,7 +96,7 @@ def select_trackers(
         The given instances, and classes, in the order given.
 
     Raises:
-        TypeError: an entry is none of the above.
+        TypeError: an entry is none of the above, or a class that takes the path of its file.
         ValueError: a name is unknown, or a tracker needs a directory and `logging_dir` is None.
         ImportError: the package of a tracker is not installed.
     """
@@ -113,6 +114,13 @@ def select_trackers(
             continue
         check_complete(one)
         check_installed(one)
+        made_by: Any = one.__init__
+        if made_by is JsonlTracker.__init__:  # it would take the run's name as the path
+            raise TypeError(
+                f"log_with has the class {one.__name__}, which takes the path of its file. Pass an "
+                f"instance, {one.__name__}(path). A Trainer needs none: it writes metrics.jsonl in "
+                "its project_dir."
+            )
         if one.requires_logging_directory and logging_dir is None:
             raise ValueError(
                 f"Logging with {one.name!r} writes files, but logging_dir is None. "

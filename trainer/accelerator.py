@@ -47,6 +47,7 @@ from trainer.data.skip import skip_first_batches
 from trainer.distributed import collectives
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
+from trainer.errors import expect, expect_bools
 from trainer.memory import release_memory
 from trainer.optim.bare_backward import backward
 from trainer.optim.clipping import as_list, clip_
@@ -73,6 +74,12 @@ _HANDLERS = (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
+_KINDS = {
+    "model": "a torch.nn.Module",
+    "optimizer": "an optimizer of torch.optim, or one with its attributes",
+    "scheduler": "a scheduler of torch.optim.lr_scheduler, or one with its attributes",
+    "loss": "a tensor with a graph, which loss.item() and float(loss) lack",
+}
 
 
 class Accelerator:
@@ -91,8 +98,8 @@ class Accelerator:
         fsdp_plugin: Not supported yet.
         megatron_lm_plugin: Not supported yet.
         rng_types: Generators that take rank 0's state at the beginning of each pass through a
-            prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"generator"``; None
-            is ``["generator"]``.
+            prepared loader: ``"torch"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"generator"``, or a
+            list of them; None is ``["generator"]``.
         log_with: Trackers for `init_trackers`: a name, class or instance, or a list of them, or
             ``"all"``.
         project_dir: Folder of trackers and numbered checkpoints, if `project_config` has none.
@@ -144,7 +151,7 @@ class Accelerator:
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
-        rng_types: Sequence[str] | None = None,
+        rng_types: Sequence[str] | str | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -158,7 +165,14 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         scheduler_tick: str = "process",
     ) -> None:
+        expect_bools(
+            device_placement=device_placement,
+            cpu=cpu,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+        )
         refuse_engine(deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        expect("dataloader_config", dataloader_config, DataLoaderConfiguration)
+        expect("project_config", project_config, ProjectConfiguration)
         handlers = _by_type(kwargs_handlers or [])
         self.autocast_handler: AutocastKwargs | None = handlers.get(AutocastKwargs)
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get(
@@ -169,6 +183,8 @@ class Accelerator:
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_tick = SchedulerTick.parse(scheduler_tick, "scheduler_tick")
+        if isinstance(rng_types, str):
+            rng_types = [rng_types]
         self.rng_types = [
             RNGType.parse(kind, "rng_types") for kind in rng_types or [RNGType.GENERATOR]
         ]
@@ -462,7 +478,11 @@ class Accelerator:
             model: The model; preparing it again returns the same prepared model.
             device_placement: Overrides the constructor's.
             evaluation_mode: The model is only evaluated: no DDP.
+
+        Raises:
+            TypeError: `model` is not a module.
         """
+        _expect_of("prepare_model", "model", model, isinstance(model, nn.Module))
         for known in self._models:
             if model is known or models.unwrap_model(known) is model:
                 return known
@@ -482,7 +502,12 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer to step only when its window is complete and its gradients finite."""
+        """Wrap an optimizer to step only when its window is complete and its gradients finite.
+
+        Raises:
+            TypeError: `optimizer` is not an optimizer.
+        """
+        _expect_of("prepare_optimizer", "optimizer", optimizer, hasattr(optimizer, "param_groups"))
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         for known in self._optimizers:
@@ -497,7 +522,12 @@ class Accelerator:
     def prepare_scheduler(
         self, scheduler: LRScheduler | AcceleratedScheduler
     ) -> AcceleratedScheduler:
-        """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`."""
+        """Wrap a scheduler to advance with its optimizer's updates; see `scheduler_tick`.
+
+        Raises:
+            TypeError: `scheduler` is not a scheduler.
+        """
+        _expect_of("prepare_scheduler", "scheduler", scheduler, hasattr(scheduler, "optimizer"))
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self._schedulers:
@@ -673,15 +703,20 @@ class Accelerator:
 
         Raises:
             RuntimeError: With several processes, parameters were unfrozen after `prepare`.
+            TypeError: `loss` is not a tensor.
         """
         if self.sync_gradients:
             self._refuse_unfrozen()
         steps = self.gradient_state.num_steps
-        scaled = loss if steps == 1 else loss / steps
-        if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
-            self.lomo_backward(scaled, **kwargs)
-        else:
-            backward(self.precision.scale(scaled), **kwargs)
+        try:
+            scaled = loss if steps == 1 else loss / steps
+            if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
+                self.lomo_backward(scaled, **kwargs)
+            else:
+                backward(self.precision.scale(scaled), **kwargs)
+        except (AttributeError, TypeError, ValueError):  # checked here: a tensor waits for nothing
+            _expect_of("backward", "loss", loss, hasattr(loss, "backward"))
+            raise
 
     def _refuse_unfrozen(self) -> None:
         """Refuse parameters unfrozen after `prepare`: DDP would not average their gradients."""
@@ -795,11 +830,7 @@ class Accelerator:
         Raises:
             TypeError: `model` is not a module; raised on every process, as for a wrong size.
         """
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"save_model was given {reprlib.repr(model)} of type {type(model).__name__} as its "
-                "model; it must be a torch.nn.Module: save_model(model, save_directory)."
-            )
+        _expect_of("save_model", "model", model, isinstance(model, nn.Module))
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         if self._writes:
             save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
@@ -1044,6 +1075,14 @@ class Accelerator:
         return f"Accelerator(\n{self.state})"
 
 
+def _expect_of(method: str, what: str, given: object, fits: bool) -> None:
+    if not fits:
+        raise TypeError(
+            f"{method} was given {reprlib.repr(given)} of type {type(given).__name__} as its "
+            f"{what}; it must be {_KINDS[what]}."
+        )
+
+
 def _bare(model: nn.Module) -> nn.Module:
     return models.unwrap_model(model)
 
@@ -1059,6 +1098,7 @@ def _with_options(
 def _chosen_window(
     steps: int | None, plugin: GradientAccumulationPlugin | None
 ) -> GradientAccumulationPlugin:
+    expect("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
         return GradientAccumulationPlugin(num_steps=steps)
     if steps not in (None, 1):
@@ -1071,6 +1111,8 @@ def _chosen_window(
 
 def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
     """Return the plugin from the arguments or the environment, never another `Accelerator`'s."""
+    fix = f"Pass dynamo_backend={plugin!r}." if isinstance(plugin, str) else ""
+    expect("dynamo_plugin", plugin, TorchDynamoPlugin, fix)
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:

@@ -8,11 +8,21 @@ import inspect
 from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
+from callbacks.arguments import explained
 from trainer import environment
 from trainer.choices import DDPCommunicationHookType
 from trainer.errors import choose
+
+_T = TypeVar("_T")
+
+
+def explains_itself(cls: type[_T]) -> type[_T]:
+    """Decorate a dataclass: the errors of its wrong arguments say which are right."""
+    made: Any = cls
+    made.__init__ = explained()(made.__init__)
+    return cls
 
 
 def _at_least(minimum: int, what: str, value: object) -> None:
@@ -45,6 +55,7 @@ def refuse_fp8(what: str) -> None:
     )
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class DataLoaderConfiguration:
     """How prepared data loaders divide the data among processes.
@@ -77,6 +88,7 @@ class DataLoaderConfiguration:
             _expect_bools(self, "dispatch_batches")
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class ProjectConfiguration:
     """Where a run writes its files.
@@ -122,6 +134,7 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class KwargsHandler:
     """Arguments for an object that `Accelerator` creates itself."""
@@ -140,6 +153,7 @@ class KwargsHandler:
         }
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
@@ -173,6 +187,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         _expect_bools(self, "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class AutocastKwargs(KwargsHandler):
     """Arguments of ``torch.autocast``.
@@ -192,6 +207,7 @@ class AutocastKwargs(KwargsHandler):
             _expect_bools(self, "cache_enabled")
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of torch's ``DistributedDataParallel``; its documentation explains them.
@@ -287,6 +303,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in hooks}
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class GradScalerKwargs(KwargsHandler):
     """Arguments of ``torch.amp.GradScaler``, used with ``mixed_precision="fp16"``.
@@ -314,6 +331,7 @@ class GradScalerKwargs(KwargsHandler):
         _expect_bools(self, "enabled")
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of ``torch.distributed.init_process_group``.
@@ -345,6 +363,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise ValueError(f"timeout is {self.timeout}; it must be above 0.")
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class FP8RecipeKwargs(KwargsHandler):
     """Options of 8-bit training, which `Accelerator` does not support yet and refuses.

@@ -70,3 +70,31 @@ def choose(what: str, value: object, choices: Iterable[str]) -> str:
     near = get_close_matches(str(value), names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{what} is {value!r}; it must be one of {', '.join(map(repr, names))}.{hint}"
+
+
+def expect(what: str, value: object, kind: type, fix: str = "") -> None:
+    """Raise if a value is neither None nor an instance of a class.
+
+    Args:
+        what: The user's name of the value.
+        value: The value given.
+        kind: The class.
+        fix: What to pass instead, a sentence.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(value, (kind, type(None))):
+        told = f" {fix}" if fix else ""
+        raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{told}")
+
+
+def expect_bools(**given: object) -> None:
+    """Raise if an argument is neither True nor False: texts such as "no" count as true.
+
+    Raises:
+        TypeError: An argument is something else; 1 and 0 are accepted.
+    """
+    for name, value in given.items():
+        if value not in (True, False):
+            raise TypeError(f"{name} is {value!r}; it must be True or False.")

@@ -15,7 +15,8 @@ from typing import Any
 
 from trainer import environment
 from trainer.choices import DynamoBackend
-from trainer.errors import choose
+from trainer.configuration import explains_itself
+from trainer.errors import choose, expect
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
 _FSDP_CHOICES = {
@@ -36,6 +37,7 @@ _SUPPORTED = (
 )
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class TorchDynamoPlugin:
     """Arguments of ``torch.compile``.
@@ -112,6 +114,7 @@ class TorchDynamoPlugin:
         return {k: v for k, v in self.to_dict().items() if v != plain.get(k, False)}
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class FullyShardedDataParallelPlugin:
     """Arguments of fully sharded data parallelism.
@@ -187,6 +190,7 @@ class FullyShardedDataParallelPlugin:
         _expect(self, "forward_prefetch activation_checkpointing", bool)
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class DeepSpeedPlugin:
     """Arguments of DeepSpeed.
@@ -269,6 +273,7 @@ class DeepSpeedPlugin:
             )
 
 
+@explains_itself
 @dataclass(kw_only=True)
 class MegatronLMPlugin:
     """Arguments of Megatron-LM, which its documentation explains.
@@ -377,8 +382,7 @@ def refuse_engine(
             "MEGATRON_LM",
         ),
     ):
-        if plugin is not None and not isinstance(plugin, kind):
-            raise TypeError(f"{argument} is {plugin!r}; it must be a {kind.__name__}.")
+        expect(argument, plugin, kind)
         variable = f"ACCELERATE_USE_{variable}"
         if plugin is not None:
             asked, fix = argument, f"leave {argument} out"

@@ -33,7 +33,7 @@ from trainer.configuration import DataLoaderConfiguration, KwargsHandler, Projec
 from trainer.data.feed import Feed
 from trainer.distributed.meeting import meet
 from trainer.distributed.watchdog import watched
-from trainer.errors import Preempted
+from trainer.errors import Preempted, expect_bools
 from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.arguments import (
@@ -239,6 +239,9 @@ class Trainer:
         if unknown:
             refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
         refuse_uncalled(self, "trainer", tells=True)
+        expect_bools(
+            progress_bar=progress_bar, checkpointing=checkpointing, slurm_requeue=slurm_requeue
+        )
         if not isinstance(accelerator, (Accelerator, type(None))):
             raise TypeError(
                 f"accelerator is {accelerator!r}; it must be an Accelerator. The device is "

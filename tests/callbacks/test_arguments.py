@@ -6,6 +6,12 @@ import pytest
 
 from callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from trainer import Accelerator, Trainer
+from trainer.configuration import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    ProjectConfiguration,
+)
+from trainer.plugins import TorchDynamoPlugin
 
 
 def fit(**kwargs):
@@ -46,6 +52,14 @@ def fit(**kwargs):
         ),
         (Accelerator, {"fp16": True}, "Accelerator has no argument 'fp16'; use mixed_precision="),
         (Accelerator, {"gradient_acumulation_steps": 2}, "mean 'gradient_accumulation_steps'?"),
+        (
+            DataLoaderConfiguration,
+            {"split_batch": True},
+            "DataLoaderConfiguration has no argument 'split_batch'. Did you mean 'split_batches'?",
+        ),
+        (DistributedDataParallelKwargs, {"comm_hok": "fp16"}, "Did you mean 'comm_hook'?"),
+        (ProjectConfiguration, {"folder": "runs"}, "it has project_dir, logging_dir, automatic_"),
+        (TorchDynamoPlugin, {"backnd": "eager"}, "no argument 'backnd'. Did you mean 'backend'?"),
     ],
 )
 def test_the_error_says_what_to_write(call, given, message):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from callbacks import Monitor
+from callbacks import EarlyStopping, ModelCheckpoint, Monitor, SpikeDetection
 from tests.helpers.stand_in import TrainerStandIn
 
 
@@ -33,6 +33,14 @@ def test_is_better(mode, value, than, min_delta, better):
 def test_wrong_arguments_are_refused(name, mode):
     with pytest.raises(ValueError, match="must"):
         Monitor(name, mode)
+
+
+@pytest.mark.parametrize("watcher", [ModelCheckpoint, EarlyStopping, SpikeDetection])
+@pytest.mark.parametrize("name", [3, ["loss"]])
+def test_a_name_that_is_no_text_is_refused(watcher, name):
+    with pytest.raises(TypeError) as caught:
+        watcher(monitor=name)
+    assert f"monitor is {name!r}; it must be the name of a logged metric" in str(caught.value)
 
 
 def test_only_a_fresh_value_is_read():

@@ -314,6 +314,23 @@ def test_wrong_type(wrong):
         resolve(wrong)
 
 
+def test_a_class_that_takes_the_path_of_its_file_is_refused(tmp_path, monkeypatch):
+    class Like(trackers.JsonlTracker):
+        pass
+
+    class Own(trackers.JsonlTracker):
+        def __init__(self, run_name):
+            super().__init__(tmp_path / f"{run_name}.jsonl")
+
+    monkeypatch.chdir(tmp_path)
+    for wrong in (trackers.JsonlTracker, Like):
+        with pytest.raises(TypeError, match=rf"instance, {wrong.__name__}\(path\)\."):
+            trackers.select_trackers(["csv", wrong], logging_dir=tmp_path)
+    (own,) = resolve(Own)
+    assert own.path == tmp_path / "project.jsonl"
+    assert resolve(own) == [own]
+
+
 def test_missing_directory():
     with pytest.raises(ValueError, match=r"'files' writes files.*project_dir"):
         resolve(Files)

@@ -109,11 +109,41 @@ def test_a_window_comes_from_the_argument_or_from_the_plugin():
             ValueError,
             "holds two AutocastKwargs; give one",
         ),
+        (
+            {"dataloader_config": {"split_batches": True}},
+            TypeError,
+            "dataloader_config is {'split_batches': True}; it must be a DataLoaderConfiguration",
+        ),
+        ({"project_config": "x"}, TypeError, "project_config is 'x'; .* ProjectConfiguration"),
+        ({"project_config": {}}, TypeError, "project_config is {}; .* a ProjectConfiguration"),
+        ({"dynamo_plugin": "eager"}, TypeError, "TorchDynamoPlugin. Pass dynamo_backend='eager'"),
+        ({"dynamo_plugin": {"backend": "eager"}}, TypeError, "must be a TorchDynamoPlugin.$"),
+        (
+            {"gradient_accumulation_plugin": 2, "gradient_accumulation_steps": 2},
+            TypeError,
+            "gradient_accumulation_plugin is 2; it must be a GradientAccumulationPlugin",
+        ),
+        *[
+            ({name: "no"}, TypeError, f"{name} is 'no'; it must be True or False")
+            for name in (
+                "cpu",
+                "device_placement",
+                "step_scheduler_with_optimizer",
+                "split_batches",
+                "dispatch_batches",
+                "even_batches",
+                "use_seedable_sampler",
+            )
+        ],
     ],
 )
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
-        accelerate(**arguments)
+        Accelerator(**{"cpu": True} | arguments)
+
+
+def test_one_generator_may_be_named_without_a_list():
+    assert accelerate(rng_types="torch").rng_types == ["torch"]
 
 
 def test_a_second_accelerator_shares_the_state_and_cannot_change_it():
@@ -409,6 +439,29 @@ def test_backward_divides_by_the_window_and_passes_arguments_on():
     accelerator.backward(loss, retain_graph=True)
     accelerator.backward(loss)
     assert weight.grad.item() == 1.0
+
+
+@pytest.mark.parametrize("arguments", [{}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("loss", [3.0, None, "loss"])
+def test_only_a_tensor_is_a_loss(loss, precision, arguments):
+    accelerator = accelerate(mixed_precision=precision, **arguments)
+    with pytest.raises(TypeError, match=f"backward was given {loss!r} of .*its loss; .* a tensor"):
+        accelerator.backward(loss)
+
+
+def test_errors_of_a_backward_pass_are_its_own():
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.sum()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise ValueError("of its own")
+
+    with pytest.raises(ValueError, match=r"^of its own$"):
+        accelerate().backward(Refuses.apply(torch.ones(1, requires_grad=True)))
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])

@@ -567,6 +567,15 @@ def test_an_object_is_saved_by_the_main_process_or_that_of_each_machine():
     assert Path("other.pt").exists()
 
 
+@pytest.mark.parametrize("given", ["a", 3, nn.Linear, None])
+@pytest.mark.parametrize("kind", ["model", "optimizer", "scheduler"])
+def test_what_is_prepared_by_itself_is_of_its_kind(kind, given):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=rf"^prepare_{kind} was given .* as its {kind}; .*torch\."):
+        getattr(accelerator, f"prepare_{kind}")(given)
+    assert accelerator._models == accelerator._optimizers == accelerator._schedulers == []
+
+
 @pytest.mark.parametrize("model", [b"bytes", "folder", None])
 def test_only_a_module_is_saved_as_a_model(model):
     with pytest.raises(TypeError, match=r"its model; it must be a torch\.nn\.Module"):

@@ -11,6 +11,7 @@ from callbacks import Callback, Interval, ModelCheckpoint, ProgressBar
 from trainer.accelerator import Accelerator
 from trainer.choices import RNGType
 from trainer.configuration import GradientAccumulationPlugin, ProjectConfiguration
+from trainer.errors import expect
 from trainer.hooks import is_overridden
 from trainer.state import AcceleratorState, is_initialized
 
@@ -119,8 +120,7 @@ def project_dir_of(
     config: ProjectConfiguration, project_dir: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str] | None:
     """Return the Trainer's `project_dir`, or that of its `ProjectConfiguration`."""
-    if not isinstance(config, ProjectConfiguration):
-        raise TypeError(f"project_config is {config!r}; it must be a ProjectConfiguration.")
+    expect("project_config", config, ProjectConfiguration)
     if config.total_limit:
         raise ValueError(
             f"ProjectConfiguration(total_limit={config.total_limit!r}) concerns the Accelerator's "

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from callbacks import Interval
+from trainer.errors import expect_bools
 from trainer.loops.lengths import Length, check_limit, seconds_of
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy
@@ -63,8 +64,7 @@ class Settings:
             check_limit(name, getattr(self, name))
         validate_limits(self.max_grad_norm, self.max_grad_value)
         check_policy(self.non_finite, self.max_skipped_in_row)
-        if self.barebones not in (True, False):
-            raise TypeError(f"barebones is {self.barebones!r}; it must be True or False.")
+        expect_bools(barebones=self.barebones, detect_anomaly=self.detect_anomaly)
         if self.profile not in (None, "simple"):
             raise ValueError(
                 f"profile is {self.profile!r}; it must be 'simple', a table of where the time "

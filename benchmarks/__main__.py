@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +22,9 @@ from benchmarks import (
     page,
     transformer,
 )
+from benchmarks.arguments import at_least, folder_at, part_of_one
 from benchmarks.report import Result, Unavailable, say
+from benchmarks.timing import LEAST_STEPS, is_chosen
 
 RESULTS = Path(__file__).with_name("results")
 BENCHMARKS: dict[str, ModuleType] = {
@@ -49,17 +51,20 @@ def parser() -> argparse.ArgumentParser:
     for name, module in BENCHMARKS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
         one = commands.add_parser(name, help=summary, description=summary)
-        _add_common(one)
-        one.add_argument("--steps", type=_positive, default=module.STEPS, help="steps per turn")
+        _add_common(one, module.names)
+        if hasattr(module, "STEPS"):
+            one.add_argument(
+                "--steps", type=at_least(LEAST_STEPS), default=module.STEPS, help="steps per turn"
+            )
         one.add_argument(
-            "--repeats", type=_positive, default=module.REPEATS, help="number of rounds"
+            "--repeats", type=at_least(1), default=module.REPEATS, help="number of rounds"
         )
         if hasattr(module, "add_arguments"):
             module.add_arguments(one)
     everything = commands.add_parser(
         "all", help="Run all with their defaults; draw the chart, write the README."
     )
-    _add_common(everything)
+    _add_common(everything, _all_names)
     for name, summary in (
         ("chart", "Draw the chart of the README from the JSON."),
         ("readme", "Write the figures of the README from the JSON."),
@@ -68,30 +73,28 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _all_names() -> list[str]:
+    return list(dict.fromkeys(name for each in BENCHMARKS.values() for name in each.names()))
+
+
 def _add_output(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--output",
-        type=Path,
+        type=folder_at,
         help=f"folder of the JSON, by default {RESULTS.parent.name}/{RESULTS.name}",
     )
 
 
-def _add_common(one: argparse.ArgumentParser) -> None:
+def _add_common(one: argparse.ArgumentParser, names: Callable[[], Sequence[str]]) -> None:
     _add_output(one)
     one.add_argument(
         "--rows",
+        type=part_of_one(names),
         nargs="+",
         default=[],
         metavar="TEXT",
         help="only the reference and rows whose name contains a TEXT; saved only with --output",
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is too few; at least 1.")
-    return number
 
 
 def measure(module: ModuleType, options: argparse.Namespace) -> Result:
@@ -109,14 +112,18 @@ def measure(module: ModuleType, options: argparse.Namespace) -> Result:
 
 
 def run_all(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Run all benchmarks in turn; those that cannot run here are reported and skipped."""
+    """Run in turn all benchmarks that have such rows; those that cannot run here are reported."""
     code = 0
-    common = ["--output", str(options.output)] if options.output else []
-    common += ["--rows", *options.rows] if options.rows else []
+    output = ["--output", str(options.output)] if options.output else []
     for name, module in BENCHMARKS.items():
+        names = module.names()
+        rows = [text for text in options.rows if any(is_chosen(each, [text]) for each in names)]
+        if options.rows and not rows:
+            continue
+        chosen = ["--rows", *rows] if rows else []
         say(f"-- {name}")
         try:
-            measure(module, made.parse_args([name, *common]))
+            measure(module, made.parse_args([name, *output, *chosen]))
         except Unavailable as reason:
             say(str(reason))
             code = NOT_HERE

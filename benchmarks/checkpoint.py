@@ -9,6 +9,7 @@ import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.arguments import at_least
 from benchmarks.report import Column, Result, Row
-from benchmarks.timing import quartiles, resident, timed, unseen
+from benchmarks.timing import is_chosen, quartiles, resident, timed, unseen
 from callbacks import Callback
 from trainer import Trainer, TrainModule
 
-STEPS, REPEATS = 1, 5
+REPEATS = 5
 WIDTH = 1024
 COLUMNS = (
     Column("stall", "training waits, ms"),
@@ -36,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument(
         "--parameters",
-        type=int,
+        type=at_least(1),
         default=25_000_000,
         help="number of model parameters; AdamW stores two more values for each",
     )
@@ -91,21 +93,35 @@ def torch_saved(state: Any, path: Path, *, sync: bool) -> None:
             os.fsync(file.fileno())
 
 
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what a Trainer has trained, as most loops save it."""
+    module, optimizer = trainer.module, trainer.optimizers[0]
+    return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+WAYS: dict[str, Callable[[Trainer], Way]] = {
+    "plain file, synced": lambda trainer: Way(
+        save=partial(written, bytes(size_of(state_of(trainer))))
+    ),
+    "torch.save": lambda trainer: Way(save=partial(torch_saved, state_of(trainer), sync=False)),
+    "torch.save, synced": lambda trainer: Way(
+        save=partial(torch_saved, state_of(trainer), sync=True)
+    ),
+    "Cadence, waiting": lambda trainer: Way(save=trainer.save_checkpoint),
+    "Cadence, in the background": lambda trainer: Way(
+        save=partial(trainer.save_checkpoint, background=True), finish=trainer.wait_for_save
+    ),
+}
+
+
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return list(WAYS)
+
+
 def rows(trainer: Trainer) -> dict[str, Way]:
     """Return the ways to save what a Trainer has trained, the plain file first."""
-    module, optimizer = trainer.module, trainer.optimizers[0]
-    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-    data = bytes(size_of(state))
-    return {
-        "plain file, synced": Way(save=lambda path: written(data, path)),
-        "torch.save": Way(save=lambda path: torch_saved(state, path, sync=False)),
-        "torch.save, synced": Way(save=lambda path: torch_saved(state, path, sync=True)),
-        "Cadence, waiting": Way(save=trainer.save_checkpoint),
-        "Cadence, in the background": Way(
-            save=lambda path: trainer.save_checkpoint(path, background=True),
-            finish=trainer.wait_for_save,
-        ),
-    }
+    return {name: make(trainer) for name, make in WAYS.items()}
 
 
 def size_of(state: Any) -> int:
@@ -189,14 +205,9 @@ def run(options: Namespace) -> Result:
         folder = Path(name)
 
         def measure(trainer: Trainer) -> None:
-            ways = rows(trainer)
-            reference = next(iter(ways))
-            wanted = [row.casefold() for row in options.rows]
-            ways = {
-                each: way
-                for each, way in ways.items()
-                if each == reference or not wanted or any(row in each.casefold() for row in wanted)
-            }
+            (reference, first), *others = rows(trainer).items()
+            kept = {each: way for each, way in others if is_chosen(each, options.rows)}
+            ways = {reference: first, **kept}
             memory.update({each: memory_of(way, folder / "memory") for each, way in ways.items()})
             times.update({each: [] for each in ways})
             for number in range(options.repeats):

@@ -71,6 +71,12 @@ def rows(kind: str, workers: int, steps: int) -> list[Contender]:
     ]
 
 
+def names() -> list[str]:
+    """Return the names of all rows, which all groups have."""
+    kind, *_ = KINDS
+    return [contender.name for contender in rows(kind, 0, STEPS)]
+
+
 def run(options: Namespace) -> Result:
     """Run the benchmark."""
     found = []

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import contestants
+from benchmarks.arguments import at_least
 from benchmarks.report import Result
 from benchmarks.task import Task
 from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
@@ -34,7 +35,9 @@ GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--processes", type=int, default=PROCESSES, help="how many to start")
+    parser.add_argument(
+        "--processes", type=at_least(1), default=PROCESSES, help="how many to start"
+    )
 
 
 def by_hand(task: Task) -> None:
@@ -74,6 +77,11 @@ def rows(steps: int, *hidden: int) -> list[Contender]:
         "Cadence Accelerator": contestants.own_loop,
     }
     return [Contender(name=name, run=partial(turn, train)) for name, train in kinds.items()]
+
+
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return [contender.name for contender in rows(STEPS)]
 
 
 def measure(options: Namespace) -> Result:

@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks.report import Column, Result
 from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 
-STEPS, REPEATS = 1, 10
+REPEATS = 10
 
 SCRIPT = """
 import json, sys, time
@@ -39,6 +39,11 @@ STATEMENTS = {
     "from lightning.pytorch import Trainer": ("lightning",),
     "from transformers import Trainer": ("transformers", "accelerate"),
 }
+
+
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return list(STATEMENTS)
 
 
 def rows(modules: dict[str, int]) -> list[Contender]:

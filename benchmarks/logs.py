@@ -156,6 +156,11 @@ GROUPS: dict[str, Callable[[int], list[Contender]]] = {
 }
 
 
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return [contender.name for make in GROUPS.values() for contender in make(STEPS)]
+
+
 def run(options: Namespace) -> Result:
     """Run the benchmark."""
     found = []

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from benchmarks import contestants
+from benchmarks.arguments import at_least
 from benchmarks.report import Column, Result, Row
 from benchmarks.task import Task
-from benchmarks.timing import Clock, quartiles, resident, unseen
+from benchmarks.timing import LEAST_STEPS, Clock, is_chosen, quartiles, resident, unseen
 
 STEPS, REPEATS = 100_000, 1
 WARM_UP = 0.2  # of the steps: by then the caches and the allocator have reached their size
@@ -82,8 +83,16 @@ def measure(train: Callable[[Any], None], steps: int, *, wide: bool) -> dict[str
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument(
-        "--wide-steps", type=int, default=20, help="steps of the run with 20 million parameters"
+        "--wide-steps",
+        type=at_least(LEAST_STEPS),
+        default=20,
+        help="steps of the run with 20 million parameters",
     )
+
+
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return list(KINDS)
 
 
 def _measured_apart(name: str, steps: int, *, wide: bool) -> dict[str, float]:
@@ -122,8 +131,7 @@ def run(options: Namespace) -> Result:
     """Run the benchmark, each run in its own process."""
     resident()  # its absence is told here, not by a process that fails
     reference, *others = KINDS
-    wanted = [row.casefold() for row in options.rows]
-    kept = [o for o in others if not wanted or any(row in o.casefold() for row in wanted)]
+    kept = [each for each in others if is_chosen(each, options.rows)]
     found = []
     for wide, steps in ((False, options.steps), (True, options.wide_steps)):
         parts = table(

@@ -54,6 +54,11 @@ def rows(steps: int, dataset: str = "tensors", optimizer: str = "sgd") -> list[C
     ]
 
 
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return [contender.name for contender in rows(STEPS)]
+
+
 def run(options: Namespace) -> Result:
     """Run the benchmark."""
     found = []

@@ -99,7 +99,7 @@ def trainer_record(folder: Path) -> Iterator[Call]:
     values = {name: torch.tensor(value) for name, value in VALUES.items()}
     recorder.start({})
     for tracker in background:
-        tracker.tracker  # noqa: B018
+        tracker.tracker  # noqa: B018  # likewise
 
     def call(step: int) -> None:
         recorder.record(values, step=step, epoch=0)

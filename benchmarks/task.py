@@ -131,7 +131,7 @@ class Task:
         self.loader = self.whole
         """The loader with the batches of this process."""
         if world_size > 1:
-            own = list(self.whole.batch_sampler)[rank::world_size]  # type: ignore[arg-type]
+            own = list(self.whole.batch_sampler)[rank::world_size]
             self.loader = DataLoader(self.dataset, batch_sampler=own, **settings)
 
     def optimizer(self) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from typing import Any
 from benchmarks.report import Column, Row, Unavailable
 
 Sample = dict[str, float]
+LEAST_STEPS = 3  # of a turn: one that does not count, and the two that a time lies between
 
 MICROSECONDS = (
     Column("cpu", "CPU µs"),
@@ -146,6 +147,11 @@ def unseen() -> Iterator[None]:
         yield
 
 
+def is_chosen(name: str, rows: Sequence[str]) -> bool:
+    """Return whether the name contains one of these texts, in any case; without texts, yes."""
+    return not rows or any(row.casefold() in name.casefold() for row in rows)
+
+
 def chosen(contenders: Sequence[Contender], rows: Sequence[str]) -> list[Contender]:
     """Return the first contender, the reference, and those selected by `rows`.
 
@@ -153,10 +159,8 @@ def chosen(contenders: Sequence[Contender], rows: Sequence[str]) -> list[Contend
         contenders: All contenders.
         rows: Parts of names, in any case; if empty, all contenders are selected.
     """
-    wanted = [row.casefold() for row in rows]
     first, *others = contenders
-    kept = [c for c in others if not wanted or any(row in c.name.casefold() for row in wanted)]
-    return [first, *kept]
+    return [first, *(each for each in others if is_chosen(each.name, rows))]
 
 
 def take_turns(

@@ -125,6 +125,11 @@ def rows(make: Callable[..., Task], peaks: dict[str, float]) -> list[Contender]:
     ]
 
 
+def names() -> list[str]:
+    """Return the names of all rows."""
+    return [contender.name for contender in rows(Task, {})]
+
+
 class Trace(Callback):
     """Trace some steps after the first ones.
 

@@ -61,7 +61,7 @@ class _Uncounted(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, formulas: dict[Any, Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._formulas = formulas
         self.names: set[str] = set()
 
@@ -92,7 +92,7 @@ def counting_flops() -> Iterator[FlopCounterMode]:
     gpu = torch.ops.aten._scaled_dot_product_flash_attention_backward
     cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     counter.flop_registry.setdefault(cpu, counter.flop_registry[gpu])
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]  # has what is used of it
     with ExitStack() as contexts:
         if "torch._dynamo" in sys.modules:
             # Under the counter, Dynamo would permanently decide not to compile some functions.

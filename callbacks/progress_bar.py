@@ -53,7 +53,7 @@ class CellOutput:
 
         raw = isinstance(content, dict)
         if self._handle is None:
-            self._handle = display(content, raw=raw, display_id=True)  # type: ignore[no-untyped-call]
+            self._handle = display(content, raw=raw, display_id=True)
         else:
             self._handle.update(content, raw=raw)
 

@@ -34,6 +34,7 @@ from benchmarks.gpt import TINY, Gpt, Size, flops_per_token
 from benchmarks.report import Column, Result, Row, Unavailable
 from benchmarks.task import DATASETS, OPTIMIZERS, Task
 from benchmarks.timing import (
+    LEAST_STEPS,
     Clock,
     Contender,
     Lap,
@@ -93,6 +94,8 @@ def test_a_loop_of_another_length_is_no_result(made):
 def test_too_few_steps_are_refused():
     with pytest.raises(ValueError, match="2 steps, 1 of them not counted, are too few"):
         Clock(2, skip=1)
+    for clock in (Clock(LEAST_STEPS), Clock(LEAST_STEPS, skip=1), memory.Meter(LEAST_STEPS)):
+        assert clock.steps - clock.first >= 1
 
 
 def test_timed_divides_by_the_parts(monkeypatch):
@@ -327,7 +330,8 @@ def test_every_peer_has_a_row_and_a_pin():
 
 def test_data(monkeypatch):
     result = data.run(options("data", "--steps", 6, "--repeats", 1))
-    assert_measured(result, ["DataLoader", "prepared by Cadence"] * 10)
+    assert_measured(result, data.names() * 10)
+    assert data.names() == ["DataLoader", "prepared by Cadence"]
     monkeypatch.setattr(data, "prepared", lambda loader: list(loader)[::-1])
     contenders = data.rows("samples", 0, 6)
     assert contenders[0].run().outcome != contenders[1].run().outcome
@@ -338,7 +342,7 @@ def test_checkpoint():
     result = checkpoint.run(options("checkpoint", *arguments))
     names = ["plain file, synced", "torch.save", "torch.save, synced"]
     names += ["Cadence, waiting", "Cadence, in the background"]
-    assert [row.name for row in result.rows] == names
+    assert [row.name for row in result.rows] == names == checkpoint.names()
     for row in result.rows:
         expected = {"stall", "memory"}
         if row.name != "torch.save":  # it does not wait for the disk
@@ -398,6 +402,7 @@ def test_logging(monkeypatch):
     names += ["1 metrics per step", "4 metrics per step", "21 metrics per step"]
     names += ["SummaryWriter.add_scalar", "Cadence, TensorBoard", "Cadence, JSONL"]
     assert_measured(result, names)
+    assert logs.names() == names
 
 
 def test_callbacks_are_called_and_trackers_write(tmp_path, monkeypatch):
@@ -428,6 +433,7 @@ def test_ddp(ranks2):
     for result in ranks2(measured):
         assert_measured(result, [*names, "Cadence Accelerator"] * 3)
         assert len({row.group for row in result.rows}) == 3
+    assert ddp.names() == [*names, "Cadence Accelerator"]
 
 
 def test_import(monkeypatch):
@@ -563,14 +569,14 @@ def instant(monkeypatch):
         asked.append((name, given))
         if name == "transformer":
             raise Unavailable("no device")
-        result = small_result(steps=given.steps)
+        result = small_result(repeats=given.repeats)
         result.benchmark = name
         result.rows[0].values["cpu_ratio"] = [1.1, 1.0, 1.2]
         return result
 
     for name, module in BENCHMARKS.items():
-        stand_in = Namespace(STEPS=module.STEPS, REPEATS=3, run=partial(run, name), __doc__="Doc.")
-        monkeypatch.setitem(BENCHMARKS, name, stand_in)
+        changed = {"REPEATS": 3, "run": partial(run, name), "__doc__": "Doc."}
+        monkeypatch.setitem(BENCHMARKS, name, Namespace(**(vars(module) | changed)))
     return asked
 
 
@@ -610,15 +616,64 @@ def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
     assert "python -m benchmarks overhead" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["data", "--repeats", "0"], ["speed"], []])
-def test_wrong_arguments_are_refused(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["data", "--repeats", "0"], "--repeats: 0 is too few; at least 1."),
+        (["data", "--repeats", "two"], "--repeats: invalid number value: 'two'"),
+        (["data", "--steps", "2"], "--steps: 2 is too few; at least 3."),
+        (["memory", "--wide-steps", "2"], "--wide-steps: 2 is too few; at least 3."),
+        (["ddp", "--processes", "0"], "--processes: 0 is too few; at least 1."),
+        (["checkpoint", "--parameters", "0"], "--parameters: 0 is too few; at least 1."),
+        (["checkpoint", "--steps", "3"], "unrecognized arguments: --steps 3"),
+        (["import", "--steps", "3"], "unrecognized arguments: --steps 3"),
+        (["speed"], "invalid choice: 'speed'"),
+        ([], "required: benchmark"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, text, instant, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
+    assert text in capsys.readouterr().err
+    assert not instant  # nothing was measured
+
+
+@pytest.mark.parametrize("command", ["data", "all", "chart"])
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_file_in_place_of_the_folder_is_refused(command, path, instant, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--output", str(tmp_path / path)])
+    assert ended.value.code == 2
+    assert f"--output: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+    assert not instant
+
+
+@pytest.mark.parametrize("name", [*BENCHMARKS, "all"])
+def test_rows_that_do_not_exist_are_refused_with_those_that_do(name, instant, capsys):
+    names = [row for each in BENCHMARKS.values() for row in each.names()]
+    if name != "all":
+        names = BENCHMARKS[name].names()
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--rows", names[-1].upper(), "no such row"])
+    assert ended.value.code == 2
+    _, rows = capsys.readouterr().err.split("--rows: 'no such row' is in no row's name. The rows:")
+    assert {row.strip() for row in rows.strip().splitlines()} == set(names)
+    assert not instant
+
+
+def test_all_with_a_choice_of_rows_leaves_out_who_has_none_of_them(instant):
+    assert main(["all", "--rows", "dataloader", "import t"]) == 0
+    assert [(name, given.rows) for name, given in instant] == [
+        ("data", ["dataloader"]),
+        ("import", ["import t"]),
+    ]
 
 
 def test_every_benchmark_has_the_common_options():
     for name, module in BENCHMARKS.items():
         given = options(name)
-        assert (given.steps, given.repeats) == (module.STEPS, module.REPEATS)
+        assert getattr(given, "steps", None) == getattr(module, "STEPS", None)
+        assert given.repeats == module.REPEATS
         assert (given.output, given.rows) == (None, [])

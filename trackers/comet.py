@@ -28,7 +28,7 @@ def _draw_apart() -> None:
     own = random.SystemRandom()
     for name, module in list(sys.modules.items()):
         if name.startswith("comet_ml.") and vars(module).get("random") is random:
-            module.random = own  # type: ignore[attr-defined]
+            vars(module)["random"] = own
 
 
 def _picture(image: Any) -> Any:
@@ -83,7 +83,7 @@ class CometMLTracker(GeneralTracker):
         """The experiment, under the name that scripts for the documented API use."""
         return self.tracker
 
-    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
+    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
         """Continue an experiment, unless the arguments name another one."""
         self._previous = run_id
 

@@ -66,7 +66,7 @@ class CSVTracker(GeneralTracker):
         """The path of the file."""
         return self.path
 
-    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
+    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
         """Keep the rows up to a step, or all, unless the arguments give a `purge_step`.
 
         The values of an evaluation then get their own rows: the last row may be of the same step,

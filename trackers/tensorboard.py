@@ -114,7 +114,7 @@ class TensorBoardTracker(GeneralTracker):
         """The `SummaryWriter`, under the name that scripts for the documented API use."""
         return self.tracker
 
-    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002
+    def resume(self, run_id: str | None, step: int | None) -> None:  # noqa: ARG002  # an interface
         """Hide what was logged after `step`, unless the arguments give a `purge_step`."""
         if step is not None and self.writer_options["purge_step"] is None:
             self._purge_step = step + 1

@@ -509,6 +509,7 @@ class TrainModule(nn.Module):
         for parameter in others:
             parameter.requires_grad_(False)
 
+    # Lightning's steps pass the optimizer.
     def untoggle_optimizer(self, optimizer: Optimizer | None = None) -> None:  # noqa: ARG002
         """Restore which parameters required gradients before `toggle_optimizer`.
 

@@ -259,7 +259,7 @@ class Precision:
         if function is original:
             with suppress(ValueError):  # that of a builtin is unknown
                 _add_first_parameter(forward)
-        forward.replaces = "forward" in vars(model)  # type: ignore[attr-defined]
+        vars(forward)["replaces"] = "forward" in vars(model)
         vars(model).update(_original_forward=original, forward=MethodType(forward, model))
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def _add_first_parameter(function: Callable[..., Any]) -> None:
     signature = inspect.signature(function)
     first = inspect.Parameter("model", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [first, *signature.parameters.values()]
-    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    vars(function)["__signature__"] = signature.replace(parameters=parameters)
 
 
 _REFUSALS = ("unscale FP16", "not implemented")

@@ -81,7 +81,7 @@ def test_it_is_put_back_as_it_was_also_after_an_error(enabled):
 
 def collecting_steps():
     steps = []
-    watch = lambda phase, info: steps.append(trainer.global_step) if phase == "start" else None  # noqa: E731
+    watch = lambda phase, info: steps.append(trainer.global_step) if phase == "start" else None
     trainer = quiet_trainer(max_epochs=2, callbacks=GarbageCollection("3 steps"))
     gc.callbacks.append(watch)
     try:

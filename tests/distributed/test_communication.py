@@ -336,7 +336,7 @@ def test_state_for_other_options_is_left_out_and_told_of(ranks2):
         )
         lines: list[str] = []
         handler = logging.Handler()
-        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: lines.append(record.getMessage())
         logger = logging.getLogger("trainer.strategies.communication")
         logger.addHandler(handler)
         try:

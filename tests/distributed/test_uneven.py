@@ -167,7 +167,7 @@ def gathering(where: str, *, manual: bool = False, items: int | None = None) -> 
         return len(batch[0]) if batch[0].max() < 2 else items
 
     if items is not None:
-        Gathering.count_items = count_items  # type: ignore[method-assign]
+        Gathering.count_items = count_items
     own = getattr(Gathering, where)
 
     def gather(self: Gathering, *arguments: Any) -> Any:
@@ -341,7 +341,7 @@ def test_frozen_parameters_that_differ_are_those_of_the_checkpoint_on_all(ranks2
         told: list[str] = []
         logger = logging.getLogger("trainer.loops.untrained")
         handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: told.append(record.getMessage())
         logger.addHandler(handler)
         try:
             for count in epochs:

@@ -129,7 +129,7 @@ def leaked_handlers(before: Snapshot) -> list[str]:
     for number, handler in before.handlers.items():
         now = signal.getsignal(number)
         if now is not handler and now != handler:
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
             lines.append(f"signal handler of {signal.Signals(number).name}: now {now!r}")
     return lines
 

@@ -150,7 +150,7 @@ def data(name: str, workers: int) -> Any:
             "set_epoch": lambda self, epoch: iterable.set_epoch(epoch),
             "state_dict": lambda self: iterable.state_dict(),
             "load_state_dict": lambda self, state: iterable.load_state_dict(state),
-        })()  # fmt: skip
+        })()  # fmt: skip  # laid out as a class
     if name.startswith("anew"):
         return DataLoader(Anew(), batch_size=int(name.split()[1]), num_workers=workers)
     kind = {"resumable": Resumable, "keeping": Keeping, "plain": Augmented}[name]

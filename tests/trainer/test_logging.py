@@ -248,7 +248,7 @@ def test_a_callback_logs_through_the_module():
 
 def test_the_same_name_in_training_and_validation_stays_apart():
     trainer = make(val_every=1)
-    log = lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True)  # noqa: E731
+    log = lambda m, b, i: m.log("x", b.mean(), on_step=False, on_epoch=True)
     trainer.fit(Net(log, log), loader(2), loader(4))
     assert [line["x"] for line in records(trainer)] == [2.5, 2.5, 1.5]
 
@@ -450,7 +450,7 @@ def test_callback_metrics_hold_the_latest_value_of_every_name():
             seen.append((dict(trainer.callback_metrics), dict(trainer.metric_updates)))
 
     trainer = make(callbacks=Watch(), log_every=2)
-    log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)  # noqa: E731
+    log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)
     trainer.fit(Net(log, lambda m, b, i: m.log("val", 7.0)), loader(3), loader(1))
     assert seen == [
         ({}, {}),  # nothing was due
@@ -515,7 +515,7 @@ def test_the_bar_shows_an_epochs_value_once_the_epoch_has_ended():
 def test_a_record_is_one_json_object_a_line_with_step_epoch_and_time(monkeypatch):
     monkeypatch.setattr("time.time", lambda: 1234.5)
     trainer = make(max_epochs=2)
-    log = lambda m, b, i: m.log("train/loss", b.mean(), on_epoch=True)  # noqa: E731
+    log = lambda m, b, i: m.log("train/loss", b.mean(), on_epoch=True)
     trainer.fit(Net(log, lambda m, b, i: m.log("val", 7.0)), loader(1), loader(1))
     lines = trainer.metrics_path.read_text().splitlines()
     now = pytest.approx(1234.5)
@@ -537,7 +537,7 @@ def test_values_that_are_not_finite_are_recorded():
 
 
 def test_a_new_run_in_the_same_folder_sets_the_old_record_aside(tmp_path):
-    log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
+    log = lambda m, b, i: m.log("x", b.mean())
     first = fit_records(log, loader(1))
     second = fit_records(log, loader(2))
     assert len(second) == 2
@@ -581,7 +581,7 @@ def scalars(folder):
 
 def test_tensorboard_holds_what_was_logged():
     trainer = make(log_with="tensorboard", project_name="project", run_name="first")
-    log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)  # noqa: E731
+    log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)
     trainer.fit(Net(log, lambda m, b, i: m.log("val/y", 0.5)), loader(2), loader(1))
     assert scalars("run/logs/first") == {
         "x_step": [(1, 1.0), (2, 2.0)],
@@ -591,7 +591,7 @@ def test_tensorboard_holds_what_was_logged():
 
 
 def test_the_name_of_a_project_stays_without_a_folder_of_ones_own():
-    log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
+    log = lambda m, b, i: m.log("x", b.mean())
     for name in ("digits", None):
         arguments = {"max_epochs": 1, "log_every": 1, "progress_bar": False}
         trainer = Trainer(project_name=name, log_with="tensorboard", **arguments)
@@ -601,7 +601,7 @@ def test_the_name_of_a_project_stays_without_a_folder_of_ones_own():
 
 
 def test_tensorboard_goes_on_where_a_run_is_resumed(monkeypatch):
-    log = lambda m, b, i: m.log("x", b.mean())  # noqa: E731
+    log = lambda m, b, i: m.log("x", b.mean())
     for epochs in (1, 2):
         # TensorBoard reads the files of a run in the order of the seconds in their names
         monkeypatch.setattr("time.time", lambda now=1000.0 * epochs: now)

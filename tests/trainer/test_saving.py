@@ -435,7 +435,7 @@ DAMAGES = [
         "record.json", "rank-00000.json", "rank-00000.safetensors", "manifest.json",
     )),
     (of_version(0), "manifest.json"),
-]  # fmt: skip
+]  # fmt: skip  # a table
 
 
 @pytest.fixture(scope="module")

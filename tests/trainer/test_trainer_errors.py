@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from trackers import JsonlTracker
 from trainer import (
     Accelerator,
     DataLoaderConfiguration,
@@ -134,6 +135,25 @@ ARGUMENTS = [
     ({"deepspeed_plugin": 3}, TypeError, ["3", "DeepSpeedPlugin"]),
     ({"mixed_precision": "fp8"}, NotImplementedError, ["8-bit", "'bf16'"]),
     ({"project_config": "runs"}, TypeError, ["'runs'", "ProjectConfiguration"]),
+    ({"project_config": {}}, TypeError, ["project_config is {}", "a ProjectConfiguration"]),
+    (
+        {"dataloader_config": {"even_batches": True}},
+        TypeError,
+        ["dataloader_config is {'even_batches': True}", "a DataLoaderConfiguration"],
+    ),
+    ({"dynamo_plugin": "eager"}, TypeError, ["TorchDynamoPlugin", "dynamo_backend='eager'"]),
+    *[
+        ({name: "no"}, TypeError, [f"{name} is 'no'", "True or False"])
+        for name in (
+            "barebones",
+            "checkpointing",
+            "cpu",
+            "detect_anomaly",
+            "progress_bar",
+            "slurm_requeue",
+        )
+    ],
+    ({"log_with": JsonlTracker}, TypeError, ["JsonlTracker(path)", "metrics.jsonl"]),
     (
         {"project_config": ProjectConfiguration(total_limit=2)},
         ValueError,
@@ -1005,7 +1025,7 @@ def test_a_hook_that_returned_no_loader_is_named(stage, hook, nothing, owner):
 
 
 def test_what_is_no_datamodule_is_refused():
-    test = lambda *given, **named: lambda: make().test(net(), *given, **named)  # noqa: E731
+    test = lambda *given, **named: lambda: make().test(net(), *given, **named)
     fails(test(datamodule=DataModule), TypeError, "datamodule is the class DataModule")
     # Lightning's third argument is the checkpoint
     fails(test(loader(), "best"), TypeError, "datamodule is 'best' of type str", "ckpt_path=")

@@ -202,9 +202,13 @@ def train(kind: str, tune: bool, seed: int | None, earlier: bool, **kwargs: Any)
         first = Everything()
         trainer.fit(first, loader, val)
         trainer = quiet_trainer(
-            project_dir=f"{folder}-second", max_epochs=2, gradient_accumulation_steps=2,
-            seed=seed, callbacks=[watch, ModelCheckpoint()], **kwargs,
-        )  # fmt: skip
+            project_dir=f"{folder}-second",
+            max_epochs=2,
+            gradient_accumulation_steps=2,
+            seed=seed,
+            callbacks=[watch, ModelCheckpoint()],
+            **kwargs,
+        )
     before, files = state_of(module, loader), files_of_all(trainer)
     if tune:
         tuner = Tuner(trainer)
@@ -441,7 +445,8 @@ def smoothed(losses: list[float], past: float) -> list[float]:
     result = []
     for end in range(1, len(losses) + 1):
         weights = [past ** (end - 1 - i) for i in range(end)]
-        result.append(math.fsum(w * x for w, x in zip(weights, losses)) / math.fsum(weights))  # noqa: B905
+        total = math.fsum(w * x for w, x in zip(weights, losses[:end], strict=True))
+        result.append(total / math.fsum(weights))
     return result
 
 

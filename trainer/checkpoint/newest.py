@@ -64,6 +64,7 @@ def newest_sound(
                 logger.warning("Step %d of %s is not used: %s.", step, root, problem)
             continue
         path, _ = listed[first][step]  # this process's working directory may be another one
+        # the lambda is called at once
         verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(

@@ -198,7 +198,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
     common = set.intersection(*(numbers for numbers in listed if numbers is not None))
     for number in sorted(common, reverse=True):
         path = root / f"checkpoint_{number}"
-        if all(step(lambda: not main or _is_sound(path))):  # noqa: B023
+        if all(step(lambda: not main or _is_sound(path))):  # noqa: B023  # called at once
             return path
     none = f"no intact checkpoint among {len(common)}" if common else "no checkpoint_<number>"
     raise CheckpointError(

@@ -178,9 +178,10 @@ def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
     try:
         with safe_open(file, framework="pt") as opened:
+            names = opened.keys()
             # Clone: safe_open's tensors map the file, which keeps a removed checkpoint's disk space
             # on a local disk and kills the process on a network disk.
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+            tensors = {name: opened.get_tensor(name).clone() for name in names}
             return tensors, dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}.") from error

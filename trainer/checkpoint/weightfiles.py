@@ -61,7 +61,8 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """
     if file.suffix == ".safetensors":
         with _opened(file) as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            names = opened.keys()
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
             tied = tied_names(opened.metadata() or {}, shapes)
             return shapes | {name: shapes[first] for name, first in tied.items()}
     return {name: tuple(tensor.shape) for name, tensor in _torch_weights(file).items()}

@@ -175,11 +175,11 @@ class _Line(TrainModule):
         _, x, y = batch
         return nn.functional.mse_loss(self.line(x).squeeze(1), y)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002 - a hook
         self.seen += batch[0].tolist()
         return self._loss(batch)
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # noqa: ARG002
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # noqa: ARG002 - a hook
         self.log("loss", self._loss(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -21,7 +21,7 @@ from torch import Tensor
 class _Opaque:
     """Something that can be put into containers, but is no key, so that nothing depends on it."""
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # how Python says so
 
 
 INDEX = _Opaque()

@@ -126,7 +126,7 @@ class DataLoaderDispatcher(PreparedLoader):
             RuntimeError: Reading failed on rank 0, which raises the error itself.
         """
         if self.rank != 0:
-            message: Message = pickle.loads(broadcast_object(b""))  # noqa: S301
+            message: Message = pickle.loads(broadcast_object(b""))  # noqa: S301 - from rank 0
             if message.error is not None:
                 raise RuntimeError(f"Reading the data failed on rank 0: {message.error}")
             batch, tensors = unpacked(message.skeleton, self.device)

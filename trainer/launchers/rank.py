@@ -104,8 +104,8 @@ def _pack(value: object) -> bytes:
 
 
 def _unpack(path: Path) -> Any:
-    # Not a user's file: our own processes wrote it a moment ago, to our own folder.
     with path.open("rb") as file:
+        # Not a user's file: our own processes wrote it a moment ago, to our own folder.
         return pickle.load(file)  # noqa: S301
 
 

@@ -79,6 +79,7 @@ class Untimed:
         """Return a context that does nothing."""
         return nullcontext()
 
+    # likewise an interface
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:  # noqa: ARG002
         """Call the function, at each update, where a context would take longer."""
         function(*args)

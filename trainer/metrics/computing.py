@@ -46,16 +46,16 @@ def computing(*owners: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _synced_by(kind: type, original: Callable[..., None]) -> Iterator[None]:
+def _synced_by(kind: Any, original: Callable[..., None]) -> Iterator[None]:
     own = vars(kind).get("_sync_dist")
-    kind._sync_dist = partialmethod(_sync, original)  # type: ignore[attr-defined]
+    kind._sync_dist = partialmethod(_sync, original)
     try:
         yield
     finally:
         if own is None:
-            del kind._sync_dist  # type: ignore[attr-defined]
+            del kind._sync_dist
         else:
-            kind._sync_dist = own  # type: ignore[attr-defined]
+            kind._sync_dist = own
 
 
 def forget_computed(metric: Any) -> None:

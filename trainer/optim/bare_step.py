@@ -80,13 +80,13 @@ def _bare_step(optimizer: Optimizer) -> Callable[..., Any] | None:
     own = optimizer.__dict__
     if own.get(_OWN_HOOKS[0], True) or own.get(_OWN_HOOKS[1], True):
         return None
-    wrapped = type(optimizer).step
+    wrapped: Any = type(optimizer).step
     if getattr(wrapped, "__code__", None) is not _WRAPPING:
         return None
     replaced = own.get("step")
     if replaced is not None and not _only_counts(replaced, wrapped):
         return None
-    bare: Callable[..., Any] = wrapped.__wrapped__  # type: ignore[attr-defined]
+    bare: Callable[..., Any] = wrapped.__wrapped__
     return bare
 
 

@@ -192,6 +192,7 @@ class FiniteGuard:
             return self._judge(bool(found), step, loss, made=False)
         if self.policy == "skip":
             for optimizer in self._optimizers:
+                # what torch's fused optimizers read, and no class declares
                 optimizer.grad_scale, optimizer.found_inf = None, found  # type: ignore[attr-defined]
         self._read_later(found, lambda bad: self._judge(bad, step, loss, made=True))
         return True

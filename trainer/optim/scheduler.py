@@ -41,8 +41,9 @@ class AcceleratedScheduler:
         tick: str = "process",
     ) -> None:
         self.scheduler = scheduler
-        one = isinstance(optimizers, AcceleratedOptimizer)
-        self.optimizers: list[AcceleratedOptimizer] = [optimizers] if one else list(optimizers)  # type: ignore[list-item]
+        if isinstance(optimizers, AcceleratedOptimizer):
+            optimizers = [optimizers]
+        self.optimizers = list(optimizers)
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.tick = tick

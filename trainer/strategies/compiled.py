@@ -176,6 +176,8 @@ class _CompiledStep:
         tally: Shared by all steps of the run.
     """
 
+    __wrapped__: Callable[..., Any]  # set by `update_wrapper`
+
     def __init__(
         self,
         module: Any,
@@ -194,7 +196,7 @@ class _CompiledStep:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy of the module needs a step of its own; the compiled one is bound to this module.
-        return copy.deepcopy(self.__wrapped__, memo)  # type: ignore[attr-defined]
+        return copy.deepcopy(self.__wrapped__, memo)
 
     def __call__(self, batch: Any, *where: int) -> Any:
         if self._marks:

@@ -392,7 +392,7 @@ def test_only_nan_and_a_single_value_and_a_constant_are_drawn():
     )
     rows = {row[0].text: row for row in section(report("run"), "Values").rows()}
     assert rows["nan"][1].text == "NaN"
-    assert rows["nan"][3].text == "–"  # noqa: RUF001
+    assert rows["nan"][3].text == "–"  # noqa: RUF001  # a dash in a table
     assert data_of(rows["one"][1]) == "1.0"
 
 

@@ -314,7 +314,7 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
     library = "timm" if name.startswith("timm/") else "transformers"
     try:
         if library == "timm":
-            import timm  # type: ignore[import-not-found, unused-ignore]
+            import timm
 
             module: nn.Module = timm.create_model(name.removeprefix("timm/"), **init)
             return module
@@ -328,7 +328,7 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
         config = AutoConfig.from_pretrained(name, **init)  # only config.json
     except OSError as error:
         raise CommandError(f"transformers finds no model {name!r}: {error}") from None
-    model: nn.Module = AutoModel.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
+    model: nn.Module = AutoModel.from_config(config)
     return model
 
 

@@ -1,8 +1,8 @@
-"""Loaders described by a configuration file, for data without a `DataModule`.
+"""Loaders described by a configuration file, for data without a `DataModule`."""
 
-The annotations are bare classes: for ``Dataset[Any]``, jsonargparse accepts the arguments of
-``Dataset`` itself only, not those of its subclasses.
-"""
+# The annotations are bare classes: for ``Dataset[Any]``, jsonargparse accepts the arguments of
+# ``Dataset`` itself only, not those of its subclasses.
+# mypy: disable-error-code="type-arg"
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Loader(DataLoader[Any]):
         **options: Arguments of ``torch.utils.data.DataLoader``.
     """
 
-    def __init__(self, dataset: Dataset, **options: Any) -> None:  # type: ignore[type-arg]
+    def __init__(self, dataset: Dataset, **options: Any) -> None:
         super().__init__(dataset, **options)
 
 
@@ -43,10 +43,10 @@ class Loaders(DataModule):
 
     def __init__(
         self,
-        train: DataLoader | None = None,  # type: ignore[type-arg]
-        val: DataLoader | Sequence[DataLoader] | None = None,  # type: ignore[type-arg]
-        test: DataLoader | Sequence[DataLoader] | None = None,  # type: ignore[type-arg]
-        predict: DataLoader | Sequence[DataLoader] | None = None,  # type: ignore[type-arg]
+        train: DataLoader | None = None,
+        val: DataLoader | Sequence[DataLoader] | None = None,
+        test: DataLoader | Sequence[DataLoader] | None = None,
+        predict: DataLoader | Sequence[DataLoader] | None = None,
     ) -> None:
         given = {"train": train, "val": val, "test": test, "predict": predict}
         for stage, loaders in given.items():

@@ -38,7 +38,7 @@ class _Refuse(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,  # noqa: ARG002  # argparse's signature
-        values: Any,  # noqa: ARG002
+        values: Any,  # noqa: ARG002  # likewise
         option_string: str | None = None,
     ) -> None:
         parser.error(
@@ -55,7 +55,7 @@ class _Script(argparse.Action):
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
         values: Any,
-        option_string: str | None = None,  # noqa: ARG002
+        option_string: str | None = None,  # noqa: ARG002  # argparse's signature
     ) -> None:
         words = values[values[0] == "--" :]
         if not words:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Images: TypeAlias = "dict[str, dict[int, bytes]]"  # tag -> step -> PNG
 
@@ -56,11 +56,11 @@ def read_images(folder: Path, problems: list[str]) -> Images:
     return found
 
 
-def _images_in(event: object) -> Iterator[tuple[str, int, bytes]]:
-    for value in event.summary.value:  # type: ignore[attr-defined]
+def _images_in(event: Any) -> Iterator[tuple[str, int, bytes]]:
+    for value in event.summary.value:
         image = value.image.encoded_image_string  # empty where it is something else
         if image.startswith(_PNG) and len(image) >= _HEAD:
-            yield value.tag, event.step, image  # type: ignore[attr-defined]
+            yield value.tag, event.step, image
 
 
 def _keep(steps: dict[int, bytes], step: int, image: bytes) -> None:

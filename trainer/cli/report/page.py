@@ -29,9 +29,15 @@ _SECTIONS = {
 }
 # Colours of the first runs, light and dark; those of more runs go round the colour circle.
 _COLORS = (
-    ("#1f6fd6", "#6cb0ff"), ("#d1500f", "#ff9e66"), ("#0c8559", "#4fd39b"), ("#a62d96", "#f08be0"),
-    ("#806600", "#dcc04a"), ("#007f94", "#4ccbe0"), ("#6741d9", "#b197fc"), ("#c2255c", "#ff8fab"),
-)  # fmt: skip
+    ("#1f6fd6", "#6cb0ff"),
+    ("#d1500f", "#ff9e66"),
+    ("#0c8559", "#4fd39b"),
+    ("#a62d96", "#f08be0"),
+    ("#806600", "#dcc04a"),
+    ("#007f94", "#4ccbe0"),
+    ("#6741d9", "#b197fc"),
+    ("#c2255c", "#ff8fab"),
+)
 _NAMED = 3  # runs that the title names
 _GOLDEN_ANGLE = 137.5  # degrees: neighbours differ, however many there are
 

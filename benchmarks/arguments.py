@@ -1,0 +1,43 @@
+"""What the command line checks before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.timing import is_chosen
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number, with its smallest value."""
+
+    def number(text: str) -> int:
+        found = int(text)
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{found} is too few; at least {least}.")
+        return found
+
+    return number
+
+
+def folder_at(text: str) -> Path:
+    """Return a path where a folder is or can be made; the type of an option."""
+    path = Path(text)
+    first = next(each for each in (path, *path.parents) if each.exists())
+    if not first.is_dir():
+        raise argparse.ArgumentTypeError(f"{first} is a file, where a folder is needed.")
+    return path
+
+
+def part_of_one(names: Callable[[], Sequence[str]]) -> Callable[[str], str]:
+    """Return the type of an option that chooses rows by a part of their names."""
+
+    def part(text: str) -> str:
+        rows = names()
+        if not any(is_chosen(row, [text]) for row in rows):
+            listed = "\n  ".join(rows)
+            raise argparse.ArgumentTypeError(f"{text!r} is in no row's name. The rows:\n  {listed}")
+        return text
+
+    return part

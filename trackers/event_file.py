@@ -69,16 +69,19 @@ class EventFile:
             OSError: The disk failed. There is no new file.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names.
-        name = f"events.out.tfevents.{time():017.6f}.{socket.gethostname()}.{os.getpid()}"
-        path = self._folder / f"{name}{self._suffix}"
+        # TensorBoard reads files in the order of their names. Those that torch's own writer begins
+        # in the same second end in a number instead of the microseconds, and come first.
+        second, fraction = f"{time():017.6f}".split(".")
+        place = f"{second}.{socket.gethostname()}.{os.getpid()}"
+        path = self._folder / f"events.out.tfevents.{place}.us{fraction}{self._suffix}"
         file = io.FileIO(path, "a")
         try:
             append_whole(file, _record(Event(wall_time=time(), file_version=_VERSION)))
             if self._purge_step is not None:
                 start = SessionLog(status=SessionLog.START)
                 hides = Event(wall_time=time(), step=self._purge_step, session_log=start)
-                append_whole(file, _record(hides))
+                # Twice: one of TensorBoard's readers takes the first of a run for its beginning.
+                append_whole(file, _record(hides) * 2)
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)

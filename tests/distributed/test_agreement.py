@@ -138,8 +138,13 @@ def test_on_an_accelerator_sums_are_read_an_update_later_and_nothing_waits(monke
     assert agreement.items_seen == 3 * first.items + 3
 
 
-@pytest.mark.parametrize(("seconds", "told_after"), [(0.0, 16), (0.3, 3), (5.0, 1)])
-def test_all_hear_within_about_a_second_that_one_was_told_to_end(ranks2, seconds, told_after):
+@pytest.mark.parametrize(
+    ("seconds", "told_after", "aligned"),
+    [(0.0, 16, True), (0.3, 3, True), (5.0, 1, True), (5.0, 16, False)],
+)
+def test_all_hear_within_about_a_second_that_one_was_told_to_end(
+    ranks2, seconds, told_after, aligned
+):
     def rounds_until_told() -> list[tuple[int, int]]:
         """Tell rank 1 in the eleventh round of each of two evaluations."""
         questions, rank = signals.Questions(), dist.get_rank()
@@ -156,7 +161,8 @@ def test_all_hear_within_about_a_second_that_one_was_told_to_end(ranks2, seconds
             for _ in range(2):
                 for round_idx in range(60):
                     told = round_idx >= 10 and rank == 1
-                    if questions.ask(round_idx, told, rank=rank, device=torch.device("cpu")):
+                    where = {"rank": rank, "device": torch.device("cpu"), "aligned": aligned}
+                    if questions.ask(round_idx, told, **where):
                         break
                     now[0] += seconds
                 heard.append((round_idx, len(asked)))
@@ -167,4 +173,6 @@ def test_all_hear_within_about_a_second_that_one_was_told_to_end(ranks2, seconds
     assert first[0] == again[0] <= 10 + told_after
     assert again[1] == 2 * first[1]
     if not seconds:
-        assert first[1] == 3  # before rounds 0, 1 and 17
+        assert first[1] == 5  # before rounds 0, 1, 3, 7 and 15
+    if not aligned:
+        assert first[1] == 2  # before rounds 0 and 16

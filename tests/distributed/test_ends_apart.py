@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from callbacks import ModelCheckpoint
 from tests.helpers.ranks import RankError
 from trainer import PartialState, Trainer, TrainModule
 from trainer.distributed.agreement import Agreement
-from trainer.loops import assemble
+from trainer.loops import assemble, signals
 
 ENDED = "ended on 1 of 2 processes, on rank 1, before all batches of the epoch"
 EARLY = "A map-style dataset that raises StopIteration"
@@ -244,3 +245,25 @@ def test_evaluations_that_end_alike_or_have_no_batch_for_some_pass(ranks2):
     assert names == same == {"score/dataloader_idx_1"}
     assert few == 1
     assert (first, second) == ([0, [12, 6]], [1, None])
+
+
+class Uneven(IterableDataset):
+    """Has half as many samples on rank 1."""
+
+    def __iter__(self):
+        return iter(torch.ones(4 if PartialState().process_index else 8, 2))
+
+
+def test_a_stream_that_ends_apart_in_a_validation_is_refused_however_long_its_batches_take(ranks2):
+    def fit():
+        with pytest.MonkeyPatch.context() as patch:
+            clock = count(step=5.0)  # seconds for each question
+            patch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+            good = DataLoader(Short(set(), 8), batch_size=1)
+            trainer = trainer_for(num_sanity_val_steps=0)
+            trainer.fit(Line(), good, DataLoader(Uneven(), batch_size=1))
+
+    told = failed(ranks2, fit)
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert "The validation loader number 0 ended in epoch 0 on rank 1 before the others" in text

@@ -18,6 +18,9 @@ from PIL import Image
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.plugin_event_accumulator import (
+    EventAccumulator as PageAccumulator,
+)
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.context import RequestContext
 from tensorboard.plugins.base_plugin import TBContext
@@ -27,6 +30,8 @@ from tensorboard.plugins.hparams import (
     list_session_groups,
     plugin_data_pb2,
 )
+from tensorboard.util import tensor_util
+from torch.utils.tensorboard import SummaryWriter
 
 from trackers import TensorBoardTracker, event_file, resolve_trackers
 from trackers.media import pixels
@@ -174,7 +179,26 @@ def test_resuming_hides_the_steps_that_are_logged_again(tmp_path):
         for step in steps:
             tracker.log({"loss": step + (10 if purge_step else 0)}, step)
         tracker.finish()
-    assert scalars(read(tracker), "loss") == [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
+    expected = [(0, 0), (1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]
+    assert scalars(read(tracker), "loss") == expected
+    of_the_page = PageAccumulator(str(tracker.log_dir))  # it hides by other rules
+    of_the_page.Reload()
+    found = [
+        (each.step, tensor_util.make_ndarray(each.tensor_proto))
+        for each in of_the_page.Tensors("loss")
+    ]
+    assert found == expected
+
+
+def test_a_file_comes_after_one_of_torchs_own_writer_from_the_same_second(tmp_path):
+    for _ in range(3):  # it is the same second at least once
+        folder = tmp_path / str(_)
+        with SummaryWriter(str(folder / "run")):
+            tracker = TensorBoardTracker("run", folder)
+            tracker.start()
+            tracker.finish()
+        first, second = sorted(path.name for path in (folder / "run").iterdir())
+        assert (".us" in first, ".us" in second) == (False, True)
 
 
 def test_resolved_by_name_with_options_and_without_a_file_before_start(tmp_path):
@@ -715,7 +739,7 @@ def test_a_run_that_goes_on_hides_what_comes_again_once(tmp_path):
     tracker.resume(None, None)  # an evaluation behind it hides nothing
     tracker.start()
     tracker.finish()
-    assert purged(tmp_path) == [[4], [], [7], []]
+    assert purged(tmp_path) == [[4, 4], [], [7, 7], []]
 
 
 def test_a_fit_that_begins_anew_has_the_folder_to_itself(tmp_path):

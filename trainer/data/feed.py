@@ -130,7 +130,7 @@ class Feed:
                     drop_last=drop_last,
                     counts=source.collate_fn is default_collate,
                 )
-            elif source.persistent_workers and rank == 0:
+            elif source.persistent_workers:
                 say_workers_end(type(source.dataset).__name__)
             self.loader = LastingLoader(**loader_kwargs(source, self.sampler, self._generator))
         self._stream: Stream | None = None

@@ -18,6 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -151,7 +152,9 @@ def _say_it_ends(batches: Any) -> None:
 
 @cache  # a run may make its loaders again in every epoch
 def say_workers_end(dataset: str) -> None:
-    """Warn that the ``persistent_workers`` of a stream do not persist."""
+    """Warn, on rank 0, that the ``persistent_workers`` of a stream do not persist."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
     logger.warning(
         "persistent_workers=True is not used for the stream %s: its workers restart in each "
         "epoch, since no checkpoint holds their state, and set_epoch would not reach them.",

@@ -165,6 +165,14 @@ class Rest:
         return batches
 
 
+def _length_of(sampler: Any) -> int | None:
+    """Return the length of a sampler; None if it has none, in the ways that samplers say so."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError, ValueError):
+        return None
+
+
 class ShardedSampler(Sampler[Any]):
     """Shards the batches of a loader's own sampler over the processes.
 
@@ -232,15 +240,10 @@ class ShardedSampler(Sampler[Any]):
     @property
     def num_batches(self) -> int | None:
         """The number of batches over all processes; None for a sampler without a length."""
-        try:
-            total = len(self._sampler)
-        except (
-            TypeError,
-            NotImplementedError,
-            ValueError,
-        ):  # ways in which samplers report that they have none
-            return self.limit
-        return total if self.limit is None else min(total, self.limit)
+        total = _length_of(self._sampler)
+        if total is None or self.limit is None:
+            return self.limit if total is None else total
+        return min(total, self.limit)
 
     def __len__(self) -> int:
         total = self.num_batches
@@ -251,8 +254,7 @@ class ShardedSampler(Sampler[Any]):
     @property
     def num_samples(self) -> int | None:
         """The number of samples without a limit; None for batches made by the user's code."""
-        inner: Any = self._sampler.sampler if type(self._sampler) is BatchSampler else None
-        return None if inner is None else len(inner)
+        return _length_of(self._sampler.sampler) if type(self._sampler) is BatchSampler else None
 
     def _dealing(self) -> Dealing:
         return Dealing(

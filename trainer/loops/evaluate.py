@@ -103,10 +103,10 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
     start = getattr(hooks, f"on_{phase}_batch_start")
     end = getattr(hooks, f"on_{phase}_batch_end")
     suffix = f"/dataloader_idx_{index}" if several else ""
-    rounds_here = 0
+    rounds_here, aligned = 0, feed.num_rounds is not None
     with feed.apart(run.counters.epoch), closing(run.mover.rounds(feed, index)) as rounds:
         for batch_idx, current in enumerate(rounds):
-            if run.told_to_end(batch_idx):
+            if run.told_to_end(batch_idx, aligned=aligned):
                 raise EvaluationAbandoned
             rounds_here += not current.ended
             if not current.present:

@@ -177,7 +177,7 @@ class Run:
         """
         return f"{stage}, batch {self.batch_idx}"
 
-    def told_to_end(self, round_idx: int) -> bool:  # noqa: ARG002 - an interface
+    def told_to_end(self, round_idx: int, *, aligned: bool) -> bool:  # noqa: ARG002 - an interface
         """Return whether all processes are to abandon the current evaluation before this round."""
         return False  # outside a fit there is nothing to save: signals have their usual effect
 
@@ -348,12 +348,14 @@ class FitRun(Run):
             bad_losses=0.0 if loss is None or self.guard is None else is_non_finite(loss),
         )
 
-    def told_to_end(self, round_idx: int) -> bool:
+    def told_to_end(self, round_idx: int, *, aligned: bool) -> bool:
         """Return whether any process was told to end; several ask each other every few rounds."""
         told = self.told() is not None
         if self.world_size == 1:
             return told
-        return self.questions.ask(round_idx, told, rank=self.rank, device=self.device)
+        return self.questions.ask(
+            round_idx, told, rank=self.rank, device=self.device, aligned=aligned
+        )
 
     @property
     def progress(self) -> Progress:

@@ -108,22 +108,40 @@ def told_to_end(watch: SignalWatch, budget: float | None) -> Callable[[], int | 
 class Questions:
     """Asks, in an evaluation on several processes, whether any of them was told to end.
 
-    A question is a blocking reduction, so there is one in 16 rounds; but, by rank 0's clock, one
-    about every second if these take longer.
+    A question is a blocking reduction, so there is one in 16 rounds; but, by rank 0's clock, about
+    one in a second if these take longer. It becomes rarer by half at most: workers deliver batches
+    in bursts, and a burst says little of the time that follows.
     """
 
     def __init__(self) -> None:
         self._asked, self._between, self._since = 0, 1, 0.0
 
-    def ask(self, round_idx: int, told: bool, *, rank: int, device: torch.device) -> bool:
-        """Return whether any process was told to end; collective, before every round."""
+    def ask(
+        self, round_idx: int, told: bool, *, rank: int, device: torch.device, aligned: bool
+    ) -> bool:
+        """Return whether any process was told to end; collective, before every round.
+
+        Args:
+            round_idx: The round.
+            told: Whether this process was.
+            rank: This process.
+            device: Where to reduce.
+            aligned: Whether all processes have this round. Otherwise one whose data have ended does
+                not answer, and the fewer questions, the more often it can say so itself.
+        """
         if 0 < round_idx < self._asked + self._between:
             return False
         now = time.monotonic()
         own = float(told), now - self._since if rank == 0 else 0.0
         votes, seconds = reduce(torch.tensor(own, device=device)).tolist()
-        rounds = round_idx - self._asked if round_idx else 0  # it may be another evaluation
-        self._between = max(1, min(int(rounds / max(seconds, 1e-3)), _ROUNDS_BETWEEN_QUESTIONS))
+        if not aligned:
+            self._between = _ROUNDS_BETWEEN_QUESTIONS
+        elif not round_idx:
+            self._between = 1
+        else:
+            in_a_second = int((round_idx - self._asked) / max(seconds, 1e-3))
+            most = min(2 * self._between, _ROUNDS_BETWEEN_QUESTIONS)
+            self._between = max(1, min(in_a_second, most))
         self._asked, self._since = round_idx, now
         return bool(votes)
 

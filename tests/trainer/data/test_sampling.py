@@ -363,6 +363,10 @@ def test_a_sampler_without_length_is_read_up_to_the_limit():
     sampler.limit = 5
     assert (sampler.num_batches, len(sampler)) == (5, 2)
     assert list(sampler) == [[1], [3]]
+    of_samples = BatchSampler(chain.from_iterable(Endless()), batch_size=2, drop_last=False)
+    sampler = ShardedSampler(of_samples, rank=1, world_size=2, seed=0)
+    sampler.limit = 3
+    assert (sampler.num_samples, len(sampler)) == (None, 1)
 
 
 # -- limits, positions, shares -----------------------------------------------------------------

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from benchmarks.arguments import at_least
 from benchmarks.report import Result
 from benchmarks.task import Task
 from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
+from trainer.environment import read_int, share_of_cores
 
 STEPS, REPEATS = 500, 10
 PROCESSES = 2
@@ -121,6 +123,19 @@ def run(options: Namespace) -> Result:
         return Result.load(Path(folder) / "ddp.json")
 
 
+def _take_a_share_of_the_cores() -> None:
+    """Keep this process, its threads included, on cores of its own, where there are enough.
+
+    Processes that the system moves from core to core differ from turn to turn by more than what is
+    measured here.
+    """
+    if hasattr(os, "sched_setaffinity"):  # Linux has it
+        rank, processes = read_int("LOCAL_RANK") or 0, read_int("LOCAL_WORLD_SIZE") or 1
+        cores, share = sorted(os.sched_getaffinity(0)), share_of_cores(processes)
+        if len(cores) >= processes:
+            os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+
+
 def _process() -> None:
     parser = ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -128,6 +143,7 @@ def _process() -> None:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--rows", nargs="*")
     options = parser.parse_args()
+    _take_a_share_of_the_cores()
     dist.init_process_group("gloo")
     result = measure(options)
     if dist.get_rank() == 0:

@@ -116,9 +116,8 @@ class CSVTracker(GeneralTracker):
         if self._file is None:
             raise RuntimeError(f"The table {self.path} is not open. Call `start` first.")
         with _locked(self.path):
-            if not is_at(
-                os.fstat(self._file.fileno()), self.path
-            ):  # what is written to the open file would be lost
+            # What is written to a file that is gone would be lost.
+            if not is_at(os.fstat(self._file.fileno()), self.path):
                 self._open_anew()
             self._add(row, self._file)
         if named != step:

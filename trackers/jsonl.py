@@ -254,9 +254,8 @@ class JsonlTracker(GeneralTracker):
     def _opened(self) -> io.FileIO:
         if self._file is None:
             raise RuntimeError(f"The record {self.path} is not open. Call `start` first.")
-        if not is_at(
-            os.fstat(self._file.fileno()), self.path
-        ):  # what is written to the open file would be lost
+        # What is written to a file that is gone would be lost.
+        if not is_at(os.fstat(self._file.fileno()), self.path):
             left = self._file
             self.start()
             left.close()

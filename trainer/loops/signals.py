@@ -109,8 +109,8 @@ class Questions:
     """Asks, in an evaluation on several processes, whether any of them was told to end.
 
     A question is a blocking reduction, so there is one in 16 rounds; but, by rank 0's clock, about
-    one in a second if these take longer. It becomes rarer by half at most: workers deliver batches
-    in bursts, and a burst says little of the time that follows.
+    one in a second if these take longer. The rounds between two at most double each time: workers
+    deliver batches in bursts, and a burst says little of the time that follows.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,8 @@ class Questions:
             rank: This process.
             device: Where to reduce.
             aligned: Whether all processes have this round. Otherwise one whose data have ended does
-                not answer, and the fewer questions, the more often it can say so itself.
+                not answer, so that questions are as rare as they may be: the error that says that
+                it has ended comes only after the last round.
         """
         if 0 < round_idx < self._asked + self._between:
             return False

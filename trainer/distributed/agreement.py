@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-_DIGITS = 6  # of 8 bits each: enough for the items of any window
+# Of 8 bits each. With them the vector has 64 bytes, so that the gradients behind it in a bucket are
+# aligned as they would be without it.
+_DIGITS = 8
 
 
 class Tally(NamedTuple):

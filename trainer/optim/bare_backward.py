@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,13 @@ _KNOWN = (
 )
 
 
-def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+def backward(
+    loss: Tensor,
+    *args: Any,
+    roots: Sequence[Tensor] = (),
+    gradients: Sequence[Tensor] = (),
+    **kwargs: Any,
+) -> None:
     """Call ``loss.backward``, for a plain real scalar directly at the engine's door.
 
     Before it enters the engine, torch normalises the losses, gradients and inputs that it may have
@@ -37,6 +44,8 @@ def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
     Args:
         loss: A tensor of one element with a graph.
         *args: Arguments of ``loss.backward``; with any, torch's way is taken.
+        roots: Other tensors from which the same pass starts; then without other arguments.
+        gradients: Their gradients.
         **kwargs: See `args`.
     """
     if (
@@ -53,13 +62,15 @@ def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
         and not torch._C._are_functorch_transforms_active()
     ):
         graph._engine_run_backward(
-            (loss,),
-            (torch.ones_like(loss),),
+            (loss, *roots),
+            (torch.ones_like(loss), *gradients),
             False,  # the graph is not kept
             False,  # and none is made of the backward pass
             (),  # all leaves get gradients
             allow_unreachable=True,
             accumulate_grad=True,
         )
+    elif roots:
+        torch.autograd.backward([loss, *roots], [None, *gradients])
     else:
         loss.backward(*args, **kwargs)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.distributed.collectives import broadcast
+from trainer.optim.bare_backward import backward
 from trainer.state import PartialState
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
@@ -115,6 +116,7 @@ class _Stage(nn.Module):
     that they are summed by the same all-reduce as the gradients.
 
     Attributes:
+        searched: DDP searches the graph of the outputs for the parameters that it reaches.
         tables: Weights of sparse embeddings that the graph must reach in any case.
     """
 
@@ -122,12 +124,13 @@ class _Stage(nn.Module):
         super().__init__()
         self.module = module
         self.ballot = nn.Parameter(torch.zeros_like(ballot))
+        self.searched = False
         self.tables: list[Tensor] = []
 
     def forward(self, name: str | None, *args: Any) -> tuple[Any, list[Tensor]]:
         output = None if name is None else getattr(self.module, name)(*args)
-        # Cloned, since DDP searches the graph of the outputs for the parameters it reaches.
-        return output, [self.ballot.clone(), *map(look_up_nothing, self.tables)]
+        ballot = self.ballot.clone() if self.searched else self.ballot  # a leaf has no graph
+        return output, [ballot, *map(look_up_nothing, self.tables)]
 
 
 class DataParallel:
@@ -139,7 +142,8 @@ class DataParallel:
     Args:
         module: The user's module, on its device.
         agreement: Receives the sums over the processes.
-        kwargs: Arguments of DDP.
+        kwargs: Arguments of DDP. By default gradients lie in the buckets: not a copy is made of
+            what was reduced.
 
     Raises:
         ValueError: torch cannot run the communication hook here.
@@ -154,13 +158,13 @@ class DataParallel:
         self.module = module
         self._agreement = agreement
         self._world_size = PartialState().num_processes
-        self._kwargs = kwargs
+        self._kwargs = kwargs or DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         self._saved: dict[str, Any] = {}
         self._wrap()
 
     def _wrap(self) -> None:
         trained = self._trained()
-        hooked = self._kwargs is not None and self._kwargs.comm_hook != "no"
+        hooked = self._kwargs.comm_hook != "no"
         dtype = self._agreement.dtype_beside(trained, self._world_size)
         if hooked and trained:  # the ride-along ballot is unused: no bucket of its own
             dtype = trained[0].dtype
@@ -169,7 +173,7 @@ class DataParallel:
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._ballot: Tensor = stage.ballot
         self._ddp = wrap(stage, self._kwargs, moves_inputs=False)  # the transfer hooks do
-        self._searches = self._ddp.find_unused_parameters
+        self._searches = stage.searched = self._ddp.find_unused_parameters
         self._tables: list[nn.Parameter] = []
         if self._searches:  # DDP fills in dense zeros alone for what the graph misses
             sparse = sparse_weights(self.module)
@@ -201,11 +205,12 @@ class DataParallel:
 
     def begin_micro_batch(self, *, sync: bool) -> None:
         """Announce, before the forward pass, whether the next backward ends its window."""
-        self._ddp.require_backward_grad_sync = sync
+        if self._ddp.require_backward_grad_sync is not sync:  # a module is slow to set
+            self._ddp.require_backward_grad_sync = sync
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of a micro-batch that does not end its window."""
-        loss.backward(*args, **kwargs)
+        backward(loss, *args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """See `SingleDevice.finish_window`; a process without a loss still takes part."""
@@ -216,7 +221,7 @@ class DataParallel:
             ballot = self._apart
         if loss is not None:
             nothing = map(torch.zeros_like, self._rides[1:])
-            torch.autograd.backward([loss, *self._rides], [None, ballot, *nothing])
+            backward(loss, roots=self._rides, gradients=[ballot, *nothing])
         else:
             _, rides = self._ddp(None)
             if self._searches:

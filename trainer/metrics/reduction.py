@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.distributed.objects import all_gather_object, broadcast_object
+from trainer.distributed.transport import sum_numbers
 from trainer.errors import MetricError
 from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
 from trainer.metrics.computing import computing, forget_computed
@@ -58,7 +59,7 @@ class Reduction:
         return cells.names() if self._world_size == 1 else cells.agreed
 
     def _all_reduce(self, cells: Cells, what: str) -> dict[str, Value]:
-        """Reduce means and sums in one all-reduce, and min and max, if used, in one more each.
+        """Reduce means and sums in one exchange, and min and max, if used, in one more each.
 
         The names are those agreed on before. A flag in the sum says that some rank has different
         names now, or has logged a name unknown to others; only then are names exchanged.
@@ -70,7 +71,7 @@ class Reduction:
                     cell = cells.cells.get(name)
                     totals += [cell.total, cell.weight] if cell else [0.0, 0.0]
             summed = self._vector(totals)
-            dist.all_reduce(summed)
+            sum_numbers(summed)
             read = summed.tolist()
             if not read[0]:
                 break

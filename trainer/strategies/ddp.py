@@ -12,13 +12,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.distributed.collectives import broadcast
+from trainer.distributed.transport import sum_numbers
 from trainer.optim.bare_backward import backward
 from trainer.state import PartialState
 from trainer.strategies import communication
@@ -236,7 +236,7 @@ class DataParallel:
             total = self._ballot.grad
         else:
             total = self._agreement.ballot(own)
-            dist.all_reduce(total)
+            sum_numbers(total)
         self._ballot.grad = None
         items = self._agreement.count(total)
         for table in self._tables:
@@ -326,7 +326,7 @@ class Replicas(SingleDevice):
         """Sum the counts of the window over the processes; gradients are left alone."""
         assert loss is None
         total = self._agreement.ballot(own)
-        dist.all_reduce(total)
+        sum_numbers(total)
         return self._agreement.count(total)
 
     def broadcast_buffers(self) -> None:

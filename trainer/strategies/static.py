@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import all_gather_object
+from trainer.distributed.transport import sum_numbers
 from trainer.strategies import communication
 from trainer.strategies.averaging import average_gradients_of
 from trainer.strategies.buckets import fix_layout
@@ -144,7 +144,7 @@ class StaticDataParallel(DataParallel):
             self.backward(loss)
         average_gradients_of(self._trained())
         total = self._agreement.ballot(own)
-        dist.all_reduce(total)
+        sum_numbers(total)
         items = self._agreement.count(total)
         if not items:
             give_nothing(self.module)

@@ -98,6 +98,21 @@ def test_reduce_sums_averages_scales_and_leaves_its_input(ranks3):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize("length", [1, 2, 1001])
+def test_a_few_numbers_are_summed_in_the_order_of_the_ranks(ranks3, dtype, length):
+    def total() -> torch.Tensor:
+        large = 2**24 if dtype == torch.float32 else 2**53
+        vector = torch.arange(length).to(dtype)
+        vector[-1] = (large, 1, -large)[dist.get_rank()]
+        transport.sum_numbers(vector)
+        return vector
+
+    expected = torch.arange(length).to(dtype) * 3
+    expected[-1] = 1 if dtype == torch.int64 else 0  # rounded away, wherever it stands
+    assert all(torch.equal(found, expected) for found in ranks3(total))
+
+
 def test_reduce_takes_tensors_that_are_not_contiguous(ranks2):
     def reduce() -> list[Any]:
         return collectives.reduce(torch.arange(4.0).reshape(2, 2).t() + dist.get_rank()).tolist()

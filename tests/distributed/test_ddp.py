@@ -650,6 +650,28 @@ def test_settings_reach_torch(ranks2):
     assert ranks2(wrapped) == [(3 * 2**20, True, False)] * 2
 
 
+@pytest.mark.parametrize("handler", [None, DistributedDataParallelKwargs()])
+def test_gradients_lie_in_the_buckets_unless_arguments_of_ddp_are_given(ranks2, handler):
+    def memory() -> tuple[int, list[int]]:
+        model, agreement = Single(), Agreement(CPU, whole_items=True)
+        own = DataParallel(model, agreement, handler)
+        own.begin_epoch()
+        found = set()
+        for _ in range(2):
+            own.begin_micro_batch(sync=True)
+            loss = own.step("training_step", data(2).float())
+            assert own.finish_window(loss, tally(2, stop=False, seconds=0.0)) == 4
+            found = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+            offsets = [p.grad.storage_offset() * 4 for p in model.parameters()]
+            model.zero_grad()
+        return len(found), offsets
+
+    for storages, offsets in ranks2(memory):
+        assert storages == (1 if handler is None else 4)
+        # Behind the ballot, in the order of backward: as aligned as without it.
+        assert offsets == ([100, 84, 68, 64] if handler is None else [0] * 4)
+
+
 # -- manual optimisation -----------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The backward pass without torch's treatment of arguments: the same, unless somebody looks."""
 
 import sys
+from contextlib import nullcontext
 from importlib import reload
 
 import pytest
@@ -144,6 +145,31 @@ def test_a_backward_pass_inside_a_transform_is_torchs_error():
 
     with pytest.raises(RuntimeError, match="functorch transform"):
         torch.func.grad(inside)(torch.ones(()))
+
+
+class Seeing(TorchFunctionMode):
+    """Sends a call torch's own way, unchanged."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [nullcontext, Seeing])
+def test_one_pass_may_start_from_other_tensors_too(around):
+    leaf, inner = (torch.ones(3, requires_grad=True) for _ in range(2))
+    model, plain = network(), network()
+    called = []
+    model[0].weight.register_hook(lambda _: called.append("model"))
+    leaf.register_hook(lambda _: called.append("leaf"))
+    loss, gradients = loss_of(model), [torch.arange(3.0), torch.full((3,), 2.0)]
+    with around():
+        backward(loss, roots=[leaf, inner * 5], gradients=gradients)
+    assert called == ["leaf", "model"]  # nothing lies between a leaf and its own gradient
+    assert leaf.grad.tolist() == [0, 1, 2]
+    assert inner.grad.tolist() == [10, 10, 10]
+    loss_of(plain).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
 
 
 def test_the_loops_use_it():

@@ -37,7 +37,10 @@ def sum_numbers(vector: Tensor) -> None:
     processes = dist.get_world_size()
     of_all = vector.new_empty(processes, len(vector))
     dist.all_to_all_single(of_all, vector.repeat(processes, 1))
-    torch.sum(of_all, 0, out=vector)
+    first, second, *others = of_all  # `torch.sum` adds columns up in several orders
+    torch.add(first, second, out=vector)
+    for other in others:
+        vector += other
 
 
 @dataclass(frozen=True)

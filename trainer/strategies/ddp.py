@@ -23,6 +23,7 @@ from trainer.optim.bare_backward import backward
 from trainer.state import PartialState
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
+from trainer.strategies.exchange import exchange_if_few
 from trainer.strategies.single import SingleDevice
 from trainer.strategies.zeros import (
     give_nothing,
@@ -184,6 +185,8 @@ class DataParallel:
         # Only now: PowerSGD counts iterations, and fixing the layout takes one.
         self._hook = communication.register(self._ddp, self._kwargs)
         self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
+        if self._hook is None:
+            exchange_if_few(self._ddp)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

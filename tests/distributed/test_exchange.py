@@ -1,0 +1,153 @@
+"""Few gradients, which the processes send to each other, against those that are reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.reducing import reducing
+from trainer import DistributedDataParallelKwargs, Trainer, TrainModule
+from trainer.distributed.agreement import Agreement, Tally
+from trainer.strategies import exchange
+from trainer.strategies.ddp import DataParallel
+
+
+class Net(TrainModule):
+    """Gradients of all magnitudes, and zeros of both signs."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, width: int = 33) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.first, self.last = nn.Linear(7, width), nn.Linear(width, 5)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).relu()).exp().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def rows(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def engine(module: nn.Module, **kwargs: Any) -> DataParallel:
+    agreement = Agreement(torch.device("cpu"), whole_items=True)
+    return DataParallel(module, agreement, DistributedDataParallelKwargs(**kwargs))
+
+
+def exchanges(own: DataParallel) -> bool:
+    return bool(own._ddp._comm_hooks)
+
+
+def averaged(dtype: torch.dtype, kwargs: dict[str, Any]) -> tuple[bool, list[torch.Tensor]]:
+    """The gradients of one window, by an engine."""
+    module = Net(dtype)
+    own = engine(module, **kwargs)
+    own.begin_micro_batch(sync=True)
+    loss = own.step("training_step", [rows(dist.get_rank(), dtype)], 0)
+    own.finish_window(loss, Tally(6.0, 0.0, 0.0, 0.0, 0.0))
+    return exchanges(own), [p.grad.clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kwargs", [{}, {"find_unused_parameters": True}])
+def test_on_two_processes_the_average_is_that_of_ddp_to_the_last_bit(ranks2, dtype, kwargs):
+    def by_torch() -> list[torch.Tensor]:
+        model = DistributedDataParallel(Net(dtype))
+        model(rows(dist.get_rank(), dtype)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    for expected, (exchanged, found) in zip(
+        ranks2(by_torch), ranks2(averaged, dtype, kwargs), strict=True
+    ):
+        assert exchanged
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one.view(bits), other.view(bits))  # zeros have signs, too
+
+
+# In float32 the ballot lies beside the gradients, otherwise in a bucket of its own.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}]
+)
+@pytest.mark.parametrize("size", [3, 4])
+def test_on_more_it_is_summed_in_the_order_of_the_ranks(ranks, size, kwargs, dtype):
+    expected = [torch.zeros_like(parameter) for parameter in Net(dtype).parameters()]
+    for rank in range(size):
+        module = Net(dtype)
+        module(rows(rank, dtype)).backward()
+        for total, parameter in zip(expected, module.parameters(), strict=True):
+            total += parameter.grad / size
+    for exchanged, found in ranks(size)(averaged, dtype, kwargs):
+        assert exchanged
+        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_many_gradients_and_sparse_ones_are_reduced_by_ddp(ranks2):
+    def kinds() -> list[bool]:
+        edge = exchange._FEW // dist.get_world_size() // 4 - 16  # the ballot is a parameter as well
+        few, many = nn.Linear(edge, 1, bias=False), nn.Linear(edge + 1, 1, bias=False)
+        table = nn.EmbeddingBag(3, 2, sparse=True)
+        half = engine(nn.Linear(1, 1), comm_hook="fp16")
+        return [
+            exchanges(engine(few)),
+            exchanges(engine(many)),
+            exchanges(engine(table)),
+            *([half._ddp._comm_hooks[0][0] is exchange._average]),
+        ]
+
+    assert ranks2(kinds) == [[True, False, False, False]] * 2
+
+
+def fit(module: Net, steps: int, **settings: Any) -> list[torch.Tensor]:
+    data = DataLoader(TensorDataset(torch.cat([rows(n) for n in range(7)])), 4, shuffle=True)
+    trainer = Trainer(
+        max_steps=steps,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        seed=1,
+        cpu=True,
+        progress_bar=False,
+        **settings,
+    )
+    trainer.fit(module, data, ckpt_path="auto")
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_on_two_processes_a_run_has_the_weights_of_one_that_reduces(ranks2, tmp_path):
+    exchanged = ranks2(lambda: fit(Net(), 9, project_dir=tmp_path / "exchanged"))
+    reduced = reducing(ranks2)(lambda: fit(Net(), 9, project_dir=tmp_path / "reduced"))
+    for one, other in zip(exchanged, reduced, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+@pytest.mark.parametrize("searches", [True, False])
+def test_on_three_processes_a_run_is_resumed_to_the_last_bit(ranks3, tmp_path, exchanged, searches):
+    pool = ranks3 if exchanged else reducing(ranks3)
+    handler = DistributedDataParallelKwargs(find_unused_parameters=searches)
+
+    def train(steps: int, name: str) -> list[torch.Tensor]:
+        return fit(Net(), steps, project_dir=tmp_path / name, kwargs_handlers=[handler])
+
+    whole = pool(train, 9, "whole")
+    pool(train, 5, "parts")
+    resumed = pool(train, 9, "parts")
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one, whole[0], strict=True))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.arguments import at_least
+from benchmarks.arguments import at_least, folder_at
 from benchmarks.report import Column, Result, Row
 from benchmarks.timing import is_chosen, quartiles, resident, timed, unseen
 from callbacks import Callback
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=25_000_000,
         help="number of model parameters; AdamW stores two more values for each",
     )
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to measure")
+    parser.add_argument("--folder", type=folder_at, help="a folder on the disk to measure")
 
 
 class Stack(TrainModule):
@@ -199,6 +199,8 @@ def train(parameters: int, folder: Path, call: Callable[[Trainer], object]) -> N
 def run(options: Namespace) -> Result:
     """Run the benchmark."""
     resident()  # before anything else is done in vain
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     memory: dict[str, float] = {}
     times: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -337,8 +337,8 @@ def test_data(monkeypatch):
     assert contenders[0].run().outcome != contenders[1].run().outcome
 
 
-def test_checkpoint():
-    arguments = ("--parameters", 10_000, "--repeats", 2)
+def test_checkpoint(tmp_path):
+    arguments = ("--parameters", 10_000, "--repeats", 2, "--folder", tmp_path / "a" / "new one")
     result = checkpoint.run(options("checkpoint", *arguments))
     names = ["plain file, synced", "torch.save", "torch.save, synced"]
     names += ["Cadence, waiting", "Cadence, in the background"]
@@ -352,6 +352,7 @@ def test_checkpoint():
     assert result.rows[0].values["disk"] == [1.0, 1.0, 1.0]
     chosen_rows = checkpoint.run(options("checkpoint", *arguments, "--rows", "background")).rows
     assert [row.name for row in chosen_rows] == [names[0], names[-1]]
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / "new one"]  # tidied up
 
 
 def test_each_way_saves_the_whole_state(tmp_path):
@@ -625,6 +626,7 @@ def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
         (["memory", "--wide-steps", "2"], "--wide-steps: 2 is too few; at least 3."),
         (["ddp", "--processes", "0"], "--processes: 0 is too few; at least 1."),
         (["checkpoint", "--parameters", "0"], "--parameters: 0 is too few; at least 1."),
+        (["checkpoint", "--folder", __file__], f"--folder: {__file__} is a file"),
         (["checkpoint", "--steps", "3"], "unrecognized arguments: --steps 3"),
         (["import", "--steps", "3"], "unrecognized arguments: --steps 3"),
         (["speed"], "invalid choice: 'speed'"),

@@ -527,7 +527,8 @@ class Accelerator:
         Raises:
             TypeError: `scheduler` is not a scheduler.
         """
-        _expect_of("prepare_scheduler", "scheduler", scheduler, hasattr(scheduler, "optimizer"))
+        fits = hasattr(scheduler, "optimizer") and not isinstance(scheduler, AcceleratedOptimizer)
+        _expect_of("prepare_scheduler", "scheduler", scheduler, fits)
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         for known in self._schedulers:

@@ -383,6 +383,8 @@ def test_each_kind_can_be_prepared_by_itself():
     accelerator.sync_gradients = False
     scheduler.step()  # not with the optimizer, so in the middle of a window too
     assert scheduler.get_last_lr() == [0.5]
+    with pytest.raises(TypeError, match="AcceleratedOptimizer as its scheduler; it must be"):
+        accelerator.prepare_scheduler(optimizer)
 
 
 def test_each_kind_can_be_left_where_it_is():

@@ -10,7 +10,14 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    SequentialSampler,
+    default_collate,
+)
 
 from trainer.data.dealing import SAMPLES, Dealing
 from trainer.data.own_generators import (
@@ -45,6 +52,16 @@ logger = logging.getLogger(__name__)
 Transfer = Callable[[Any], Any]
 
 
+def _expect_length(source: DataLoader[Any]) -> None:
+    """Raise where torch's sampler would, in the middle of the run, without saying what to do."""
+    dataset = source.dataset
+    if isinstance(source.sampler, SequentialSampler) and not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"The dataset {type(dataset).__name__} has no __len__, so it is unknown how many "
+            "samples an epoch has. Define __len__, or make it an IterableDataset."
+        )
+
+
 class Feed:
     """A loader's epochs, sharded in rounds and read one batch ahead.
 
@@ -70,7 +87,7 @@ class Feed:
         batches_read: How many processes have a batch in the round that is being read.
 
     Raises:
-        TypeError: The source cannot be iterated.
+        TypeError: The source cannot be iterated, or its dataset has no length.
         ValueError: Its sampler shards the data already.
     """
 
@@ -118,6 +135,7 @@ class Feed:
         if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
             streams = isinstance(source.dataset, IterableDataset)
             if not streams:
+                _expect_length(source)
                 self.sampler = ShardedSampler(
                     source.sampler if source.batch_sampler is None else source.batch_sampler,
                     keys=source.batch_sampler is None,

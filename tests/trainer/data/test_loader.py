@@ -138,6 +138,17 @@ def test_a_source_that_cannot_be_read_is_refused():
         Feed(7)
 
 
+class Endless(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+
+def test_a_dataset_without_a_length_is_refused_unless_the_sampler_knows_what_to_read():
+    with pytest.raises(TypeError, match=r"Endless has no __len__, .*Define __len__, or make it"):
+        Feed(DataLoader(Endless(), 2))
+    assert read(DataLoader(Endless(), 2, sampler=[5, 3, 4])) == [[[5, 3], [4]]]
+
+
 @pytest.mark.parametrize("source", [DataLoader(Numbers(9), 2), DataLoader(Stream(9), 2)])
 def test_rounds_tell_sizes_and_the_end_alike_on_all_processes(source):
     rounds = []

@@ -442,12 +442,15 @@ def test_a_loss_of_minus_infinity_is_found_wherever_in_the_window_it_is(at):
 class Tied(TrainModule):
     """Words, and the line that tells them apart by the same weights."""
 
-    def __init__(self, sparse: bool) -> None:
+    def __init__(self, sparse: bool, words_first: bool) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.line = nn.Linear(3, 5, bias=False, dtype=DOUBLE)
-        self.words = nn.Embedding(5, 3, sparse=sparse, dtype=DOUBLE)
-        self.words.weight = self.line.weight
+        line = nn.Linear(3, 5, bias=False, dtype=DOUBLE)
+        words = nn.Embedding(5, 3, sparse=sparse, dtype=DOUBLE)
+        words.weight = line.weight
+        parts = {"words": words, "line": line} if words_first else {"line": line, "words": words}
+        for name, part in parts.items():
+            self.add_module(name, part)
 
     def count_items(self, batch: Any) -> float:
         return float((batch >= 0).sum())
@@ -459,16 +462,18 @@ class Tied(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def tied_fit(sparse: bool) -> Tensor:
-    module = Tied(sparse)
+def tied_fit(sparse: bool, words_first: bool) -> Tensor:
+    module = Tied(sparse, words_first)
     quiet_trainer(max_epochs=1).fit(module, DataLoader(torch.tensor([1, 2, -1, -1, 3]), 1))
     return module.line.weight.detach()
 
 
+@pytest.mark.parametrize("words_first", [True, False])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_sparse_embedding_that_is_tied_to_a_line_has_dense_gradients(ranks, world):
-    expected = on_processes(ranks, world, tied_fit, False)
-    torch.testing.assert_close(on_processes(ranks, world, tied_fit, True), expected, **EXACT)
+def test_a_sparse_embedding_that_is_tied_to_a_line_has_dense_gradients(ranks, world, words_first):
+    expected = on_processes(ranks, world, tied_fit, False, words_first)
+    found = on_processes(ranks, world, tied_fit, True, words_first)
+    torch.testing.assert_close(found, expected, **EXACT)
 
 
 # -- batches without samples ------------------------------------------------------------------

@@ -29,6 +29,7 @@ from trainer.strategies.zeros import (
     give_nothing,
     look_up_nothing,
     sparse_weights,
+    tied_sparse_weights,
     zeros_for,
 )
 
@@ -123,6 +124,8 @@ class _Stage(nn.Module):
 
     def __init__(self, module: nn.Module, ballot: Tensor) -> None:
         super().__init__()
+        # Before the module: DDP expects gradients of the kind of the first part that has a weight.
+        self.tied = nn.ParameterList(tied_sparse_weights(module))
         self.module = module
         self.ballot = nn.Parameter(torch.zeros_like(ballot))
         self.searched = False

@@ -13,12 +13,24 @@ def sparse_weights(module: nn.Module) -> set[int]:
 
     A weight tied to a layer of another kind gets dense gradients: the sum of both.
     """
+    sparse, dense = _by_kind(module)
+    return sparse - dense
+
+
+def tied_sparse_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that sparse embeddings share with other layers."""
+    sparse, dense = _by_kind(module)
+    return [parameter for parameter in module.parameters() if id(parameter) in sparse & dense]
+
+
+def _by_kind(module: nn.Module) -> tuple[set[int], set[int]]:
+    """Return the ids of the weights of sparse embeddings, and of those of other modules."""
     sparse: set[int] = set()
     dense: set[int] = set()
     for part in module.modules():
         embeds = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
         (sparse if embeds else dense).update(map(id, part.parameters(recurse=False)))
-    return sparse - dense
+    return sparse, dense
 
 
 def zeros_for(module: nn.Module, parameters: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -1145,7 +1145,7 @@ class Trainer:
         """Return the profiling context, entered first so that its table is printed last."""
         settings, project = self._parts.settings, self._parts.project
         folder = project.folder if settings.writes else None
-        return profiling(settings.profile, stage, folder=folder, say=self.accelerator.print)
+        return profiling(settings.profile, stage, folder=folder, accelerator=self.accelerator)
 
     def _finish(self, status: Status, error: BaseException | None) -> None:
         run, self._run, self._feed = self._run, None, None

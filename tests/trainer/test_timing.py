@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Trainer, TrainModule
+from trainer.environment import share_of_cores
 from trainer.loops import bottleneck, timing
 from trainer.loops.bottleneck import Report
 from trainer.loops.timing import DeviceLedger, HostLedger, Stopwatch
@@ -400,7 +401,7 @@ ADVICE = [
     ({"saving": 60, "forward": 40}, "give ModelCheckpoint a larger every"),
     ({"rest": 60, "forward": 40}, "larger batches"),
     ({"data_wait": 30, "forward": 25, "backward": 25, "optimizer": 20}, LIMIT),
-    ({"data_wait": 5, "forward": 95}, "95 % of the time computing, which is its limit: mixed"),
+    ({"data_wait": 5, "forward": 95}, "95 % of the time computing, which is its limit: dynamo_b"),
 ]
 
 
@@ -424,6 +425,66 @@ def test_of_a_few_updates_or_batches_nothing_is_concluded(stage, unit):
     assert "waits for data" in slow.bottleneck()
     assert replace(slow, steps=9).bottleneck() == f"9 {few}: too few to tell what limits the run."
     assert replace(slow, steps=1).bottleneck().startswith(f"1 {unit}: too few")
+    brief = replace(slow, seconds={"data wait": 0.9, "forward": 0.09})
+    assert brief.bottleneck() == "0.99 s: too short to tell what limits the run."
+
+
+def test_more_workers_are_advised_as_long_as_there_are_cores():
+    def advice(workers, **facts):
+        slow = replace(report(num_workers=workers, data_wait=61, forward=39), **facts)
+        return slow.bottleneck().partition("of the time: ")[2]
+
+    raised = "raise num_workers of the DataLoader"
+    less, once = "do less for each sample", "set persistent_workers=True, so that they start once"
+    assert advice(0) == f"{raised} (it is 0), or {less}."
+    assert advice(1) == f"{once}, or {less}."
+    assert advice(1, most_workers=2) == f"{raised} (it is 1), or {once}, or {less}."
+    assert advice(2, most_workers=2, persistent=True) == f"{less}."
+
+
+def test_only_what_is_not_in_use_is_advised():
+    slow = report(forward=95, data_wait=5)
+    rest = "larger batches or a faster device would help."
+    assert slow.bottleneck().endswith(f"its limit: dynamo_backend='inductor', {rest}")
+    halved = replace(slow, may_halve=True).bottleneck()
+    assert f"mixed_precision='bf16', dynamo_backend='inductor', {rest}" in halved
+    compiled = replace(slow, compiles=True).bottleneck()
+    assert compiled.endswith(f"of the time computing and compiling, which is its limit: {rest}")
+
+
+def test_processes_that_wait_for_each_other_are_not_taken_to_compute():
+    parts = {"forward": 20, "backward": 70, "optimizer": 5, "data_wait": 5}
+    waits = replace(report(**parts), processes=2).bottleneck()
+    assert "70 % of the time in backward, most of it probably waiting" in waits
+    assert "SlowRankDetector" in waits
+    assert "95 % of the time computing" in report(**parts).bottleneck()  # alone it cannot wait
+    parts |= {"forward": 30, "backward": 60}
+    assert "computing" in replace(report(**parts), processes=2).bottleneck()
+
+
+class Plain(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def test_the_report_knows_how_the_run_was_set_up(monkeypatch):
+    reports = []
+    monkeypatch.setattr(Report, "text", lambda made: reports.append(made) or "")
+    data = DataLoader(torch.zeros(4, 1), 2, num_workers=1, persistent_workers=True)
+    trainer_for(max_epochs=1, dynamo_backend="eager", mixed_precision="bf16").fit(Plain(), data)
+    trainer_for(max_epochs=1).fit(Plain(), DataLoader(torch.zeros(4, 1), 2))
+    first, second = reports
+    assert (first.num_workers, first.persistent, first.compiles) == (1, True, True)
+    assert (second.num_workers, second.persistent, second.compiles) == (0, False, False)
+    assert {(made.processes, made.may_halve) for made in reports} == {(1, False)}  # on the CPU
+    assert {made.most_workers for made in reports} == {share_of_cores(1)}
 
 
 def test_validations_of_a_few_batches_get_no_advice():

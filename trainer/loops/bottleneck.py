@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.accelerator import Accelerator
 from trainer.checkpoint.atomic import write_whole
+from trainer.choices import DynamoBackend
 from trainer.data.feed import Feed
+from trainer.environment import read_int, share_of_cores
 from trainer.loops import timing
 from trainer.loops.run import FitRun, Run
 from trainer.loops.settings import Profile
@@ -26,6 +29,8 @@ Begin = Callable[[Run, list[Feed]], None]
 _COMPUTING = (timing.FORWARD, timing.BACKWARD, timing.OPTIMIZER)
 _WORTH_A_WORD = 0.1  # the share from which a part is mentioned beside a larger one
 _ENOUGH = 10  # with fewer, the first, which sets things up, takes most of the time
+_LONG_ENOUGH = 1.0  # seconds; in less, what happens once takes a large share
+_WAITS = 3  # times forward; without waiting for other processes, backward takes about twice as long
 _PLURALS = {"update": "updates", "batch": "batches"}
 _LIMITS = {  # what the report says of each part
     timing.DATA: "waits for data",
@@ -47,7 +52,7 @@ _ADVICE = {
 
 @contextmanager
 def profiling(
-    kind: Profile | None, stage: str, *, folder: Path | None, say: Callable[[str], object]
+    kind: Profile | None, stage: str, *, folder: Path | None, accelerator: Accelerator
 ) -> Generator[Begin, None, None]:
     """Inside, the run passed to the yielded function is timed on rank 0 and reported at the end.
 
@@ -57,7 +62,7 @@ def profiling(
         kind: ``"simple"`` or None.
         stage: fit, validate, test or predict.
         folder: Where ``profile-<stage>.json`` goes; None writes none.
-        say: Prints a text.
+        accelerator: The run's; it prints the report.
     """
     if kind is None:
         yield lambda run, feeds: None  # noqa: ARG005 - an interface
@@ -68,23 +73,41 @@ def profiling(
         if run.rank == 0:
             stopwatch = Stopwatch(ledger_for(run.device))
             timing.watch(run, stopwatch)
-            reports.append(partial(_report, run, feeds, stopwatch, stage, run.counters.global_step))
+            before = run.counters.global_step
+            reports.append(partial(_report, accelerator, run, feeds, stopwatch, stage, before))
 
     try:
         yield begin
     finally:
         for report in reports:  # one, or none if the run could not begin
             made = report()
-            say(made.text())
+            accelerator.print(made.text())
             if folder is not None:
                 _write(folder / f"profile-{stage}.json", made)
 
 
-def _report(run: Run, feeds: list[Feed], stopwatch: Stopwatch, stage: str, before: int) -> Report:
+def _report(
+    accelerator: Accelerator,
+    run: Run,
+    feeds: list[Feed],
+    stopwatch: Stopwatch,
+    stage: str,
+    before: int,
+) -> Report:
     stopwatch.stop()
-    steps = run.counters.global_step - before if isinstance(run, FitRun) else None
-    workers = getattr(feeds[0].loader, "num_workers", None)
-    return Report.of(stopwatch, stage, steps=steps, num_workers=workers)
+    loader = feeds[0].loader
+    return Report.of(
+        stopwatch,
+        stage,
+        steps=run.counters.global_step - before if isinstance(run, FitRun) else None,
+        num_workers=getattr(loader, "num_workers", None),
+        persistent=getattr(loader, "persistent_workers", False),
+        most_workers=share_of_cores(read_int("LOCAL_WORLD_SIZE") or 1),
+        processes=accelerator.num_processes,
+        compiles=accelerator.dynamo_plugin.backend != DynamoBackend.NO,
+        # On most CPUs it is slower.
+        may_halve=accelerator.mixed_precision == "no" and accelerator.device.type != "cpu",
+    )
 
 
 def _write(path: Path, report: Report) -> None:
@@ -109,6 +132,11 @@ class Report:
         calls: How often each part was entered.
         hooks: The seconds of each hook, which together are those of the part for callbacks.
         num_workers: Of the first loader; None if it is not a DataLoader.
+        persistent: Whether they live on between epochs.
+        most_workers: The cores of this process.
+        processes: Of the run.
+        compiles: Whether steps are compiled.
+        may_halve: Whether 16 bits are available and not in use.
         validated: Batches of validations inside a fit, including the sanity check.
     """
 
@@ -120,12 +148,15 @@ class Report:
     calls: dict[str, int]
     hooks: dict[str, float]
     num_workers: int | None
+    persistent: bool = False
+    most_workers: int = 1
+    processes: int = 1
+    compiles: bool = False
+    may_halve: bool = False
     validated: int = 0
 
     @classmethod
-    def of(
-        cls, stopwatch: Stopwatch, stage: str, *, steps: int | None, num_workers: int | None
-    ) -> Report:
+    def of(cls, stopwatch: Stopwatch, stage: str, *, steps: int | None, **facts: Any) -> Report:
         """Make the report of a stopped stopwatch; without `steps`, batches are counted."""
         seconds, calls = _sums(stopwatch.ledger.seconds), _sums(stopwatch.calls)
         return cls(
@@ -140,8 +171,8 @@ class Report:
                 for part, spent in stopwatch.ledger.seconds.most_common()
                 if "/" in part
             },
-            num_workers=num_workers,
             validated=stopwatch.validated,
+            **facts,
         )
 
     @property
@@ -198,7 +229,7 @@ class Report:
 
         Forward, backward and optimizer count together: if they are the largest part, the device is
         well used, and the largest other part is mentioned only from a share of 10 %. Nothing is
-        concluded from fewer than 10 updates or batches.
+        concluded from fewer than 10 updates or batches, or from less than a second.
         """
         if not self.total:
             return "No time was measured."
@@ -206,20 +237,43 @@ class Report:
             return f"No {self.unit} was completed."
         if self.steps < _ENOUGH:
             return f"{_number(self.steps, self.unit)}: too few to tell what limits the run."
+        if self.total < _LONG_ENOUGH:
+            return f"{self.total:.2f} s: too short to tell what limits the run."
         what = "training" if self.unit == "update" else "evaluation"
         others = {part: self.share(part) for part in _LIMITS}
         largest = max(others, key=others.__getitem__)
         computing = self.share(*_COMPUTING)
         if computing < others[largest]:
             return f"The {what} {self._found(largest)}."
-        told = f"The {what} spends {_percent(computing)} of the time computing, which is its limit"
+        doing = "computing and compiling" if self.compiles else "computing"
+        told = f"The {what} spends {_percent(computing)} of the time {doing}, which is its limit"
+        if self._waits_in_backward:
+            told = (
+                f"The {what} spends {_percent(self.share(timing.BACKWARD))} of the time in "
+                "backward, most of it probably waiting for the other processes"
+            )
         if self.validated < _ENOUGH:
             del others[timing.VALIDATING]
             largest = max(others, key=others.__getitem__)
         if others[largest] >= _WORTH_A_WORD:
             return f"{told}. It {self._found(largest)}."
-        faster = "mixed_precision='bf16', torch.compile, larger batches"
-        return f"{told}: {faster} or a faster device would help."
+        return f"{told}: {self._faster()}."
+
+    @property
+    def _waits_in_backward(self) -> bool:
+        return self.processes > 1 and (
+            self.share(timing.BACKWARD) > _WAITS * self.share(timing.FORWARD)
+        )
+
+    def _faster(self) -> str:
+        if self._waits_in_backward:
+            return (
+                "the callback SlowRankDetector tells whether one is slow, and larger batches or "
+                "gradient_accumulation_steps let them wait less often"
+            )
+        means = ["mixed_precision='bf16'"] * self.may_halve
+        means += ["dynamo_backend='inductor'"] * (not self.compiles)
+        return f"{', '.join([*means, 'larger batches'])} or a faster device would help"
 
     def _found(self, part: str) -> str:
         return f"{_LIMITS[part]} {_percent(self.share(part))} of the time: {self._advice(part)}"
@@ -228,15 +282,21 @@ class Report:
         if part == timing.VALIDATING and self.validated < _ENOUGH:
             return f"{_number(self.validated, 'batch')}, too few to tell why"
         if part == timing.DATA:
-            if self.num_workers is None:
-                return "let other processes prepare the batches, or do less for each"
-            return (
-                f"raise num_workers of the DataLoader (it is {self.num_workers}), or do less for "
-                "each sample"
-            )
+            return self._advice_on_data()
         if part == timing.CALLBACKS:
             return f"most of it in {next(iter(self.hooks))}; see which of yours it is"
         return _ADVICE[part]
+
+    def _advice_on_data(self) -> str:
+        workers = self.num_workers
+        if workers is None:
+            return "let other processes prepare the batches, or do less for each"
+        means = ["do less for each sample"]
+        if workers and not self.persistent:
+            means.insert(0, "set persistent_workers=True, so that they start once")
+        if workers < self.most_workers:
+            means.insert(0, f"raise num_workers of the DataLoader (it is {workers})")
+        return ", or ".join(means)
 
 
 def _sums(divided: Counter[str]) -> dict[str, float]:

@@ -46,11 +46,12 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks",
         description="Measure what Cadence costs. benchmarks/README.md says how to read it.",
         epilog="exit codes: 0 done, 2 wrong arguments, 3 a requirement is missing",
+        allow_abbrev=False,
     )
     commands = made.add_subparsers(dest="command", required=True, metavar="benchmark")
     for name, module in BENCHMARKS.items():
         summary = (module.__doc__ or "").partition("\n")[0]
-        one = commands.add_parser(name, help=summary, description=summary)
+        one = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         _add_common(one, module.names)
         if hasattr(module, "STEPS"):
             one.add_argument(
@@ -62,14 +63,18 @@ def parser() -> argparse.ArgumentParser:
         if hasattr(module, "add_arguments"):
             module.add_arguments(one)
     everything = commands.add_parser(
-        "all", help="Run all with their defaults; draw the chart, write the README."
+        "all",
+        help="Run all with their defaults; draw the chart, write the README.",
+        allow_abbrev=False,
     )
     _add_common(everything, _all_names)
     for name, summary in (
         ("chart", "Draw the chart of the README from the JSON."),
         ("readme", "Write the figures of the README from the JSON."),
     ):
-        _add_output(commands.add_parser(name, help=summary, description=summary))
+        _add_output(
+            commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        )
     return made
 
 
@@ -81,7 +86,7 @@ def _add_output(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--output",
         type=folder_at,
-        help=f"folder of the JSON, by default {RESULTS.parent.name}/{RESULTS.name}",
+        help=f"folder of the JSON; if nothing else is given, {RESULTS.parent.name}/{RESULTS.name}",
     )
 
 
@@ -93,14 +98,15 @@ def _add_common(one: argparse.ArgumentParser, names: Callable[[], Sequence[str]]
         nargs="+",
         default=[],
         metavar="TEXT",
-        help="only the reference and rows whose name contains a TEXT; saved only with --output",
+        help="only the reference and rows whose name contains a TEXT",
     )
 
 
 def measure(module: ModuleType, options: argparse.Namespace) -> Result:
     """Run one benchmark, print its result and save it."""
-    # a result with some rows must not replace one with all rows
-    folder = options.output or (None if options.rows else RESULTS)
+    # a trial, or a result with some rows, must not replace a whole one
+    usual = vars(options) == vars(parser().parse_args([options.command]))
+    folder = options.output or (RESULTS if usual else None)
     result = module.run(options)
     print(f"\n{result.title}\n\n{result.table()}\n")
     for note in result.notes:

@@ -591,10 +591,11 @@ def test_a_benchmark_is_shown_and_written(instant, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["data.json"]
 
 
-def test_a_choice_of_rows_replaces_no_whole_result(instant, tmp_path, monkeypatch):
+def test_a_choice_of_rows_or_of_a_length_replaces_no_whole_result(instant, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.__main__.RESULTS", tmp_path / "results")
-    assert main(["data", "--rows", "cadence"]) == 0
-    assert not (tmp_path / "results").exists()
+    for options in (["--rows", "cadence"], ["--steps", "5"], ["--repeats", "9"]):
+        assert main(["data", *options]) == 0
+        assert not (tmp_path / "results").exists()
     assert main(["data"]) == 0
     assert (tmp_path / "results" / "data.json").exists()
 
@@ -628,6 +629,7 @@ def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
         (["checkpoint", "--parameters", "0"], "--parameters: 0 is too few; at least 1."),
         (["checkpoint", "--folder", __file__], f"--folder: {__file__} is a file"),
         (["checkpoint", "--steps", "3"], "unrecognized arguments: --steps 3"),
+        (["data", "--step", "3"], "unrecognized arguments: --step 3"),
         (["import", "--steps", "3"], "unrecognized arguments: --steps 3"),
         (["speed"], "invalid choice: 'speed'"),
         ([], "required: benchmark"),

@@ -113,6 +113,17 @@ def test_a_few_numbers_are_summed_in_the_order_of_the_ranks(ranks3, dtype, lengt
     assert all(torch.equal(found, expected) for found in ranks3(total))
 
 
+@pytest.mark.parametrize("length", [1, 9, 1001])
+def test_rows_are_added_up_in_order_in_every_column(length):
+    rows = torch.randn(8, length, generator=torch.Generator().manual_seed(1))
+    expected = rows[0].clone()
+    for row in rows[1:]:
+        expected += row
+    assert torch.equal(transport.add_rows(rows), expected)
+    halves = rows.bfloat16()
+    assert torch.equal(transport.add_rows(halves), transport.add_rows(halves.float()))
+
+
 def test_reduce_takes_tensors_that_are_not_contiguous(ranks2):
     def reduce() -> list[Any]:
         return collectives.reduce(torch.arange(4.0).reshape(2, 2).t() + dist.get_rank()).tolist()

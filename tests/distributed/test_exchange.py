@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.reducing import reducing
 from trainer import DistributedDataParallelKwargs, Trainer, TrainModule
 from trainer.distributed.agreement import Agreement, Tally
+from trainer.state import PartialState
 from trainer.strategies import exchange
 from trainer.strategies.ddp import DataParallel
 
@@ -87,31 +88,75 @@ def test_on_two_processes_the_average_is_that_of_ddp_to_the_last_bit(ranks2, dty
 )
 @pytest.mark.parametrize("size", [3, 4])
 def test_on_more_it_is_summed_in_the_order_of_the_ranks(ranks, size, kwargs, dtype):
-    expected = [torch.zeros_like(parameter) for parameter in Net(dtype).parameters()]
+    expected = [torch.zeros(parameter.shape) for parameter in Net().parameters()]
     for rank in range(size):
         module = Net(dtype)
         module(rows(rank, dtype)).backward()
         for total, parameter in zip(expected, module.parameters(), strict=True):
-            total += parameter.grad / size
+            total += parameter.grad / size  # in float32, even of bfloat16
     for exchanged, found in ranks(size)(averaged, dtype, kwargs):
         assert exchanged
-        assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one.to(dtype), other)
 
 
-def test_many_gradients_and_sparse_ones_are_reduced_by_ddp(ranks2):
-    def kinds() -> list[bool]:
-        edge = exchange._FEW // dist.get_world_size() // 4 - 16  # the ballot is a parameter as well
-        few, many = nn.Linear(edge, 1, bias=False), nn.Linear(edge + 1, 1, bias=False)
-        table = nn.EmbeddingBag(3, 2, sparse=True)
-        half = engine(nn.Linear(1, 1), comm_hook="fp16")
-        return [
-            exchanges(engine(few)),
-            exchanges(engine(many)),
-            exchanges(engine(table)),
-            *([half._ddp._comm_hooks[0][0] is exchange._average]),
-        ]
+class Halves(nn.Module):
+    """Two layers, whose gradients need two buckets if their dtypes differ."""
 
-    assert ranks2(kinds) == [[True, False, False, False]] * 2
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2).to(dtype)
+
+
+def stepping_in_backward() -> nn.Module:
+    module = nn.Linear(1, 1)
+    for parameter in module.parameters():
+        parameter._in_backward_optimizers = []  # as torch's _apply_optimizer_in_backward does
+    return module
+
+
+EDGE = exchange._FEW // 2 // 4  # as many float32 parameters as two processes exchange
+
+
+def edge(beyond: int = 0) -> nn.Module:
+    return nn.Linear(EDGE + beyond, 1, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "exchanged"),
+    [
+        (edge, {}, True),
+        (edge, {"find_unused_parameters": True}, True),
+        (lambda: edge(1), {}, False),
+        (lambda: nn.EmbeddingBag(3, 2, sparse=True), {}, False),
+        (lambda: Halves(torch.float32), {}, True),
+        (lambda: Halves(torch.bfloat16), {}, False),
+        (stepping_in_backward, {}, False),
+    ],
+)
+def test_what_is_exchanged(ranks2, make, kwargs, exchanged):
+    def found() -> bool:
+        return exchanges(engine(make(), **kwargs))
+
+    assert ranks2(found) == [exchanged] * 2
+    assert reducing(ranks2)(found) == [False] * 2
+
+
+def test_a_communication_hook_that_was_asked_for_is_the_only_one(ranks2):
+    def hooks() -> list[str]:
+        hooks = engine(nn.Linear(1, 1), comm_hook="fp16")._ddp._comm_hooks
+        return [hook.__name__ for hook, _ in hooks]
+
+    assert ranks2(hooks) == [["fp16_compress_hook"]] * 2
+
+
+@pytest.mark.parametrize("local", [[1, 1], [1, 2]])
+def test_several_machines_reduce_even_if_only_one_process_knows_of_them(ranks2, local):
+    def one_machine() -> bool:
+        PartialState()._local_world_size = local[dist.get_rank()]
+        return exchanges(engine(nn.Linear(1, 1)))
+
+    assert ranks2(one_machine) == [False] * 2
 
 
 def fit(module: Net, steps: int, **settings: Any) -> list[torch.Tensor]:

@@ -198,7 +198,10 @@ def test_processes_of_an_mpi_meet(script, tmp_path):
     [
         ("raise ValueError('of its own')", "in {}: ValueError: of its own\n"),
         ("sys.exit(0)", "in {}: SystemExit: 0\n"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "This one was in {}; last seen: rank 1 in fit, "),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "This one was in {}; seen some seconds earlier: rank 1 in fit, ",
+        ),
     ],
     ids=["error", "exit", "kill"],
 )

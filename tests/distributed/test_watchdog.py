@@ -291,13 +291,13 @@ def test_where_nobody_has_said_anything_those_who_have_not_taken_leave_are_told(
     text = unexplained("step 4", {0: HERE, 2: Note("step 5")}, "RuntimeError: closed")
     assert text == (
         "The exchange with the other processes has failed, as it does when one is gone or does not "
-        "answer, and none has reported why. This one was in step 4; last seen: rank 0 in step 3. "
-        "The backend says: RuntimeError: closed"
+        "answer, and none has reported why. This one was in step 4; seen some seconds earlier: "
+        "rank 0 in step 3. The backend says: RuntimeError: closed"
     )
     many = unexplained("step 4", dict.fromkeys(range(1, 12), BUSY), "")
-    assert "last seen: rank 1 in step 3; rank 2 " in many
+    assert "seen some seconds earlier: rank 1 in step 3; rank 2 " in many
     assert "; rank 8 in step 3; 3 more. The" in many
-    assert "last seen: none." in unexplained("step 4", {}, "")
+    assert "seen some seconds earlier: none." in unexplained("step 4", {}, "")
 
 
 class Odd(RuntimeError):

@@ -155,6 +155,7 @@ def test_two_processes_end_together_and_go_on(tmp_path):
     code, output, errors = finish(first, "\n")
     assert code != 0
     assert "resumes from there" in output, errors
+    assert errors.count("SIGINT: stopping after this update") == 1, errors
     code, output, errors = finish(start(tmp_path, 0, -1, "run", "fork", processes=2))
     assert code == 0, errors
     assert "Resuming from" in output

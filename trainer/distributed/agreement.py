@@ -9,12 +9,13 @@ make the host wait.
 DDP reduces tensors of one dtype together, so a float32 vector needs no all-reduce of its own beside
 float32 gradients. Its sums are exact nevertheless: item counts travel as base-256 digits, and the
 result is rounded. DDP multiplies each contribution by 1/W, for W processes, so contributions are
-multiplied by W beforehand. With u = 2**-24, the unit roundoff of float32, a digit x < 2**8 becomes
-x(1 + d), where |d| <= 2u from rounding 1/W and the product; the sum of W such terms, in any order,
-is off by at most (W - 1)u times itself (Higham, "Accuracy and Stability of Numerical Algorithms",
-4.2). The total error is below W(W + 1) * 2**-16, and rounding corrects errors below 1/2: W <= 180.
-If W is a power of two nothing is rounded, as long as sums stay below 2**24. Otherwise, and where
-items need not be whole numbers, the vector is float64.
+multiplied by W beforehand. (Gradients that are exchanged are divided, which is exact.) With u =
+2**-24, the unit roundoff of float32, a digit x < 2**8 becomes x(1 + d), where |d| <= 2u from
+rounding 1/W and the product; the sum of W such terms, in any order, is off by at most (W - 1)u
+times itself (Higham, "Accuracy and Stability of Numerical Algorithms", 4.2). The total error is
+below W(W + 1) * 2**-16, and rounding corrects errors below 1/2: W <= 180. If W is a power of two
+nothing is rounded, as long as sums stay below 2**24. Otherwise, and where items need not be whole
+numbers, the vector is float64.
 """
 
 from __future__ import annotations

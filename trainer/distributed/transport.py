@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -37,10 +38,16 @@ def sum_numbers(vector: Tensor) -> None:
     processes = dist.get_world_size()
     of_all = vector.new_empty(processes, len(vector))
     dist.all_to_all_single(of_all, vector.repeat(processes, 1))
-    first, second, *others = of_all  # `torch.sum` adds columns up in several orders
-    torch.add(first, second, out=vector)
-    for other in others:
-        vector += other
+    vector.copy_(add_rows(of_all))
+
+
+def add_rows(rows: Tensor) -> Tensor:
+    """Add up rows, (rows, numbers), from the first to the last: `torch.sum` has another order.
+
+    Those of 16 bits are added up in float32, so that the sum is rounded once.
+    """
+    total: Tensor = reduce(torch.add, rows.float() if rows.dtype.itemsize == 2 else rows)
+    return total
 
 
 @dataclass(frozen=True)

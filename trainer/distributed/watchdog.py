@@ -175,8 +175,8 @@ def unexplained(place: str, notes: Mapping[int, Note], error: str) -> str:
     last += [f"{len(inside) - _SHOWN} more"] * (len(inside) > _SHOWN)
     return (
         "The exchange with the other processes has failed, as it does when one is gone or does not "
-        f"answer, and none has reported why. This one was in {place}; last seen: "
-        f"{'; '.join(last) or 'none'}. The backend says: {error}"
+        f"answer, and none has reported why. This one was in {place}; seen some seconds "
+        f"earlier: {'; '.join(last) or 'none'}. The backend says: {error}"
     )
 
 

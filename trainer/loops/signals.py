@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from trainer import environment
 from trainer.distributed.collectives import reduce
 from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
@@ -72,7 +73,9 @@ class SignalWatch:
             if not interactive():  # the teardown may wait for other processes in vain
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
-        if not again:  # launchers may send the same signal to a process several times
+        # Launchers may send the same signal to a process several times. Ctrl-C reaches all of this
+        # machine's processes, of which one speaks; another signal may reach a single one.
+        if not again and (number != signal.SIGINT or not environment.read_int("LOCAL_RANK")):
             _tell(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)

@@ -150,7 +150,8 @@ def loss_of(outputs: Any) -> Tensor:
         raise TypeError(
             f"training_step returned {reprlib.repr(loss)} of type {type(loss).__name__} as its "
             "loss; it must return a tensor of one element, or a dict with one under 'loss'. (To do "
-            "backward and step yourself set automatic_optimization = False.)"
+            "backward and step yourself set automatic_optimization = False; for a batch that must "
+            "not count return 0 from count_items.)"
         )
     if loss.numel() != 1:
         raise ValueError(

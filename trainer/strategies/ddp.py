@@ -189,7 +189,7 @@ class DataParallel:
         self._hook = communication.register(self._ddp, self._kwargs)
         self._apart = None if self._hook is None else torch.zeros_like(self._ballot)
         if self._hook is None:
-            exchange_if_few(self._ddp)
+            exchange_if_few(self._ddp, self.module)
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -10,38 +10,48 @@ waits for another: once if each sends everything to every other (Thakur, Rabense
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # not in its __all__
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.transport import sum_numbers
+from trainer.state import PartialState
 from trainer.strategies.zeros import sparse_weights
 
-# In bytes that a process receives. On one machine a step is faster up to four times as many; over
-# a network of 1 Gbit/s they take about as long as the waits that they spare.
-_FEW = 2**19
+_FEW = 2**19  # bytes, of all processes together; a step was still faster with four times as many
 
 
-def exchange_if_few(model: DistributedDataParallel) -> None:
-    """Let DDP exchange its gradients if they are few, dense and on the CPU.
+def exchange_if_few(model: DistributedDataParallel, module: nn.Module) -> None:
+    """Let DDP exchange its gradients if that is faster; collective.
 
-    The average is that of DDP to the last bit on two processes; on more it is summed in the order
-    of the ranks, however the gradients are laid out in buckets.
+    It is if they are few, on one machine's CPU, and in one bucket, which is not complete before
+    backward is. The average is that of DDP to the last bit on two processes; on more it is summed
+    in the order of the ranks, however the gradients are laid out in the bucket.
 
     Args:
         model: Without a communication hook.
+        module: The user's module in it.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if (
-        sum(parameter.nbytes for parameter in trained) * dist.get_world_size() <= _FEW
-        and all(parameter.device.type == "cpu" for parameter in trained)
-        and sparse_weights(model).isdisjoint(map(id, trained))
-    ):
+    faster = torch.tensor(_is_faster([p for p in module.parameters() if p.requires_grad], module))
+    dist.all_reduce(faster, dist.ReduceOp.MIN)  # launchers may describe the machines differently
+    if faster:
         model.register_comm_hook(None, _average)
 
 
+def _is_faster(trained: list[nn.Parameter], module: nn.Module) -> bool:
+    state = PartialState()
+    return (
+        state.device.type == "cpu"
+        and state._local_world_size == state.num_processes
+        and sum(parameter.nbytes for parameter in trained) * state.num_processes <= _FEW
+        and len({parameter.dtype for parameter in trained}) == 1
+        and sparse_weights(module).isdisjoint(map(id, trained))
+        # Optimizers that step in backward have a hook of DDP's.
+        and not any(hasattr(parameter, "_in_backward_optimizers") for parameter in trained)
+    )
+
+
 def _average(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average a bucket now: there is nothing to be gained by doing it beside the backward pass."""
     gradients = bucket.buffer()
     gradients /= dist.get_world_size()  # before they are summed, as DDP does
     sum_numbers(gradients)

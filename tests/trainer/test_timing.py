@@ -437,9 +437,9 @@ def test_more_workers_are_advised_as_long_as_there_are_cores():
     raised = "raise num_workers of the DataLoader"
     less, once = "do less for each sample", "set persistent_workers=True, so that they start once"
     assert advice(0) == f"{raised} (it is 0), or {less}."
-    assert advice(1) == f"{once}, or {less}."
-    assert advice(1, most_workers=2) == f"{raised} (it is 1), or {once}, or {less}."
-    assert advice(2, most_workers=2, persistent=True) == f"{less}."
+    assert advice(1, restarts=True) == f"{once}, or {less}."
+    assert advice(1, most_workers=2, restarts=True) == f"{raised} (it is 1), or {once}, or {less}."
+    assert advice(2, most_workers=2) == f"{less}."
 
 
 def test_only_what_is_not_in_use_is_advised():
@@ -477,12 +477,15 @@ class Plain(TrainModule):
 def test_the_report_knows_how_the_run_was_set_up(monkeypatch):
     reports = []
     monkeypatch.setattr(Report, "text", lambda made: reports.append(made) or "")
+    settings = {"dynamo_backend": "eager", "mixed_precision": "bf16"}
+    for epochs, workers, options in ((2, 1, settings), (1, 1, {}), (2, 0, {})):
+        data = DataLoader(torch.zeros(4, 1), 2, num_workers=workers)
+        trainer_for(max_epochs=epochs, **options).fit(Plain(), data)
     data = DataLoader(torch.zeros(4, 1), 2, num_workers=1, persistent_workers=True)
-    trainer_for(max_epochs=1, dynamo_backend="eager", mixed_precision="bf16").fit(Plain(), data)
-    trainer_for(max_epochs=1).fit(Plain(), DataLoader(torch.zeros(4, 1), 2))
-    first, second = reports
-    assert (first.num_workers, first.persistent, first.compiles) == (1, True, True)
-    assert (second.num_workers, second.persistent, second.compiles) == (0, False, False)
+    trainer_for(max_epochs=2).fit(Plain(), data)
+    assert [made.num_workers for made in reports] == [1, 1, 0, 1]
+    assert [made.restarts and made.num_workers > 0 for made in reports] == [True] + [False] * 3
+    assert [made.compiles for made in reports] == [True] + [False] * 3
     assert {(made.processes, made.may_halve) for made in reports} == {(1, False)}  # on the CPU
     assert {made.most_workers for made in reports} == {share_of_cores(1)}
 

@@ -95,13 +95,14 @@ def _report(
     before: int,
 ) -> Report:
     stopwatch.stop()
-    loader = feeds[0].loader
+    feed, loader = feeds[0], feeds[0].loader
+    again = isinstance(run, FitRun) and run.counters.epoch > 0 and feed.sampler is not None
     return Report.of(
         stopwatch,
         stage,
         steps=run.counters.global_step - before if isinstance(run, FitRun) else None,
         num_workers=getattr(loader, "num_workers", None),
-        persistent=getattr(loader, "persistent_workers", False),
+        restarts=again and not getattr(loader, "persistent_workers", True),
         most_workers=share_of_cores(read_int("LOCAL_WORLD_SIZE") or 1),
         processes=accelerator.num_processes,
         compiles=accelerator.dynamo_plugin.backend != DynamoBackend.NO,
@@ -132,7 +133,7 @@ class Report:
         calls: How often each part was entered.
         hooks: The seconds of each hook, which together are those of the part for callbacks.
         num_workers: Of the first loader; None if it is not a DataLoader.
-        persistent: Whether they live on between epochs.
+        restarts: Whether they started again in each epoch, and need not have.
         most_workers: The cores of this process.
         processes: Of the run.
         compiles: Whether steps are compiled.
@@ -148,7 +149,7 @@ class Report:
     calls: dict[str, int]
     hooks: dict[str, float]
     num_workers: int | None
-    persistent: bool = False
+    restarts: bool = False
     most_workers: int = 1
     processes: int = 1
     compiles: bool = False
@@ -292,7 +293,7 @@ class Report:
         if workers is None:
             return "let other processes prepare the batches, or do less for each"
         means = ["do less for each sample"]
-        if workers and not self.persistent:
+        if workers and self.restarts:
             means.insert(0, "set persistent_workers=True, so that they start once")
         if workers < self.most_workers:
             means.insert(0, f"raise num_workers of the DataLoader (it is {workers})")

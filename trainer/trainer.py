@@ -436,7 +436,7 @@ class Trainer:
             datamodule=datamodule,
         )
         with (
-            watch_signals() as watch,
+            watch_signals(tells_ctrl_c=self.accelerator.is_local_main_process) as watch,
             self._parts.project.alone(self._parts.roots) as (lock_added, tell_run_id),
             self._profiling("fit") as begin_profile,
             self._stage("fit", module, datamodule) as hooks,

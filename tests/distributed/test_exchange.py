@@ -159,6 +159,21 @@ def test_several_machines_reduce_even_if_only_one_process_knows_of_them(ranks2, 
     assert ranks2(one_machine) == [False] * 2
 
 
+@pytest.mark.parametrize(("kind", "reductions"), [("cpu", 1), ("cuda", 0)])
+def test_on_an_accelerator_the_host_reduces_nothing(ranks2, kind, reductions):
+    """Its process group may have no backend for the host."""
+
+    def reduced() -> tuple[int, int]:
+        model, calls = DistributedDataParallel(nn.Linear(1, 1)), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(PartialState().__dict__, "device", torch.device(kind))
+            patch.setattr(dist, "all_reduce", lambda *given: calls.append(given))
+            exchange.exchange_if_few(model, model.module)
+        return len(calls), len(model._comm_hooks)
+
+    assert ranks2(reduced) == [(reductions, reductions)] * 2
+
+
 def fit(module: Net, steps: int, **settings: Any) -> list[torch.Tensor]:
     data = DataLoader(TensorDataset(torch.cat([rows(n) for n in range(7)])), 4, shuffle=True)
     trainer = Trainer(

@@ -46,7 +46,8 @@ def add_rows(rows: Tensor) -> Tensor:
 
     Those of 16 bits are added up in float32, so that the sum is rounded once.
     """
-    total: Tensor = reduce(torch.add, rows.float() if rows.dtype.itemsize == 2 else rows)
+    is_half = rows.is_floating_point() and rows.dtype.itemsize == 2
+    total: Tensor = reduce(torch.add, rows.float() if is_half else rows)
     return total
 
 

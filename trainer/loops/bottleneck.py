@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.atomic import write_whole
 from trainer.choices import DynamoBackend
 from trainer.data.feed import Feed
-from trainer.environment import read_int, share_of_cores
+from trainer.environment import share_of_cores
 from trainer.loops import timing
 from trainer.loops.run import FitRun, Run
 from trainer.loops.settings import Profile
@@ -30,7 +32,9 @@ _COMPUTING = (timing.FORWARD, timing.BACKWARD, timing.OPTIMIZER)
 _WORTH_A_WORD = 0.1  # the share from which a part is mentioned beside a larger one
 _ENOUGH = 10  # with fewer, the first, which sets things up, takes most of the time
 _LONG_ENOUGH = 1.0  # seconds; in less, what happens once takes a large share
-_WAITS = 3  # times forward; without waiting for other processes, backward takes about twice as long
+# If backward takes half of the time and more than four times as long as forward, most of it is
+# spent on waiting for other processes: without, it takes about twice as long.
+_HALF, _WAITS = 0.5, 4
 _PLURALS = {"update": "updates", "batch": "batches"}
 _LIMITS = {  # what the report says of each part
     timing.DATA: "waits for data",
@@ -96,14 +100,15 @@ def _report(
 ) -> Report:
     stopwatch.stop()
     feed, loader = feeds[0], feeds[0].loader
+    workers = loader.num_workers if isinstance(loader, DataLoader) else None
     again = isinstance(run, FitRun) and run.counters.epoch > 0 and feed.sampler is not None
     return Report.of(
         stopwatch,
         stage,
         steps=run.counters.global_step - before if isinstance(run, FitRun) else None,
-        num_workers=getattr(loader, "num_workers", None),
+        num_workers=workers,
         restarts=again and not getattr(loader, "persistent_workers", True),
-        most_workers=share_of_cores(read_int("LOCAL_WORLD_SIZE") or 1),
+        most_workers=share_of_cores(accelerator.state._local_world_size),
         processes=accelerator.num_processes,
         compiles=accelerator.dynamo_plugin.backend != DynamoBackend.NO,
         # On most CPUs it is slower.
@@ -137,7 +142,7 @@ class Report:
         most_workers: The cores of this process.
         processes: Of the run.
         compiles: Whether steps are compiled.
-        may_halve: Whether 16 bits are available and not in use.
+        may_halve: Whether it computes in 32 bits on an accelerator.
         validated: Batches of validations inside a fit, including the sanity check.
     """
 
@@ -262,9 +267,9 @@ class Report:
 
     @property
     def _waits_in_backward(self) -> bool:
-        return self.processes > 1 and (
-            self.share(timing.BACKWARD) > _WAITS * self.share(timing.FORWARD)
-        )
+        backward = self.share(timing.BACKWARD)
+        much = backward >= _HALF and backward > _WAITS * self.share(timing.FORWARD)
+        return self.processes > 1 and much
 
     def _faster(self) -> str:
         if self._waits_in_backward:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from trainer import environment
 from trainer.distributed.collectives import reduce
 from trainer.loops.unreachable import end_unreachable, interactive, reaching
 
@@ -42,6 +41,10 @@ def exit_code(number: int) -> int:
 class SignalWatch:
     """The signals that arrived while a run was watched.
 
+    Args:
+        tells_ctrl_c: This process says so if it is interrupted: Ctrl-C reaches all of the machine's
+            processes, of which one is enough. Another signal may reach a single one.
+
     Attributes:
         began: The time at which this start of the run began, by the monotonic clock.
         received: The first signal's number; None without one.
@@ -49,7 +52,8 @@ class SignalWatch:
         interrupted: Set once a second signal, a SIGINT, has reached its handler.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tells_ctrl_c: bool = True) -> None:
+        self._tells_ctrl_c = tells_ctrl_c
         self.began = time.monotonic()
         self.received: int | None = None
         self.answered = False
@@ -73,9 +77,8 @@ class SignalWatch:
             if not interactive():  # the teardown may wait for other processes in vain
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
             raise KeyboardInterrupt
-        # Launchers may send the same signal to a process several times. Ctrl-C reaches all of this
-        # machine's processes, of which one speaks; another signal may reach a single one.
-        if not again and (number != signal.SIGINT or not environment.read_int("LOCAL_RANK")):
+        # Launchers may send the same signal to a process several times.
+        if not again and (number != signal.SIGINT or self._tells_ctrl_c):
             _tell(number)
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
@@ -151,7 +154,7 @@ class Questions:
 
 
 @contextmanager
-def watch_signals() -> Iterator[SignalWatch]:
+def watch_signals(*, tells_ctrl_c: bool = True) -> Iterator[SignalWatch]:
     """Inside, signals are noted; the previous handlers are restored afterwards.
 
     A signal that the run did not act upon is then raised again. Handlers that other code installed
@@ -159,8 +162,11 @@ def watch_signals() -> Iterator[SignalWatch]:
     handlers cannot be installed, and in forked processes nothing is watched. A second SIGINT also
     ends a process that does not reach its handlers, except in an interactive session; see
     `trainer.loops.unreachable`.
+
+    Args:
+        tells_ctrl_c: See `SignalWatch`.
     """
-    watch = SignalWatch()
+    watch = SignalWatch(tells_ctrl_c=tells_ctrl_c)
     before: dict[int, Any] = {}
     _installed.append(before)
     try:

@@ -24,14 +24,17 @@ _FEW = 2**19  # bytes, of all processes together; a step was still faster with f
 def exchange_if_few(model: DistributedDataParallel, module: nn.Module) -> None:
     """Let DDP exchange its gradients if that is faster; collective.
 
-    It is if they are few, on one machine's CPU, and in one bucket, which is not complete before
-    backward is. The average is that of DDP to the last bit on two processes; on more it is summed
-    in the order of the ranks, however the gradients are laid out in the bucket.
+    It is if they are few, on one machine's CPU, and of one dtype: their bucket is not complete
+    before backward is. A ballot of another dtype is exchanged apart. The average is that of DDP to
+    the last bit on two processes; on more it is summed in the order of the ranks, however the
+    gradients are laid out in the bucket.
 
     Args:
         model: Without a communication hook.
         module: The user's module in it.
     """
+    if PartialState().device.type != "cpu":  # whose group may have no backend for the host
+        return
     faster = torch.tensor(_is_faster([p for p in module.parameters() if p.requires_grad], module))
     dist.all_reduce(faster, dist.ReduceOp.MIN)  # launchers may describe the machines differently
     if faster:
@@ -41,8 +44,7 @@ def exchange_if_few(model: DistributedDataParallel, module: nn.Module) -> None:
 def _is_faster(trained: list[nn.Parameter], module: nn.Module) -> bool:
     state = PartialState()
     return (
-        state.device.type == "cpu"
-        and state._local_world_size == state.num_processes
+        state._local_world_size == state.num_processes
         and sum(parameter.nbytes for parameter in trained) * state.num_processes <= _FEW
         and len({parameter.dtype for parameter in trained}) == 1
         and sparse_weights(module).isdisjoint(map(id, trained))

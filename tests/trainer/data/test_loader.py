@@ -147,6 +147,7 @@ def test_a_dataset_without_a_length_is_refused_unless_the_sampler_knows_what_to_
     with pytest.raises(TypeError, match=r"Endless has no __len__, .*Define __len__, or make it"):
         Feed(DataLoader(Endless(), 2))
     assert read(DataLoader(Endless(), 2, sampler=[5, 3, 4])) == [[[5, 3], [4]]]
+    assert read(DataLoader(Endless(), batch_sampler=[[5, 3], [4]])) == [[[5, 3], [4]]]
 
 
 @pytest.mark.parametrize("source", [DataLoader(Numbers(9), 2), DataLoader(Stream(9), 2)])

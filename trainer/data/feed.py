@@ -55,9 +55,11 @@ Transfer = Callable[[Any], Any]
 def _expect_length(source: DataLoader[Any]) -> None:
     """Raise where torch's sampler would, in the middle of the run, without saying what to do."""
     dataset, batches = source.dataset, source.batch_sampler
-    # A loader with a batch sampler of the user's has an unused sequential one.
-    sampler = source.sampler if batches is None else getattr(batches, "sampler", None)
-    if isinstance(sampler, SequentialSampler) and not hasattr(dataset, "__len__"):
+    # A loader with a batch sampler of the user's own has an unused sequential one.
+    reads_in_order = isinstance(source.sampler, SequentialSampler) and (
+        batches is None or type(batches) is BatchSampler
+    )
+    if reads_in_order and not hasattr(dataset, "__len__"):
         raise TypeError(
             f"The dataset {type(dataset).__name__} has no __len__, so it is unknown how many "
             "samples an epoch has. Define __len__, or make it an IterableDataset."

@@ -99,7 +99,7 @@ def _report(
     before: int,
 ) -> Report:
     stopwatch.stop()
-    feed, loader = feeds[0], feeds[0].loader
+    plugin, feed, loader = accelerator.dynamo_plugin, feeds[0], feeds[0].loader
     workers = loader.num_workers if isinstance(loader, DataLoader) else None
     again = isinstance(run, FitRun) and run.counters.epoch > 0 and feed.sampler is not None
     return Report.of(
@@ -110,7 +110,7 @@ def _report(
         restarts=again and not getattr(loader, "persistent_workers", True),
         most_workers=share_of_cores(accelerator.state._local_world_size),
         processes=accelerator.num_processes,
-        compiles=accelerator.dynamo_plugin.backend != DynamoBackend.NO,
+        compiles=not (plugin.backend == DynamoBackend.NO or plugin.disable),
         # On most CPUs it is slower.
         may_halve=accelerator.mixed_precision == "no" and accelerator.device.type != "cpu",
     )

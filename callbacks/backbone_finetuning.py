@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -221,20 +222,19 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: bool = False,
         backbone: str = "backbone",
     ) -> None:
-        epoch = unfreeze_backbone_at_epoch
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
-            raise ValueError(
-                f"unfreeze_backbone_at_epoch is {epoch!r}; it must be an int of 0 or more."
-            )
+        expect_counts(0, unfreeze_backbone_at_epoch=unfreeze_backbone_at_epoch)
+        expect_bools(should_align=should_align, train_bn=train_bn, verbose=verbose)
         if not callable(lambda_func):
             raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
-        for name, value in (
-            ("backbone_initial_ratio_lr", backbone_initial_ratio_lr),
-            ("backbone_initial_lr", backbone_initial_lr),
-        ):
+        rates = {
+            "backbone_initial_ratio_lr": backbone_initial_ratio_lr,
+            "backbone_initial_lr": backbone_initial_lr,
+        }
+        expect_numbers(**given(**rates))
+        for name, value in rates.items():
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
-        self.unfreeze_backbone_at_epoch = epoch
+        self.unfreeze_backbone_at_epoch = int(unfreeze_backbone_at_epoch)
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
         self.backbone_initial_lr = backbone_initial_lr

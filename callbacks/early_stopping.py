@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from callbacks.arguments import explained
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
 from callbacks.monitor import Mode, Monitor
 
 if TYPE_CHECKING:
@@ -73,12 +74,14 @@ class EarlyStopping(Callback):
         divergence_threshold: float | None = None,
         verbose: bool = False,
     ) -> None:
+        expect_bools(check_finite=check_finite, verbose=verbose)
+        thresholds = given(
+            stopping_threshold=stopping_threshold, divergence_threshold=divergence_threshold
+        )
+        expect_numbers(min_delta=min_delta, **thresholds)
         if not (math.isfinite(min_delta) and min_delta >= 0):
             raise ValueError(f"min_delta must be finite and at least 0, got {min_delta!r}.")
-        if not isinstance(patience, (int, float)):
-            raise TypeError(f"patience is {patience!r}; it must be an int.")
-        if patience < 0 or patience % 1:
-            raise ValueError(f"patience must be a whole number of at least 0, got {patience!r}.")
+        expect_counts(0, patience=patience)
         self.monitor = Monitor(monitor, mode)
         self.min_delta = min_delta
         self.patience = patience

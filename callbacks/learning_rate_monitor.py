@@ -9,6 +9,7 @@ from torch import Tensor
 
 from callbacks.arguments import explained
 from callbacks.base import Callback
+from callbacks.checks import expect_bools
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -48,6 +49,7 @@ class LearningRateMonitor(Callback):
 
     @explained(logging_interval="nothing: it records as often as the Trainer's log_every")
     def __init__(self, *, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
+        expect_bools(log_momentum=log_momentum, log_weight_decay=log_weight_decay)
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
 

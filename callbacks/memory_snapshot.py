@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_counts, given
 from callbacks.folder import given_folder
 
 if TYPE_CHECKING:
@@ -55,13 +56,9 @@ class MemorySnapshot(Callback):
     ) -> None:
         if skip_steps is None:
             skip_steps = 0 if steps is None else 1
-        for name, value, least in (
-            ("skip_steps", skip_steps, 0),
-            ("steps", steps, 1),
-            ("max_entries", max_entries, 1),
-        ):
-            if value is not None and (value < least or value % 1):
-                raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
+        expect_bools(all_ranks=all_ranks)
+        expect_counts(0, skip_steps=skip_steps)
+        expect_counts(1, max_entries=max_entries, **given(steps=steps))
         self.dirpath = given_folder(dirpath)
         self.skip_steps, self.steps = skip_steps, steps
         self.all_ranks = all_ranks

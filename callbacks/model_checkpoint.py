@@ -13,6 +13,7 @@ import torch
 
 from callbacks.arguments import explained
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_numbers
 from callbacks.folder import given_folder
 from callbacks.interval import Interval, Progress
 from callbacks.monitor import Mode, Monitor
@@ -111,9 +112,15 @@ class ModelCheckpoint(Callback):
         on_save_error: Literal["raise", "warn"] = "raise",
         dirpath: str | Path | None = None,
     ) -> None:
-        for name, value in (("save_top_k", save_top_k), ("save_last", save_last)):
-            if not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r}; it must be an int.")
+        expect_bools(
+            on_preemption=on_preemption,
+            on_exception=on_exception,
+            save_weights_only=save_weights_only,
+            background=background,
+        )
+        expect_numbers(save_top_k=save_top_k)
+        if not isinstance(save_last, (int, float)):
+            raise TypeError(f"save_last is {save_last!r}; it must be True, False or a count.")
         if save_top_k < -1 or save_top_k % 1:
             raise ValueError(f"save_top_k must be -1 (all), 0 or a count, got {save_top_k!r}.")
         if save_last < 0 or save_last % 1:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
+from callbacks.checks import expect_bools
 from callbacks.folder import given_folder
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class PredictionWriter(Callback):
     ) -> None:
         if write_interval not in get_args(WriteInterval):
             raise ValueError(f"write_interval must be 'batch' or 'epoch', got {write_interval!r}.")
+        expect_bools(overwrite=overwrite)
         self.dirpath = given_folder(dirpath)
         self.write_interval = write_interval
         self.overwrite = overwrite

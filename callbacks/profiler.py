@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_counts
 from callbacks.folder import given_folder
 
 if TYPE_CHECKING:
@@ -61,15 +62,15 @@ class Profiler(Callback):
         with_stack: bool = False,
         with_flops: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("wait", wait, 0),
-            ("warmup", warmup, 1),
-            ("active", active, 1),
-            ("repeat", repeat, 1),
-            ("top_operators", top_operators, 1),
-        ):
-            if value < least or value % 1:
-                raise ValueError(f"{name} must be a whole number of at least {least}: {value!r}.")
+        expect_counts(0, wait=wait)
+        expect_counts(1, warmup=warmup, active=active, repeat=repeat, top_operators=top_operators)
+        expect_bools(
+            all_ranks=all_ranks,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+        )
         self.dirpath = given_folder(dirpath)
         self.all_ranks = all_ranks
         self.top_operators = top_operators

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_counts, expect_numbers
 from callbacks.monitor import Mode, Monitor
 
 if TYPE_CHECKING:
@@ -80,13 +81,9 @@ class SpikeDetection(Callback):
         action: Action = "log",
         patience: int = 1,
     ) -> None:
-        for name, count, least in (
-            ("window", window, 1),
-            ("warmup", warmup, 1),
-            ("patience", patience, 1),
-        ):
-            if count < least or count % 1:
-                raise ValueError(f"{name} must be a count of {least} or more, got {count!r}.")
+        expect_bools(check_finite=check_finite)
+        expect_counts(1, window=window, warmup=warmup, patience=patience)
+        expect_numbers(deviations=deviations, rtol=rtol, atol=atol)
         if warmup > window:
             raise ValueError(
                 f"warmup is {warmup}, but a window of {window} never holds that many values."

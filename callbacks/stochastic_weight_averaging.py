@@ -10,6 +10,7 @@ from torch import Tensor
 
 from callbacks.averages import Averages
 from callbacks.base import Callback
+from callbacks.checks import expect_bools, expect_counts
 from callbacks.weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class StochasticWeightAveraging(Callback):
                 "swa_epoch_start must be the number of an epoch from 1, or a fraction of "
                 f"max_epochs from 0.0 to 1.0; got {swa_epoch_start!r}."
             )
-        if annealing_epochs < 0 or annealing_epochs % 1:
-            raise ValueError(f"annealing_epochs must be 0 or a count, got {annealing_epochs!r}.")
+        expect_counts(0, annealing_epochs=annealing_epochs)
+        expect_bools(update_batch_norm=update_batch_norm)
         if annealing_strategy not in get_args(Strategy):
             raise ValueError(
                 f"annealing_strategy must be 'cos' or 'linear', got {annealing_strategy!r}."

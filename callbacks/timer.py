@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
+from callbacks.checks import expect_bools
 from callbacks.duration import seconds_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ValueError(f"interval is {interval!r}; it must be 'step' or 'epoch'.")
+        expect_bools(verbose=verbose)
         self.duration = None if duration is None else seconds_of("duration", duration)
         self.interval = interval
         self.verbose = verbose

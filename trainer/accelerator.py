@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.arguments import explained
+from callbacks.checks import expect_bools
 from trackers import GeneralTracker
 from trainer.checkpoint import project as states
 from trainer.checkpoint.model import parse_size, save_model
@@ -47,7 +48,7 @@ from trainer.data.skip import skip_first_batches
 from trainer.distributed import collectives
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
-from trainer.errors import expect, expect_bools
+from trainer.errors import expect
 from trainer.memory import release_memory
 from trainer.optim.bare_backward import backward
 from trainer.optim.clipping import as_list, clip_

@@ -87,14 +87,3 @@ def expect(what: str, value: object, kind: type, fix: str = "") -> None:
     if not isinstance(value, (kind, type(None))):
         told = f" {fix}" if fix else ""
         raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{told}")
-
-
-def expect_bools(**given: object) -> None:
-    """Raise if an argument is neither True nor False: texts such as "no" count as true.
-
-    Raises:
-        TypeError: An argument is something else; 1 and 0 are accepted.
-    """
-    for name, value in given.items():
-        if value not in (True, False):
-            raise TypeError(f"{name} is {value!r}; it must be True or False.")

@@ -23,6 +23,7 @@ from callbacks import (
     Progress,
 )
 from callbacks.arguments import explained
+from callbacks.checks import expect_bools
 from callbacks.folder import given_path
 from trackers import GeneralTracker
 from trackers.base import Status
@@ -33,7 +34,7 @@ from trainer.configuration import DataLoaderConfiguration, KwargsHandler, Projec
 from trainer.data.feed import Feed
 from trainer.distributed.meeting import meet
 from trainer.distributed.watchdog import watched
-from trainer.errors import Preempted, expect_bools
+from trainer.errors import Preempted
 from trainer.hooks import HookTable
 from trainer.loops import assemble
 from trainer.loops.arguments import (

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 
+import callbacks
 from callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from trainer import Accelerator, Trainer
 from trainer.configuration import (
@@ -88,3 +89,34 @@ def test_a_class_of_the_users_own_is_told_of_its_base():
 def test_signatures_stay():
     assert [*inspect.signature(Trainer.fit).parameters][:2] == ["self", "module"]
     assert inspect.signature(EarlyStopping).parameters["patience"].default == 3
+
+
+def arguments_of_type(*types):
+    """All callbacks' arguments that may be of one of the types, with what the class requires."""
+    required = {"monitor": "loss", "swa_lrs": 0.1, "scheduling": {0: 1}}
+    for name in callbacks.__all__:
+        kind = getattr(callbacks, name)
+        if not issubclass(kind, callbacks.Callback):
+            continue
+        parameters = inspect.signature(kind).parameters.values()
+        needed = {each.name: required[each.name] for each in parameters if each.name in required}
+        needed.pop("monitor", None) if kind is ModelCheckpoint else None
+        for each in parameters:
+            if str(each.annotation).removesuffix(" | None") in types:
+                yield pytest.param(kind, each.name, needed, id=f"{name}-{each.name}")
+
+
+@pytest.mark.parametrize(("kind", "name", "needed"), [*arguments_of_type("bool")])
+def test_bools_are_bools(kind, name, needed):
+    with pytest.raises(TypeError, match=f"{name} is 'no'; it must be True"):
+        kind(**needed, **{name: "no"})
+    kind(**needed, **{name: False})
+    kind(**needed, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "needed"), [*arguments_of_type("int", "float", "int | float")]
+)
+def test_numbers_are_numbers(kind, name, needed):
+    with pytest.raises((TypeError, ValueError), match=f"{name}.*'3'.*must be|{name} must be.*'3'"):
+        kind(**needed, **{name: "3"})

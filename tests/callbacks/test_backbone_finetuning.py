@@ -449,8 +449,8 @@ def test_own_policies_go_on_exactly(stop):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"unfreeze_backbone_at_epoch": -1}, "is -1; it must be an int of 0 or more"),
-        ({"unfreeze_backbone_at_epoch": 1.5}, r"is 1\.5; it must be an int"),
+        ({"unfreeze_backbone_at_epoch": -1}, "is -1; it must be a whole number of at least 0"),
+        ({"unfreeze_backbone_at_epoch": 1.5}, r"is 1\.5; it must be a whole number"),
         ({"backbone_initial_ratio_lr": 0.0}, "backbone_initial_ratio_lr is 0"),
         ({"backbone_initial_lr": float("nan")}, "backbone_initial_lr is nan"),
     ],

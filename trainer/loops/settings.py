@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from callbacks import Interval
-from trainer.errors import expect_bools
+from callbacks.checks import expect_bools
 from trainer.loops.lengths import Length, check_limit, seconds_of
 from trainer.optim.clipping import validate_limits
 from trainer.optim.finite import Policy, check_policy

@@ -1127,7 +1127,9 @@ def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> Tor
 
 def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
     if not isinstance(handlers, Iterable):
-        raise TypeError(f"kwargs_handlers is {handlers!r}; it must be a list: [{handlers!r}].")
+        one = isinstance(handlers, KwargsHandler)
+        shown = f"{type(handlers).__name__}(...)" if one else repr(handlers)
+        raise TypeError(f"kwargs_handlers is {shown}; it must be a list: [{shown}].")
     found: dict[type, Any] = {}
     for handler in handlers:
         if isinstance(handler, FP8RecipeKwargs):

@@ -85,8 +85,11 @@ class TorchDynamoPlugin:
             what, named = "ACCELERATE_DYNAMO_BACKEND", environment.read("ACCELERATE_DYNAMO_BACKEND")
         else:
             what, named = "The dynamo backend", str(self.backend)
+        backends = [name.lower() for name in DynamoBackend.list()]
+        if (named or "no").lower() not in backends:
+            raise ValueError(choose(what, named, backends))
         # An enumeration member, which is also a string.
-        self.backend = DynamoBackend(DynamoBackend.parse((named or "no").upper(), what))
+        self.backend = DynamoBackend((named or "no").upper())
         if self.mode is None:
             self.mode = environment.read("ACCELERATE_DYNAMO_MODE") or "default"
         if self.mode not in _MODES:

@@ -74,14 +74,14 @@ def test_the_environment_says_what_the_arguments_do_not(monkeypatch):
 
 def test_a_backend_that_the_environment_misspells_is_traced_to_it(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductr")
-    with pytest.raises(ValueError, match=r"ACCELERATE_DYNAMO_BACKEND is 'INDUCTR'.*'INDUCTOR'\?"):
+    with pytest.raises(ValueError, match=r"ACCELERATE_DYNAMO_BACKEND is 'inductr'.*'inductor'\?"):
         TorchDynamoPlugin()
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"backend": "inductr"}, ValueError, r"dynamo backend is 'INDUCTR'.*'EAGER'.*'INDUCTOR'\?"),
+        ({"backend": "inductr"}, ValueError, r"dynamo backend is 'inductr'.*'eager'.*'inductor'\?"),
         ({"mode": "fast"}, ValueError, "mode of torch.compile is 'fast'.*'reduce-overhead'"),
         ({"fullgraph": "yes"}, TypeError, "fullgraph is 'yes'; it must be bool"),
         ({"dynamic": 1}, TypeError, "dynamic is 1; it must be bool or None"),

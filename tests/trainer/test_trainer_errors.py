@@ -130,7 +130,7 @@ ARGUMENTS = [
         ValueError,
         ["dispatch_batches=True", "Leave it out"],
     ),
-    ({"dynamo_backend": "eeger"}, ValueError, ["'EEGER'", "Did you mean 'EAGER'?"]),
+    ({"dynamo_backend": "eeger"}, ValueError, ["'eeger'", "Did you mean 'eager'?"]),
     ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, NotImplementedError, ["fsdp_plugin"]),
     ({"deepspeed_plugin": 3}, TypeError, ["3", "DeepSpeedPlugin"]),
     ({"mixed_precision": "fp8"}, NotImplementedError, ["8-bit", "'bf16'"]),

@@ -137,13 +137,14 @@ def test_accumulation_counts_updates_not_batches():
     assert (trainer.batches_seen, trainer.samples_seen, trainer.items_seen) == (7, 14, 14.0)
 
 
-def test_a_run_of_no_epochs_trains_nothing_and_saves_nothing(tmp_path):
+def test_a_run_of_no_epochs_trains_nothing_and_saves_nothing(tmp_path, capsys):
     weights = torch.nn.Linear(1, 1).state_dict()
     module = Net()
     module.layer.load_state_dict(weights)
     trainer = Trainer(max_epochs=0, project_dir="run", progress_bar=False)
     trainer.fit(module, loader(2))
     assert trainer.global_step == 0
+    assert "nothing to do: max_epochs or max_steps is 0" in capsys.readouterr().out
     assert not (tmp_path / "run" / "checkpoints").exists()
     torch.testing.assert_close(module.layer.state_dict(), weights, rtol=0, atol=0)
 

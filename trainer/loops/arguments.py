@@ -214,13 +214,22 @@ def refuse_beside_barebones(arguments: Mapping[str, Parameter], given: Mapping[s
     for name, (part, *off) in LEFT_OUT.items():
         value = given[name]
         if not any(_same(value, each) for each in (arguments[name].default, *off)):
-            accepted = " or ".join(f"{name}={each!r}" for each in off) or f"no {name}"
-            shown = repr(str(value) if isinstance(value, Interval) else value)
+            accepted = f"{name}={off[0]!r}" if off else f"no {name}"
             raise ValueError(
-                f"barebones=True leaves {part} out, but {name} is {shown}: pass {accepted}, or "
+                f"barebones=True leaves {part} out, but {name} is {_shown(value)}: pass "
+                f"{accepted}, or "
                 "leave barebones=True out. To see what the optional parts cost, compare with "
                 "profile='simple' instead."
             )
+
+
+def _shown(value: Any) -> str:
+    """Return a value as the user may have written it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, Callback):
+        return f"{type(value).__name__}(...)"
+    return repr(str(value) if isinstance(value, Interval) else value)
 
 
 def _same(value: Any, other: Any) -> bool:

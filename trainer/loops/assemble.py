@@ -196,6 +196,8 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
         if ckpt_path == "auto":  # a folder that is not the one meant would go unnoticed
             empty = ", ".join(map(str, parts.project.looks_in(parts.roots())))
             parts.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
+        if run.tells and run.length.reached(run.progress):
+            parts.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
         if run.rank > 0:
             # Rank 0 draws as a single process would; the others must draw other dropout masks.

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import Preempted, Trainer, TrainModule
+from trainer.errors import CheckpointError
 from trainer.hooks import HookTable
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
@@ -416,6 +417,23 @@ def test_the_first_error_of_a_teardown_is_raised_and_the_others_are_logged(caplo
             trainer.validate(listening()[0], Data([]).val_dataloader())
         assert raised.value is first
         assert [record.exc_info[1] for record in caplog.records if record.exc_info] == [second]
+
+
+def test_a_save_that_fails_beside_the_run_is_told_in_a_line(caplog):
+    class Failing(Callback):
+        def teardown(self, trainer, module, stage):
+            raise CheckpointError("A background save failed: OSError(28)")
+
+        def on_train_start(self, trainer, module):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trainer_for([Failing()]).fit(listening()[0], Data([]).train_dataloader())
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert record.exc_info is None
+    assert record.getMessage() == (
+        "The teardown after fit failed, too: A background save failed: OSError(28)"
+    )
 
 
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])

@@ -12,7 +12,7 @@ from callbacks import Callback
 from trackers.base import Status
 from trainer.datamodule import DataModule
 from trainer.distributed.control import on_all
-from trainer.errors import Preempted
+from trainer.errors import CheckpointError, Preempted
 from trainer.hooks import HookTable
 from trainer.loops.arguments import check_callbacks, make_way
 from trainer.loops.loaders import call_if_there
@@ -81,9 +81,17 @@ def stage_of(
             # If the run has failed, its error is already being raised.
             failure = errors.pop(0) if errors and status == "finished" else None
             for other in errors:
-                logger.error("The teardown after %s failed.", name, exc_info=other)
+                _tell_of_another(other, name)
             if failure is not None:
                 raise failure
+
+
+def _tell_of_another(error: BaseException, name: str) -> None:
+    """Log what failed besides the error that is raised."""
+    if isinstance(error, CheckpointError):  # its text says what failed, and where is our own code
+        logger.error("The teardown after %s failed, too: %s", name, error)
+    else:
+        logger.error("The teardown after %s failed.", name, exc_info=error)
 
 
 @contextmanager

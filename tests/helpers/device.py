@@ -4,7 +4,7 @@ Its tensors are a subclass that wraps host tensors and reports the device ``meta
 them run on the host, and their results are on the device. Calls that would make the host wait for
 a real device are counted by location: reading a value, synchronous copies, operations whose output
 shape depends on values, and waits for an event that the device may not have reached, which is any
-event recorded since the previous update.
+event recorded since the previous update. What waits is what waits on CUDA.
 """
 
 from __future__ import annotations
@@ -25,14 +25,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trainer import Accelerator
 
 DEVICE = torch.device("meta")
-_READS = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::masked_select",
-    "aten::nonzero",
-    "aten::_unique2",
-}
+_READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_READS = {"aten::_linalg_check_errors"}  # reads too, and has neither tag
+_INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_MASKS = (torch.bool, torch.uint8)
 _COPIES = {"aten::_to_copy", "aten::copy_"}
 _ROOT = Path(__file__).parents[2]
 
@@ -100,7 +96,11 @@ class Waits(TorchDispatchMode):
 
 
 class _Numbers(TorchFunctionMode):
-    """Let ``torch.tensor(1.0, device=...)`` copy the number, which torch omits on ``meta``."""
+    """Pass numbers to the device as to CUDA.
+
+    ``torch.tensor(1.0, device=...)`` copies the number, which torch omits on ``meta``. That of
+    ``x[index] = 1.0`` stays on the host, where torch makes it on ``meta``.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -108,6 +108,11 @@ class _Numbers(TorchFunctionMode):
             target = kwargs.get("device")
             if target is not None and torch.device(target) == DEVICE:
                 return func(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
+        if func is torch.Tensor.__setitem__ and _is_on(args[0]):
+            tensor, index, value = args
+            if isinstance(value, (int, float, complex)):
+                value = torch.tensor(value, dtype=tensor.dtype, device="cpu")
+            return func(tensor, index, value)
         return func(*args, **kwargs)
 
 
@@ -121,7 +126,7 @@ def _run(waits: Waits, func: Any, args: Any, kwargs: Any) -> Any:
     on_device = [leaf for leaf in leaves if _is_on(leaf)]
     target = kwargs.get("device")
     name = func._schema.name
-    if on_device and name in _READS:
+    if on_device and _reads(func, args, kwargs):
         waits.note(name)
     if name in _COPIES and not _non_blocking(func, args, kwargs):
         sides = [_is_on(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -145,6 +150,27 @@ def _run(waits: Waits, func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(
         lambda leaf: known.get(id(leaf)) if id(leaf) in known else _put(leaf, waits), result
     )
+
+
+def _reads(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether the operation reads from the device, or copies an index to it."""
+    name = func._schema.name
+    if name in _INDEXING:
+        return _index_waits(*args)
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return False
+    return name in _READS or not _READING.isdisjoint(func.tags)
+
+
+def _index_waits(tensor: Any, indices: Any, value: Any = None, *_: Any) -> bool:
+    """Return whether indexing waits, as ``IndexingUtils.h`` and ``index_put_`` of torch do."""
+    kinds = [(_is_on(index), index.dtype in _MASKS) for index in indices if index is not None]
+    if value is not None and not _is_on(value):
+        # A number is filled in under a mask of the device, which reads nothing, and else copied.
+        return kinds != [(True, True)]
+    # A mask of the device is counted there, and an index of the host copied. What is counted in a
+    # mask of the host is copied from pinned memory, without waiting.
+    return any(there == mask for there, mask in kinds)
 
 
 def _put(value: Any, waits: Waits) -> Any:

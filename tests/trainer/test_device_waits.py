@@ -67,39 +67,46 @@ class Terminal(io.StringIO):
         return True
 
 
-def waits_between_updates(
-    monkeypatch, *, module=None, callbacks=(), updates=8, recorded=False, **kwargs
-):
-    """What was waited for in a run with everything on, from its second update to the last."""
+def screen_that_is_drawn(monkeypatch):
+    """A terminal, on which there is always time to draw."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(bars, "monotonic", iter(range(100_000)).__next__)  # always time to draw
-    data = [[torch.randn(4, 3)] for _ in range(2 * updates + 2)]
-    settings = {
-        "max_steps": updates,
+    monkeypatch.setattr(bars, "monotonic", iter(range(100_000)).__next__)
+    return screen
+
+
+def everything(*callbacks, recorded=False):
+    """The settings of a run with everything on, these callbacks the last."""
+    return {
+        "checkpointing": False,
+        "project_dir": "run",
         "val_every": "1000 steps",
         "log_every": 1 if recorded else 1000,
         "gradient_accumulation_steps": 2,
         "max_grad_norm": 1.0,
         "max_grad_value": 5.0,
-    }
-    with counted_waits(monkeypatch) as waits:
-        count = Count(waits)
-        everything = [
+        "callbacks": [
             EMA(),
             GradientNormMonitor(per="module"),
             LearningRateMonitor(log_momentum=True, log_weight_decay=True),
             ThroughputMonitor(flops_per_batch=1e3),
             ProgressBar(),
             *([EarlyStopping("loss_step", patience=1000)] if recorded else []),
-        ]
-        trainer = Trainer(
-            cpu=True,
-            checkpointing=False,
-            project_dir="run",
-            callbacks=[*everything, *callbacks, count],
-            **(settings | kwargs),
-        )
+            *callbacks,
+        ],
+    }
+
+
+def waits_between_updates(
+    monkeypatch, *, module=None, callbacks=(), updates=8, recorded=False, **kwargs
+):
+    """What was waited for in a run with everything on, from its second update to the last."""
+    screen = screen_that_is_drawn(monkeypatch)
+    data = [[torch.randn(4, 3)] for _ in range(2 * updates + 2)]
+    with counted_waits(monkeypatch) as waits:
+        count = Count(waits)
+        settings = everything(*callbacks, count, recorded=recorded)
+        trainer = Trainer(cpu=True, max_steps=updates, **(settings | kwargs))
         trainer.fit(module or Module(), data, data[:2])
     assert "loss" in screen.getvalue()
     assert len(count.totals) == updates
@@ -177,14 +184,90 @@ class Branches(Callback):
             pass
 
 
+class Selects(Callback):
+    def on_train_step_end(self, trainer, module):
+        weight = module.net.weight.detach()
+        weight[weight > 0]
+
+
 @pytest.mark.parametrize(
     "callback",
-    [ReadsInHook, CopiesInHook, FetchesInHook, PutsANumberThere, WaitsForAnEvent, Branches],
+    [
+        ReadsInHook,
+        CopiesInHook,
+        FetchesInHook,
+        PutsANumberThere,
+        WaitsForAnEvent,
+        Branches,
+        Selects,
+    ],
 )
 def test_a_wait_in_a_callback_is_seen(monkeypatch, callback):
     found, waits = waits_between_updates(monkeypatch, callbacks=[callback()])
     assert found == 7
     assert any("test_device_waits.py" in place for place in waits.places)
+
+
+READS = {
+    "what a mask selects": lambda x: x[x > 0],
+    "what a mask of bytes selects": lambda x: x[(x > 0).byte()],
+    "rows that a mask selects": lambda x: x.expand(2, 3)[:, x > 0],
+    "a value put where a mask is": lambda x: x.__setitem__(x > 0, x.sum()),
+    "values put where a mask is": lambda x: x.index_put((x > 0,), x[1:]),
+    "a number put at indices": lambda x: x.__setitem__(x.clone(), 1),
+    "a number put at a place": lambda x: x.__setitem__(0, 1),
+    "indices of the host": lambda x: x[[0, 1]],
+    "an index": lambda x: x[x[0]],
+    "allclose": lambda x: torch.allclose(x, x),
+    "isclose": lambda x: bool(torch.isclose(x, x).all()),
+    "equal": lambda x: torch.equal(x, x),
+    "bincount": torch.bincount,
+    "one_hot": torch.nn.functional.one_hot,
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, x),
+    "unique": torch.unique,
+    "unique_dim": lambda x: torch.unique(x, dim=0),
+    "unique_consecutive": torch.unique_consecutive,
+    "masked_select": lambda x: torch.masked_select(x, x > 0),
+    "nonzero": torch.nonzero,
+    "where": lambda x: torch.where(x > 0),
+    "argwhere": torch.argwhere,
+    "linalg.inv": lambda x: torch.linalg.inv(x.double().diag() + 1),
+}
+NO_READS = {
+    "what indices select": lambda x: x[x],
+    "what a mask of the host selects": lambda x: x[torch.tensor([True, False, True])],
+    "a number put where a mask is": lambda x: x.__setitem__(x > 0, 1),
+    "a value put at indices": lambda x: x.__setitem__(x.clone(), x.sum()),
+    "a number put in a slice": lambda x: x.__setitem__(slice(2), 1),
+    "masked_fill": lambda x: x.masked_fill(x > 0, 1),
+    "where": lambda x: torch.where(x > 0, x, 0),
+    "one_hot of a size": lambda x: torch.nn.functional.one_hot(x, 3),
+    "repeat_interleave of a size": lambda x: torch.repeat_interleave(x, x, output_size=3),
+    "repeat_interleave by a number": lambda x: torch.repeat_interleave(x, 2),
+    "isclose": lambda x: torch.isclose(x, x),
+}
+
+
+def waits_of(monkeypatch, operation):
+    with counted_waits(monkeypatch) as waits:
+        x = torch.tensor([0, 1, 2], device=DEVICE)
+        waits.places.clear()  # of making the tensor
+        operation(x)
+    return waits
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("operation", READS.values(), ids=READS)
+def test_an_operation_that_waits_on_cuda_is_seen(monkeypatch, operation):
+    """Torch's own ``test_sync_warning`` has some of these, and some of those below, on CUDA."""
+    waits = waits_of(monkeypatch, operation)
+    assert waits.total == 1
+    assert "test_device_waits.py" in next(iter(waits.places))
+
+
+@pytest.mark.parametrize("operation", NO_READS.values(), ids=NO_READS)
+def test_an_operation_that_does_not_is_not(monkeypatch, operation):
+    assert not waits_of(monkeypatch, operation).places
 
 
 def test_a_wait_in_the_step_is_seen_for_each_micro_batch(monkeypatch):

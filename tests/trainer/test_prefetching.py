@@ -14,6 +14,7 @@ from callbacks import Callback
 from tests.helpers.device import OnDevice, counted_waits
 from tests.helpers.requires import requires_cuda
 from tests.helpers.streams import LateStreams, Stream
+from tests.trainer import test_device_waits as with_everything
 from trainer import DataModule, Trainer, TrainModule
 from trainer.loops import bottleneck, moving
 from trainer.loops.timing import HostLedger
@@ -269,25 +270,46 @@ def test_weights_on_a_device_are_those_without_a_side_stream(pin):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
+class Strict(Callback):
+    """Makes whatever waits for the device an error, from the third update to the fifth."""
+
+    def on_train_step_start(self, trainer, module):
+        if trainer.global_step == 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 5:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def fit_strictly(module, **settings):
+    trainer = trainer_for(cpu=False, max_epochs=1, **settings)
+    try:
+        trainer.fit(module, DataLoader(DATA, 2, pin_memory=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return trainer.global_step
+
+
 @requires_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("make", [Module, Counting])
 def test_on_a_device_nobody_waits_for_it_between_two_updates(make):
-    class Strict(Callback):
-        def on_train_step_start(self, trainer, module):
-            if trainer.global_step == 2:
-                torch.cuda.set_sync_debug_mode("error")
+    assert fit_strictly(make(), callbacks=[Strict()], log_every=1000) == 11
 
-        def on_train_step_end(self, trainer, module):
-            if trainer.global_step == 5:
-                torch.cuda.set_sync_debug_mode("default")
 
-    trainer = trainer_for(cpu=False, callbacks=[Strict()], max_epochs=1, log_every=1000)
-    try:
-        trainer.fit(make(), DataLoader(DATA, 2, pin_memory=True))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert trainer.global_step == 11
+@requires_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("recorded", [False, True])
+def test_on_a_device_nobody_waits_for_it_with_everything_on(monkeypatch, recorded):
+    """What is recorded was sent an update before: only its event is waited for.
+
+    That is no error in this mode. The check for finite gradients does the same in every update.
+    """
+    screen = with_everything.screen_that_is_drawn(monkeypatch)
+    settings = with_everything.everything(Strict(), recorded=recorded)
+    assert fit_strictly(with_everything.Module(), **settings) == 6
+    assert "loss" in screen.getvalue()
 
 
 class Heavy(TrainModule):

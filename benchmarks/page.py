@@ -1,4 +1,4 @@
-"""Write the figures in the README from the JSON: none is typed by hand."""
+"""Write the tables in the README from the JSON."""
 
 from __future__ import annotations
 

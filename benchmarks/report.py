@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from trackers.code import git_commit
+
 PACKAGES = (
     "torch",
     "cadence-trainer",
@@ -194,6 +196,9 @@ def versions() -> dict[str, str]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    commit = git_commit(Path(__file__).parent)
+    if commit is not None:
+        found["cadence-trainer"] = f"{found['cadence-trainer']} at {commit[:9]}"
     return found
 
 

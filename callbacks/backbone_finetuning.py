@@ -179,6 +179,11 @@ class BaseFinetuning(Callback):
             part.training = False
 
 
+def _expect_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
+
+
 class BackboneFinetuning(BaseFinetuning):
     """Train the head alone, then the backbone too, with a smaller learning rate that grows.
 
@@ -226,14 +231,15 @@ class BackboneFinetuning(BaseFinetuning):
         expect_bools(should_align=should_align, train_bn=train_bn, verbose=verbose)
         if not callable(lambda_func):
             raise TypeError(f"lambda_func is {lambda_func!r}; it must be a function of the epoch.")
-        rates = {
-            "backbone_initial_ratio_lr": backbone_initial_ratio_lr,
-            "backbone_initial_lr": backbone_initial_lr,
-        }
-        expect_numbers(**given(**rates))
-        for name, value in rates.items():
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
+        expect_numbers(backbone_initial_ratio_lr=backbone_initial_ratio_lr)
+        expect_numbers(**given(backbone_initial_lr=backbone_initial_lr))
+        _expect_positive("backbone_initial_ratio_lr", backbone_initial_ratio_lr)
+        if backbone_initial_lr is not None:
+            _expect_positive("backbone_initial_lr", backbone_initial_lr)
+        if not isinstance(backbone, str) or not backbone:
+            raise ValueError(
+                f"backbone is {backbone!r}; it must be the path of a submodule, as 'model.encoder'."
+            )
         self.unfreeze_backbone_at_epoch = int(unfreeze_backbone_at_epoch)
         self.lambda_func = lambda_func
         self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
@@ -308,7 +314,10 @@ class BackboneFinetuning(BaseFinetuning):
         if not self._unfrozen:
             self._unfreeze(module, optimizer)
         elif self._group is not None:
-            grown = self._fraction * self.lambda_func(epoch)
+            factor = self.lambda_func(epoch)
+            expect_numbers(**{f"lambda_func({epoch})": factor})
+            _expect_positive(f"lambda_func({epoch})", factor)
+            grown = self._fraction * factor
             if self.should_align:
                 grown = min(grown, max(self._fraction, 1.0))
             self._trainer.scale_learning_rate(optimizer, self._group, grown / self._fraction)

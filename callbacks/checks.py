@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 
 
@@ -26,10 +27,13 @@ def expect_numbers(**given: object) -> None:
 
     Raises:
         TypeError: An argument is something else, for example a text.
+        ValueError: It is NaN, with which nothing compares.
     """
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} is {value!r}; it must be a number.")
+        if math.isnan(value):
+            raise ValueError(f"{name} is {value!r}; it must be a number.")
 
 
 def expect_counts(least: int, **given: object) -> None:

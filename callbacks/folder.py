@@ -14,8 +14,11 @@ def with_home(name: str, path: str | os.PathLike[str]) -> str:
         path: Its value.
 
     Raises:
+        TypeError: It is no path.
         ValueError: There is no such home.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} is {path!r}; it must be a path.")
     known = os.path.expanduser(path)  # Path's own takes ./~… for a home too
     if known.startswith("~"):
         raise ValueError(
@@ -42,4 +45,4 @@ def given_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 def given_folder(dirpath: str | os.PathLike[str] | None) -> Path | None:
     """Return a callback's ``dirpath`` by `given_path`; None if none, or an empty one, is given."""
-    return given_path("dirpath", dirpath) if dirpath else None
+    return None if dirpath is None or dirpath == "" else given_path("dirpath", dirpath)

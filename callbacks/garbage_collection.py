@@ -32,7 +32,7 @@ class GarbageCollection(Callback):
     def __init__(self, every: Interval | int | str = 1000, *, generation: int = 2) -> None:
         if generation not in (0, 1, 2):
             raise ValueError(f"generation is {generation!r}; it must be 0, 1 or 2 (everything).")
-        self.every = Interval.parse(every)
+        self.every = Interval.given("every", every)
         self.generation = generation
         self._was_enabled: bool | None = None
         self._handled = Progress()

@@ -48,7 +48,10 @@ class GradientNormMonitor(Callback):
             )
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ValueError(f"depth is {depth!r}; it must be an int of 1 or more.")
-        order = float(norm_type)
+        try:
+            order = float(norm_type)
+        except (TypeError, ValueError):
+            order = 0.0
         if not order > 0:
             raise ValueError(f"norm_type is {norm_type!r}; it must be above 0, or 'inf'.")
         self.per = per

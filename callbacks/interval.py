@@ -88,6 +88,19 @@ class Interval:
             )
 
     @classmethod
+    def given(cls, name: str, value: Interval | str | int) -> Interval:
+        """Return `parse` of an argument, which errors name.
+
+        Raises:
+            ValueError: See `parse`.
+            TypeError: See `parse`.
+        """
+        try:
+            return cls.parse(value)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
+
+    @classmethod
     def parse(cls, value: Interval | str | int) -> Interval:
         """Read an interval as users write it.
 

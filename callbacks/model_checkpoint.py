@@ -13,7 +13,7 @@ import torch
 
 from callbacks.arguments import explained
 from callbacks.base import Callback
-from callbacks.checks import expect_bools, expect_numbers
+from callbacks.checks import expect_bools
 from callbacks.folder import given_folder
 from callbacks.interval import Interval, Progress
 from callbacks.monitor import Mode, Monitor
@@ -118,7 +118,8 @@ class ModelCheckpoint(Callback):
             save_weights_only=save_weights_only,
             background=background,
         )
-        expect_numbers(save_top_k=save_top_k)
+        if isinstance(save_top_k, bool) or not isinstance(save_top_k, (int, float)):
+            raise TypeError(f"save_top_k is {save_top_k!r}; it must be -1 (all), 0 or a count.")
         if not isinstance(save_last, (int, float)):
             raise TypeError(f"save_last is {save_last!r}; it must be True, False or a count.")
         if save_top_k < -1 or save_top_k % 1:
@@ -134,7 +135,7 @@ class ModelCheckpoint(Callback):
             raise ValueError(f"on_save_error must be 'raise' or 'warn', got {on_save_error!r}.")
         ranking = Monitor("step" if monitor is None else monitor, mode)
         self.monitor = None if monitor is None else ranking
-        self.every = Interval.parse(every)
+        self.every = Interval.given("every", every)
         self.save_top_k = int(save_top_k)
         self.save_last = int(save_last)
         self.saves_on_preemption = on_preemption

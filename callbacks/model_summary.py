@@ -129,7 +129,7 @@ class ModelSummary(Callback):
     def __init__(self, max_depth: int = 1, *, flops: bool = False) -> None:
         expect_bools(flops=flops)
         expect_numbers(max_depth=max_depth)
-        if max_depth < -1:
+        if max_depth < -1 or max_depth % 1:
             raise ValueError(f"max_depth must be -1 (all levels), 0 or more, got {max_depth!r}.")
         self.max_depth = max_depth
         self.flops: Flops | None = None

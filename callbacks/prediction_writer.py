@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from callbacks.arguments import explained
 from callbacks.base import Callback
 from callbacks.checks import expect_bools
 from callbacks.folder import given_folder
@@ -46,6 +47,7 @@ class PredictionWriter(Callback):
         TypeError: In ``predict``, if a prediction holds anything else.
     """
 
+    @explained(output_dir="dirpath", write_on="write_interval")
     def __init__(
         self,
         dirpath: str | Path | None = None,

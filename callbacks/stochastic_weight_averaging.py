@@ -62,7 +62,9 @@ class StochasticWeightAveraging(Callback):
     ) -> None:
         rates = list(swa_lrs) if isinstance(swa_lrs, Sequence) else [swa_lrs]
         if not rates or any(not _is_number(rate) or rate <= 0 for rate in rates):
-            raise ValueError(f"swa_lrs must be a positive number or a list of them, got {swa_lrs}.")
+            raise ValueError(
+                f"swa_lrs must be a positive number or a list of them, got {swa_lrs!r}."
+            )
         if not _is_number(swa_epoch_start) or (
             not 0 <= swa_epoch_start <= 1
             if isinstance(swa_epoch_start, float)

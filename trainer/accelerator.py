@@ -5,6 +5,7 @@ Each method is short: the modules that it calls do the work and document it in d
 
 from __future__ import annotations
 
+import math
 import os
 import reprlib
 import warnings
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.arguments import explained
-from callbacks.checks import expect_bools
+from callbacks.checks import expect_bools, expect_numbers
 from trackers import GeneralTracker
 from trainer.checkpoint import project as states
 from trainer.checkpoint.model import parse_size, save_model
@@ -40,6 +41,7 @@ from trainer.configuration import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProjectConfiguration,
+    at_least,
     refuse_fp8,
 )
 from trainer.data.loader import PreparedLoader
@@ -630,6 +632,7 @@ class Accelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
+        at_least(1, "gradient_accumulation_steps", steps)
         self.gradient_state.plugin = replace(self.gradient_state.plugin, num_steps=steps)
 
     @property
@@ -756,20 +759,32 @@ class Accelerator:
         self,
         parameters: Tensor | Iterable[Tensor],
         max_norm: float,
-        norm_type: float = 2,
+        norm_type: float | str = 2,
     ) -> Tensor:
         """Unscale the gradients, then clip them as ``torch.nn.utils.clip_grad_norm_`` does.
 
         Returns:
             The norm before clipping.
+
+        Raises:
+            ValueError: `max_norm` is negative or NaN.
+            TypeError: `max_norm` or `norm_type` is not a number.
         """
+        _expect_limit("max_norm", max_norm)
+        expect_numbers(norm_type=math.inf if norm_type == "inf" else norm_type)
         parameters = self._unscaled(parameters)
-        norm = clip_(parameters, max_norm=max_norm, norm_type=norm_type)
+        norm = clip_(parameters, max_norm=max_norm, norm_type=float(norm_type))
         assert norm is not None
         return norm
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Unscale the gradients, then clip each of their elements."""
+        """Unscale the gradients, then clip each of their elements.
+
+        Raises:
+            ValueError: `clip_value` is negative or NaN.
+            TypeError: It is not a number.
+        """
+        _expect_limit("clip_value", clip_value)
         clip_(self._unscaled(parameters), max_value=clip_value)
 
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
@@ -1102,6 +1117,8 @@ def _chosen_window(
 ) -> GradientAccumulationPlugin:
     expect("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if plugin is None:
+        if steps is not None:
+            at_least(1, "gradient_accumulation_steps", steps)
         return GradientAccumulationPlugin(num_steps=steps)
     if steps not in (None, 1):
         raise ValueError(
@@ -1125,8 +1142,17 @@ def _chosen_dynamo(backend: str | None, plugin: TorchDynamoPlugin | None) -> Tor
     return plugin
 
 
+def _expect_limit(name: str, limit: Any) -> None:
+    """Refuse what gradients cannot be clipped to; a tensor is not read back."""
+    if isinstance(limit, Tensor):
+        return
+    expect_numbers(**{name: limit})
+    if limit < 0:
+        raise ValueError(f"{name} is {limit!r}; it must be 0 or more.")
+
+
 def _by_type(handlers: Sequence[KwargsHandler]) -> dict[type, Any]:
-    if not isinstance(handlers, Iterable):
+    if isinstance(handlers, str) or not isinstance(handlers, Iterable):
         one = isinstance(handlers, KwargsHandler)
         shown = f"{type(handlers).__name__}(...)" if one else repr(handlers)
         raise TypeError(f"kwargs_handlers is {shown}; it must be a list: [{shown}].")

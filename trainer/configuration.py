@@ -25,7 +25,8 @@ def explains_itself(cls: type[_T]) -> type[_T]:
     return cls
 
 
-def _at_least(minimum: int, what: str, value: object) -> None:
+def at_least(minimum: int, what: str, value: object) -> None:
+    """Raise if a value is not an int of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{what} is {value!r}; it must be an int.")
     if value < minimum:
@@ -119,8 +120,8 @@ class ProjectConfiguration:
         """Check types and ranges, and fill in `logging_dir`."""
         _expect_bools(self, "automatic_checkpoint_naming", "save_on_each_node")
         if self.total_limit is not None:
-            _at_least(1, "total_limit", self.total_limit)
-        _at_least(0, "iteration", self.iteration)
+            at_least(1, "total_limit", self.total_limit)
+        at_least(0, "iteration", self.iteration)
         for name in ("project_dir", "logging_dir"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, (str, PathLike))):
@@ -183,7 +184,7 @@ class GradientAccumulationPlugin(KwargsHandler):
             what = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
             named = environment.read_int(what)
             self.num_steps = 1 if named is None else named
-        _at_least(1, what, self.num_steps)
+        at_least(1, what, self.num_steps)
         _expect_bools(self, "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
 
 
@@ -241,8 +242,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check types, ranges and the combination of hooks."""
-        _at_least(0, "dim", self.dim)
-        _at_least(1, "bucket_cap_mb", self.bucket_cap_mb)
+        at_least(0, "dim", self.dim)
+        at_least(1, "bucket_cap_mb", self.bucket_cap_mb)
         _expect_bools(
             self,
             "broadcast_buffers",
@@ -288,7 +289,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ("compression_stats_logging_frequency", 1),
             ("random_seed", 0),
         ):
-            _at_least(least, f"comm_state_option[{name!r}]", options.get(name, least))
+            at_least(least, f"comm_state_option[{name!r}]", options.get(name, least))
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             value = options.get(name, 0)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -327,7 +328,7 @@ class GradScalerKwargs(KwargsHandler):
         ):
             if not sound:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {range_}.")
-        _at_least(1, "growth_interval", self.growth_interval)
+        at_least(1, "growth_interval", self.growth_interval)
         _expect_bools(self, "enabled")
 
 
@@ -404,6 +405,6 @@ class FP8RecipeKwargs(KwargsHandler):
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(choose(name, value, choices))
-        _at_least(0, "margin", self.margin)
-        _at_least(1, "interval", self.interval)
-        _at_least(1, "amax_history_len", self.amax_history_len)
+        at_least(0, "margin", self.margin)
+        at_least(1, "interval", self.interval)
+        at_least(1, "amax_history_len", self.amax_history_len)

@@ -1,8 +1,10 @@
 """Wrong arguments of callbacks and of the Trainer's methods: the error says which are right."""
 
 import inspect
+import re
 
 import pytest
+import torch
 
 import callbacks
 from callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -120,3 +122,88 @@ def test_bools_are_bools(kind, name, needed):
 def test_numbers_are_numbers(kind, name, needed):
     with pytest.raises((TypeError, ValueError), match=f"{name}.*'3'.*must be|{name} must be.*'3'"):
         kind(**needed, **{name: "3"})
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "error", "message"),
+    [
+        (EarlyStopping, {"monitor": "x", "stopping_threshold": NAN}, ValueError, "is nan; it must"),
+        (ModelCheckpoint, {"every": "five"}, ValueError, "every: An interval is a number and"),
+        (ModelCheckpoint, {"dirpath": 0}, TypeError, "dirpath is 0; it must be a path."),
+        (ModelCheckpoint, {"save_top_k": "2"}, TypeError, "must be -1 (all), 0 or a count"),
+        (callbacks.GarbageCollection, {"every": "five"}, ValueError, "every: An interval is"),
+        (callbacks.GradientNormMonitor, {"norm_type": "two"}, ValueError, "norm_type is 'two'; it"),
+        (callbacks.GradientNormMonitor, {"norm_type": 0}, ValueError, "norm_type is 0; it must"),
+        (callbacks.ModelSummary, {"max_depth": 2.5}, ValueError, "max_depth must be -1"),
+        (callbacks.PredictionWriter, {"output_dir": "x"}, TypeError, "'output_dir'; use dirpath."),
+        (callbacks.StochasticWeightAveraging, {"swa_lrs": "0.1"}, ValueError, "them, got '0.1'."),
+        (callbacks.BackboneFinetuning, {"backbone": ""}, ValueError, "backbone is ''; it must be"),
+        (
+            callbacks.BackboneFinetuning,
+            {"backbone_initial_ratio_lr": None},
+            TypeError,
+            "backbone_initial_ratio_lr is None; it must be a number.",
+        ),
+    ],
+)
+def test_a_value_is_refused_where_it_is_given(kind, given, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        kind(**given)
+
+
+def test_the_order_of_a_norm_may_be_written_as_text():
+    assert callbacks.GradientNormMonitor(norm_type="inf").norm_type == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a, p: a.clip_grad_norm_(p, None), TypeError, "max_norm is None; it must be a num"),
+        (lambda a, p: a.clip_grad_norm_(p, -1.0), ValueError, "max_norm is -1.0; it must be 0 or"),
+        (lambda a, p: a.clip_grad_norm_(p, NAN), ValueError, "max_norm is nan; it must be a num"),
+        (lambda a, p: a.clip_grad_norm_(p, "1"), TypeError, "max_norm is '1'; it must be a number"),
+        (lambda a, p: a.clip_grad_norm_(p, 1, "two"), TypeError, "norm_type is 'two'; it must be"),
+        (lambda a, p: a.clip_grad_value_(p, -1.0), ValueError, "clip_value is -1.0; it must be 0"),
+        (lambda a, p: a.clip_grad_value_(p, None), TypeError, "clip_value is None; it must be a"),
+    ],
+)
+def test_what_gradients_cannot_be_clipped_to_is_refused(call, error, message):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), 3.0)
+    with pytest.raises(error, match=re.escape(message)):
+        call(Accelerator(cpu=True), [parameter])
+    assert parameter.grad.tolist() == [3.0, 3.0]
+
+
+def test_gradients_are_clipped_by_the_largest():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    assert Accelerator(cpu=True).clip_grad_norm_([parameter], 2, "inf") == 4.0
+    assert parameter.grad.tolist() == pytest.approx([1.5, 2.0])
+
+
+@pytest.mark.parametrize("steps", [0, "2", True])
+def test_micro_batches_are_refused_under_the_name_that_was_written(steps):
+    with pytest.raises((TypeError, ValueError), match=r"^gradient_accumulation_steps is"):
+        Accelerator(cpu=True, gradient_accumulation_steps=steps)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: Trainer(callbacks="EarlyStopping"),
+        lambda: Accelerator(cpu=True, kwargs_handlers="five"),
+    ],
+)
+def test_a_text_is_not_taken_apart(call):
+    with pytest.raises(TypeError, match=r"(callbacks|kwargs_handlers) is '\w+'; it must be a"):
+        call()
+
+
+def test_a_file_is_no_folder_to_load(tmp_path):
+    (tmp_path / "state").write_text("")
+    with pytest.raises(ValueError, match="is a file; give the path of a folder"):
+        Accelerator(cpu=True).load_state(tmp_path / "state")

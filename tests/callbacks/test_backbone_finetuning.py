@@ -463,3 +463,9 @@ def test_what_makes_no_sense_is_refused(arguments, text):
 def test_a_schedule_is_a_function():
     with pytest.raises(TypeError, match="must be a function of the epoch"):
         BackboneFinetuning(lambda_func=2.0)
+
+
+@pytest.mark.parametrize("factor", ["x", None, -1, float("nan")])
+def test_a_factor_that_makes_no_sense_is_told_with_its_epoch(factor):
+    with pytest.raises((TypeError, ValueError), match=r"lambda_func\(1\) is .*; it must be"):
+        fit(BackboneFinetuning(0, lambda_func=lambda epoch: factor))

@@ -99,8 +99,8 @@ def test_a_window_comes_from_the_argument_or_from_the_plugin():
     ("arguments", "error", "message"),
     [
         ({"mixed_precision": "bf61"}, ValueError, r"mixed_precision is 'bf61'; .*'bf16'\?"),
-        ({"gradient_accumulation_steps": 0}, ValueError, "num_steps is 0"),
-        ({"gradient_accumulation_steps": 1.5}, TypeError, "num_steps is 1.5"),
+        ({"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps is 0"),
+        ({"gradient_accumulation_steps": 1.5}, TypeError, "gradient_accumulation_steps is 1.5"),
         ({"scheduler_tick": "batch"}, ValueError, "scheduler_tick is 'batch'; .* 'update'"),
         ({"kwargs_handlers": [3]}, TypeError, r"kwargs_handlers holds 3; it takes AutocastKwargs"),
         ({"kwargs_handlers": [KwargsHandler()]}, TypeError, r"kwargs_handlers holds KwargsHandler"),
@@ -352,7 +352,7 @@ def test_the_window_may_change_during_training():
     accelerator.gradient_accumulation_steps = 2
     assert accelerator.gradient_accumulation_steps == GradientState().num_steps == 2
     assert not accelerator.gradient_state.sync_with_dataloader
-    with pytest.raises(ValueError, match="num_steps is 0"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps is 0"):
         accelerator.gradient_accumulation_steps = 0
 
 

@@ -435,11 +435,12 @@ def test_more_workers_are_advised_as_long_as_there_are_cores():
         return slow.bottleneck().partition("of the time: ")[2]
 
     raised = "raise num_workers of the DataLoader"
-    less, once = "do less for each sample", "set persistent_workers=True, so that they start once"
+    less, once = "do less for each sample", "set persistent_workers=True if epochs are short"
+    waits = "if its workers wait for a disk or a network"
     assert advice(0) == f"{raised} (it is 0), or {less}."
-    assert advice(1, restarts=True) == f"{once}, or {less}."
+    assert advice(1, restarts=True) == f"{raised} (it is 1) {waits}, or {once}, or {less}."
     assert advice(1, most_workers=2, restarts=True) == f"{raised} (it is 1), or {once}, or {less}."
-    assert advice(2, most_workers=2) == f"{less}."
+    assert advice(2, most_workers=2) == f"{raised} (it is 2) {waits}, or {less}."
 
 
 def test_only_what_is_not_in_use_is_advised():

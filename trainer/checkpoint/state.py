@@ -260,6 +260,10 @@ def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
 
 def _expect_folder(target: Path) -> None:
     if not recover(target).is_dir():
+        if target.is_file():
+            raise ValueError(
+                f"{target} is a file; give the path of a folder that save_state wrote."
+            )
         raise ValueError(
             f"Tried to find {target} but folder does not exist. Give the path of a folder that "
             "save_state wrote."

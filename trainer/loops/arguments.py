@@ -158,7 +158,8 @@ def listed(callbacks: Sequence[Callback] | Callback | None) -> list[Callback]:
     """
     if isinstance(callbacks, Callback):
         callbacks = [callbacks]
-    if not isinstance(callbacks, (Sequence, type(None))):  # Hydra's are neither list nor tuple
+    # Hydra's are neither list nor tuple
+    if isinstance(callbacks, str) or not isinstance(callbacks, (Sequence, type(None))):
         raise TypeError(f"callbacks is {callbacks!r}; it must be a callback or a list of them.")
     return list(callbacks or [])
 

@@ -186,7 +186,8 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     Raises:
         CheckpointError: The checkpoint is damaged or does not fit.
     """
-    if run.tells:
+    lasts = not run.length.reached(run.progress)
+    if run.tells and lasts:
         tell_of_no_validation(run, parts.settings)
         tell_of_modes(run.schedulers, parts.callbacks)
     offset = None
@@ -196,7 +197,7 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
         if ckpt_path == "auto":  # a folder that is not the one meant would go unnoticed
             empty = ", ".join(map(str, parts.project.looks_in(parts.roots())))
             parts.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
-        if run.tells and run.length.reached(run.progress):
+        if run.tells and not lasts:
             parts.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
         if run.rank > 0:

@@ -297,11 +297,12 @@ class Report:
         workers = self.num_workers
         if workers is None:
             return "let other processes prepare the batches, or do less for each"
-        means = ["do less for each sample"]
+        more = f"raise num_workers of the DataLoader (it is {workers})"
+        if workers >= self.most_workers:  # all cores are busy, unless the samples are waited for
+            more += " if its workers wait for a disk or a network"
+        means = [more, "do less for each sample"]
         if workers and self.restarts:
-            means.insert(0, "set persistent_workers=True, so that they start once")
-        if workers < self.most_workers:
-            means.insert(0, f"raise num_workers of the DataLoader (it is {workers})")
+            means.insert(1, "set persistent_workers=True if epochs are short")
         return ", or ".join(means)
 
 

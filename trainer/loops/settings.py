@@ -82,10 +82,7 @@ class Settings:
         if self.seed is not None:
             _whole("seed", self.seed, 0, "None for no seed")
         for name in ("val_every", "log_every"):
-            try:
-                object.__setattr__(self, name, Interval.parse(getattr(self, name)))
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{name}: {error}") from None
+            object.__setattr__(self, name, Interval.given(name, getattr(self, name)))
         _ = self.length  # validated here
         seconds_of(self.max_time)
 

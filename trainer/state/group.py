@@ -8,6 +8,7 @@ import multiprocessing
 import platform
 import re
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -215,4 +216,5 @@ def _let_threads_finish() -> None:
     it needs the GIL. If it waits for the GIL while the interpreter exits, it is terminated inside
     C++ code that cannot unwind, and the process aborts: a finished run would be reported as failed.
     """
-    time.sleep(0.1)
+    with suppress(KeyboardInterrupt):  # the process is ending already
+        time.sleep(0.1)

@@ -22,7 +22,7 @@ from benchmarks import (
     page,
     transformer,
 )
-from benchmarks.arguments import at_least, folder_at, part_of_one
+from benchmarks.arguments import at_least, folder_at, make, part_of_one
 from benchmarks.report import Result, Unavailable, say
 from benchmarks.timing import LEAST_STEPS, is_chosen
 
@@ -140,6 +140,17 @@ def run_all(made: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return code
 
 
+def _make_folders(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Make the folders before anything is measured, which would else be in vain."""
+    for name in ("output", "folder"):
+        folder = getattr(options, name, None)
+        try:
+            if folder is not None:
+                make(folder)
+        except OSError as error:
+            made.error(f"argument --{name}: {folder}: {error.strerror}; choose another folder.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program.
 
@@ -151,6 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     made = parser()
     options = made.parse_args(arguments)
+    if options.command in (*BENCHMARKS, "all"):
+        _make_folders(made, options)
     torch.set_num_threads(1)  # the model is too small for more, whose overhead would be measured
     try:
         if options.command == "all":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -28,6 +29,17 @@ def folder_at(text: str) -> Path:
     if not first.is_dir():
         raise argparse.ArgumentTypeError(f"{first} is a file, where a folder is needed.")
     return path
+
+
+def make(folder: Path) -> None:
+    """Make a folder, and try whether files can be written there, which a later save will do.
+
+    Raises:
+        OSError: It cannot be made, or nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def part_of_one(names: Callable[[], Sequence[str]]) -> Callable[[str], str]:

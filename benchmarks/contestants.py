@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import Accelerator, Trainer, TrainModule
+from trainer import Accelerator, DataLoaderConfiguration, Trainer, TrainModule
 from trainer.state import AcceleratorState
 
 
@@ -94,7 +94,12 @@ def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
 def own_loop(task: Any) -> None:
     """Train with a loop written by hand and Cadence's `Accelerator`."""
     AcceleratorState._reset_state()  # each turn begins like a new process
-    accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision=task.precision)
+    accelerator = Accelerator(
+        cpu=task.device == "cpu",
+        mixed_precision=task.precision,
+        # as the loop by hand copies to a device
+        dataloader_config=DataLoaderConfiguration(non_blocking=task.device != "cpu"),
+    )
     model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.whole)
     model.train()
     for batch in loader:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,7 +24,7 @@ from benchmarks.arguments import at_least
 from benchmarks.report import Result
 from benchmarks.task import Task
 from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
-from trainer.environment import read_int, share_of_cores
+from trainer.environment import patch_environment, read_int, share_of_cores
 
 STEPS, REPEATS = 500, 10
 PROCESSES = 2
@@ -119,7 +120,9 @@ def run(options: Namespace) -> Result:
             *("--steps", str(options.steps), "--repeats", str(options.repeats)),
             *("--rows", *options.rows),
         ]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+        # torchrun and the trainer choose, and tell so, where the variable is not set
+        with patch_environment(OMP_NUM_THREADS=1):
+            subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
         return Result.load(Path(folder) / "ddp.json")
 
 
@@ -143,6 +146,7 @@ def _process() -> None:
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--rows", nargs="*")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     _take_a_share_of_the_cores()
     dist.init_process_group("gloo")
     result = measure(options)

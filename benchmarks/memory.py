@@ -8,12 +8,10 @@ from __future__ import annotations
 import gc
 import json
 import resource
-import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from benchmarks import contestants
 from benchmarks.arguments import at_least
 from benchmarks.report import Column, Result, Row
 from benchmarks.task import Task
-from benchmarks.timing import LEAST_STEPS, Clock, is_chosen, quartiles, resident, unseen
+from benchmarks.timing import LEAST_STEPS, Clock, apart, is_chosen, quartiles, resident, unseen
 
 STEPS, REPEATS = 100_000, 1
 WARM_UP = 0.2  # of the steps: by then the caches and the allocator have reached their size
@@ -96,10 +94,7 @@ def names() -> list[str]:
 
 
 def _measured_apart(name: str, steps: int, *, wide: bool) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.memory", name, str(steps), str(int(wide))]
-    root = Path(__file__).parents[1]
-    output = subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
+    return json.loads(apart("benchmarks.memory", name, steps, int(wide)))
 
 
 def table(

@@ -29,7 +29,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=[*DATASETS],
         help=f"one or more of {', '.join(f'{name}: {what}' for name, what in GROUPS.items())}",
     )
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="sgd", help="of all rows; fused is SGD, fused"
+    )
 
 
 def rows(steps: int, dataset: str = "tensors", optimizer: str = "sgd") -> list[Contender]:

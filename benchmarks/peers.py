@@ -42,9 +42,14 @@ def accelerate(task: Any) -> None:
     """Train with the loop of Accelerate's documentation."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from accelerate.utils import DataLoaderConfiguration
 
     AcceleratorState._reset_state(True)  # each turn begins like a new process
-    accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision=task.precision)
+    accelerator = Accelerator(
+        cpu=task.device == "cpu",
+        mixed_precision=task.precision,
+        dataloader_config=DataLoaderConfiguration(non_blocking=task.device != "cpu"),
+    )
     model, optimizer, loader = accelerator.prepare(task.model, task.optimizer(), task.whole)
     model.train()
     for batch in loader:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from benchmarks.timing import Clock, Lap
 
 BATCH = 8
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "fused")
 
 
 class Mlp(nn.Module):
@@ -97,7 +97,8 @@ class Task:
         dataset: ``"tensors"`` is a `TensorDataset` and ``"own"`` a class that does the same, which
             loaders read sample by sample unless they optimise this; the samples of ``"computed"``
             take some work each; ``"batched"`` is read a batch at a time by every loader.
-        optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults.
+        optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults; ``"fused"`` is SGD that updates
+            all parameters in one operation.
         hidden: The widths of the perceptron's hidden layers.
         rank: The rank of this process, which gets every ``world_size``-th batch.
         world_size: The number of processes.
@@ -138,7 +139,8 @@ class Task:
         """Return an optimizer of the model's parameters."""
         if self._optimizer == "adamw":
             return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        return torch.optim.SGD(self.model.parameters(), lr=1e-2)
+        fused = self._optimizer == "fused" or None  # None: torch decides
+        return torch.optim.SGD(self.model.parameters(), lr=1e-2, fused=fused)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over a batch; the model may be wrapped."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import io
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Column, Row, Unavailable
@@ -123,6 +126,14 @@ def resident() -> int:
         raise Unavailable("Memory is measured with psutil: pip install psutil.") from error
     memory: int = psutil.Process().memory_info().rss
     return memory
+
+
+def apart(module: str, *arguments: object) -> str:
+    """Run a module as a script in a process of its own; return the last line that it prints."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    root = Path(__file__).parents[1]
+    output = subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True).stdout
+    return output.splitlines()[-1]
 
 
 class _Terminal(io.TextIOBase):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from benchmarks.report import Column, Result, Row, Unavailable
 from benchmarks.timing import Contender, Lap, chosen, quartiles, take_turns, unseen
 from callbacks import Callback
 from callbacks.device_peaks import peak_flops
-from trainer import Trainer, TrainModule
+from trainer import DynamoBackend, Trainer, TrainModule
 from trainer.state import AcceleratorState
 
 STEPS, REPEATS = 60, 3
+BACKEND = "inductor"
 TRACE = Path("runs/transformer-trace.json")  # too large to be kept beside the results
 TRACED = 10  # steps in the trace
 COLUMNS = (
@@ -43,7 +44,20 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="train a small model on the CPU, to check that everything works",
     )
-    parser.add_argument("--backend", default="inductor", help="the backend of torch.compile")
+    parser.add_argument(
+        "--backend", type=backend, default=BACKEND, help="the backend of torch.compile"
+    )
+
+
+def backend(text: str) -> str:
+    """Return the name of a backend that both torch and the `Trainer` know; an option's type."""
+    if text == BACKEND:  # the default: listing all would take a second of every start
+        return text
+    ours = {name.lower() for name in DynamoBackend.list()}
+    known = sorted(ours.intersection(torch.compiler.list_backends(exclude_tags=())))
+    if text not in known:
+        raise ArgumentTypeError(f"{text!r} is no backend; one of {', '.join(known)}.")
+    return text
 
 
 def by_hand(task: Task) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import itertools
 import json
+import re
+import shutil
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from functools import partial
@@ -30,6 +34,7 @@ from benchmarks import (
     transformer,
 )
 from benchmarks.__main__ import BENCHMARKS, main, parser
+from benchmarks.chart import draw
 from benchmarks.gpt import TINY, Gpt, Size, flops_per_token
 from benchmarks.report import Column, Result, Row, Unavailable
 from benchmarks.task import DATASETS, OPTIMIZERS, Task
@@ -271,6 +276,11 @@ def test_all_loops_come_to_the_same_weights(dataset, optimizer):
     assert other.lap().outcome not in outcomes  # else the fingerprint would be none
 
 
+def test_fused_is_fused():
+    fused = {name: Task(5, optimizer=name).optimizer().defaults["fused"] for name in OPTIMIZERS}
+    assert fused == {"sgd": None, "adamw": None, "fused": True}
+
+
 def test_the_processes_share_the_batches_out():
     whole = list(Task(3, world_size=2).whole)
     for rank in (0, 1):
@@ -299,6 +309,21 @@ OURS = [
     "Cadence Trainer, every step written",
     "Cadence Accelerator",
 ]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_our_loop_copies_to_a_device_as_the_one_by_hand_does(device, monkeypatch):
+    class Made(Exception):
+        pass
+
+    def accelerator(*, dataloader_config, **_):
+        raise Made(dataloader_config.non_blocking)
+
+    monkeypatch.setattr(contestants, "Accelerator", accelerator)
+    task = Task(5)
+    task.device = device
+    with pytest.raises(Made, match=str(device == "cuda")):
+        contestants.own_loop(task)
 
 
 def test_overhead():
@@ -339,7 +364,8 @@ def test_data(monkeypatch):
     assert contenders[0].run().outcome != contenders[1].run().outcome
 
 
-def test_checkpoint(tmp_path):
+def test_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_memory_apart", lambda name, *_: float(len(name)))
     arguments = ("--parameters", 10_000, "--repeats", 2, "--folder", tmp_path / "a" / "new one")
     result = checkpoint.run(options("checkpoint", *arguments))
     names = ["plain file, synced", "torch.save", "torch.save, synced"]
@@ -351,6 +377,8 @@ def test_checkpoint(tmp_path):
             expected |= {"total", "rate", "disk"}
             assert row.values["total"][0] >= row.values["stall"][0]
         assert row.values.keys() == expected
+        assert row.values["memory"] == len(row.name)
+        assert len(row.samples["stall"]) == 2
     assert result.rows[0].values["disk"] == [1.0, 1.0, 1.0]
     chosen_rows = checkpoint.run(options("checkpoint", *arguments, "--rows", "background")).rows
     assert [row.name for row in chosen_rows] == [names[0], names[-1]]
@@ -361,9 +389,10 @@ def test_each_way_saves_the_whole_state(tmp_path):
     sizes: dict[str, int] = {}
 
     def save_all(trainer):
-        in_background = checkpoint.rows(trainer)["Cadence, in the background"]
+        ways = {name: make(trainer) for name, make in checkpoint.WAYS.items()}
+        in_background = ways["Cadence, in the background"]
         assert in_background.finish == trainer.wait_for_save  # until then the disk has not all
-        for name, way in checkpoint.rows(trainer).items():
+        for name, way in ways.items():
             path = tmp_path / name
             way.save(path)
             way.finish()
@@ -372,9 +401,32 @@ def test_each_way_saves_the_whole_state(tmp_path):
         whole.append(3 * 4 * sum(p.numel() for p in trainer.module.parameters()))
 
     whole: list[int] = []
-    checkpoint.train(10_000, tmp_path / "run", save_all)
+    checkpoint.train(checkpoint.Stack(10_000), tmp_path / "run", save_all)
     assert len(sizes) == 5
     assert min(sizes.values()) >= whole[0]
+
+
+@pytest.mark.parametrize("asked", [1, 10_000, 1_048_577, 1_500_000, 2_000_000, 25_000_000])
+def test_the_saved_model_has_about_as_many_parameters_as_asked_for(asked):
+    with torch.device("meta"):
+        model = checkpoint.Stack(asked)
+    assert sum(each.numel() for each in model.parameters()) == pytest.approx(asked, rel=0.002)
+    assert max(each.shape[0] for each in model.parameters()) <= checkpoint.WIDTH
+
+
+def test_the_settings_and_the_title_tell_the_parameters_that_were_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_memory_apart", lambda *_: 0.0)
+    monkeypatch.setattr(checkpoint, "WIDTH", 300)
+    arguments = ("--parameters", 100_000, "--repeats", 1, "--rows", "waiting", "--folder", tmp_path)
+    result = checkpoint.run(options("checkpoint", *arguments))
+    assert result.settings["parameters"] == 2 * 224**2
+    assert result.title.startswith("A save of 1 MB")
+
+
+def test_a_save_in_the_background_takes_the_memory_of_the_state(tmp_path):
+    found = checkpoint._memory_apart("Cadence, in the background", 4_000_000, tmp_path)
+    assert found == pytest.approx(48, rel=0.2)  # a third less if it reused that of the gradients
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_memory_of_a_save_is_its_highest(tmp_path):
@@ -437,6 +489,15 @@ def test_ddp(ranks2):
         assert_measured(result, [*names, "Cadence Accelerator"] * 3)
         assert len({row.group for row in result.rows}) == 3
     assert ddp.names() == [*names, "Cadence Accelerator"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])  # torchrun chooses, and warns of it, only for more
+def test_each_process_uses_one_thread(processes, monkeypatch, capfd):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    arguments = ("--processes", processes, "--steps", 3, "--repeats", 1, "--rows", "by hand")
+    result = ddp.run(options("ddp", *arguments))
+    assert result.machine["threads"] == "torch threads 1"
+    assert "OMP_NUM_THREADS" not in capfd.readouterr().err
 
 
 def test_import(monkeypatch):
@@ -615,6 +676,17 @@ def test_all_goes_on_where_one_cannot_run(instant, tmp_path, capsys):
     assert len((tmp_path / "overhead.svg").read_bytes()) == len(drawn)
 
 
+def test_the_published_chart_is_that_of_the_published_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    published = ROOT / "benchmarks" / "results"
+    shutil.copy(published / "overhead.json", tmp_path)
+    texts = [
+        re.findall("<!-- (.*) -->", path.read_text())
+        for path in (draw(tmp_path), published / "overhead.svg")
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
     assert main(["chart", "--output", str(tmp_path)]) == 3
     assert "python -m benchmarks overhead" in capsys.readouterr().err
@@ -630,6 +702,8 @@ def test_a_chart_of_nothing_is_refused(tmp_path, capsys):
         (["ddp", "--processes", "0"], "--processes: 0 is too few; at least 1."),
         (["checkpoint", "--parameters", "0"], "--parameters: 0 is too few; at least 1."),
         (["checkpoint", "--folder", __file__], f"--folder: {__file__} is a file"),
+        (["transformer", "--backend", "nonsense"], "--backend: 'nonsense' is no backend; one of"),
+        (["transformer", "--backend", "no"], "--backend: 'no' is no backend; one of aot_eager,"),
         (["checkpoint", "--steps", "3"], "unrecognized arguments: --steps 3"),
         (["data", "--step", "3"], "unrecognized arguments: --step 3"),
         (["import", "--steps", "3"], "unrecognized arguments: --steps 3"),
@@ -654,6 +728,29 @@ def test_a_file_in_place_of_the_folder_is_refused(command, path, instant, tmp_pa
     assert ended.value.code == 2
     assert f"--output: {tmp_path / 'file'} is a file" in capsys.readouterr().err
     assert not instant
+
+
+@pytest.mark.parametrize("option", ["output", "folder"])
+def test_a_folder_that_cannot_be_used_is_refused_before_the_measurement(
+    option, instant, tmp_path, monkeypatch, capsys
+):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    folder = tmp_path / "new" / "one"
+    arguments = ["checkpoint", f"--{option}", str(folder)]
+    for what in (Path, "mkdir"), (tempfile, "TemporaryFile"):  # cannot be made, cannot be written
+        with monkeypatch.context() as patch:
+            patch.setattr(*what, refuse)
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+        assert ended.value.code == 2
+        assert f"--{option}: {folder}: Permission denied" in capsys.readouterr().err
+    assert not instant
+    monkeypatch.setattr("benchmarks.__main__.RESULTS", tmp_path)
+    main(arguments)
+    assert folder.is_dir()
+    assert len(instant) == 1
 
 
 @pytest.mark.parametrize("name", [*BENCHMARKS, "all"])

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.choices import DDPCommunicationHookType as Kind
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.strategies.zeros import sparse_weights
 
-# torch's hooks take 75 ms to import: only where one is asked for.
-if TYPE_CHECKING:
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-
 logger = logging.getLogger(__name__)
 
+_HOOKS: dict[str, Any] = {
+    Kind.FP16: default_hooks.fp16_compress_hook,
+    Kind.BF16: default_hooks.bf16_compress_hook,
+    Kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    Kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+_WRAPPERS: dict[str, Any] = {
+    Kind.FP16: default_hooks.fp16_compress_wrapper,
+    Kind.BF16: default_hooks.bf16_compress_wrapper,
+}
 POWER_SGD = (Kind.POWER_SGD, Kind.BATCHED_POWER_SGD)
 _FIRST_BUCKET = 2**20  # bytes, DDP's own limit for its first bucket
 _BY_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
@@ -42,7 +49,7 @@ class Hook:
     def __init__(
         self,
         made_by: dict[str, Any],
-        state: PowerSGDState | None,
+        state: powerSGD_hook.PowerSGDState | None,
         device: torch.device,
     ) -> None:
         self._made_by = made_by
@@ -110,7 +117,11 @@ def register(
         return None
     check(model, kwargs, searches=model.find_unused_parameters)
     trained = [p for p in model.parameters() if p.requires_grad]
-    hook, state = _hook_of(kwargs)
+    hook, state = _HOOKS[kwargs.comm_hook], None
+    if kwargs.comm_wrapper != Kind.NO:
+        hook = _WRAPPERS[kwargs.comm_wrapper](hook)
+    if kwargs.comm_hook in POWER_SGD:
+        state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option)
     try:
         model.register_comm_hook(state, hook)
     except TypeError as error:
@@ -127,25 +138,6 @@ def register(
         "gradients": sum(p.numel() for p in trained),
     }
     return Hook(made_by, state, trained[0].device)
-
-
-def _hook_of(kwargs: DistributedDataParallelKwargs) -> tuple[Any, PowerSGDState | None]:
-    """Return torch's hook, in the wrapper that was asked for, and the state that it takes."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    hook: Any = {
-        Kind.FP16: default_hooks.fp16_compress_hook,
-        Kind.BF16: default_hooks.bf16_compress_hook,
-        Kind.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        Kind.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }[kwargs.comm_hook]
-    if kwargs.comm_wrapper == Kind.FP16:
-        hook = default_hooks.fp16_compress_wrapper(hook)
-    elif kwargs.comm_wrapper == Kind.BF16:
-        hook = default_hooks.bf16_compress_wrapper(hook)
-    if kwargs.comm_hook not in POWER_SGD:
-        return hook, None
-    return hook, powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option)
 
 
 def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None:
@@ -199,8 +191,6 @@ def _check_batched() -> None:
     Raises:
         ValueError: It does.
     """
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
     try:
         powerSGD_hook._orthogonalize(torch.ones(1, 1))
     except AssertionError as error:

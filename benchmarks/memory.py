@@ -22,7 +22,7 @@ from benchmarks.report import Column, Result, Row
 from benchmarks.task import Task
 from benchmarks.timing import LEAST_STEPS, Clock, apart, is_chosen, quartiles, resident, unseen
 
-STEPS, REPEATS = 100_000, 1
+STEPS, REPEATS = 100_000, 3
 WARM_UP = 0.2  # of the steps: by then the caches and the allocator have reached their size
 WIDTH = 4472  # of a layer with twenty million parameters
 COLUMNS = (

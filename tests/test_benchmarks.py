@@ -521,7 +521,7 @@ def test_memory(monkeypatch):
 
     monkeypatch.setattr(memory, "_measured_apart", measured)
     monkeypatch.setattr(memory, "WIDTH", 500)
-    narrow = ("--steps", 60, "--wide-steps", 3, "--rows", "accelerator", "the same")
+    narrow = ("--steps", 60, "--wide-steps", 3, "--repeats", 1, "--rows", "accelerator", "the same")
     result = memory.run(options("memory", *narrow))
     names = ["PyTorch loop by hand", "the same, with TensorBoard", "Cadence Accelerator"]
     assert [row.name for row in result.rows] == names * 2

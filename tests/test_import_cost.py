@@ -23,7 +23,6 @@ OPTIONAL = [
     "rich",
     "sklearn",
     "tensorboard",
-    "torch.distributed.algorithms.ddp_comm_hooks",
     "torch.utils.tensorboard",
     "torchmetrics",
     "wandb",

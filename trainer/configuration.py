@@ -11,6 +11,7 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from callbacks.arguments import explained
+from callbacks.checks import expect_bools
 from trainer import environment
 from trainer.choices import DDPCommunicationHookType
 from trainer.errors import choose
@@ -296,6 +297,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 raise TypeError(f"comm_state_option[{name!r}] is {value!r}; it must be a number.")
             if value < 0:
                 raise ValueError(f"comm_state_option[{name!r}] is {value}; it must be 0 or more.")
+        for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape"):
+            expect_bools(**{f"comm_state_option[{name!r}]": options.get(name, True)})
         PowerSGDState(None, **options)  # raises for options that torch itself refuses
 
     def to_dict(self) -> dict[str, Any]:

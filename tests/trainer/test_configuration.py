@@ -256,6 +256,12 @@ def test_a_switch_is_on_or_off(kind, name):
         ),
         (
             DistributedDataParallelKwargs,
+            {"comm_hook": "power_sgd", "comm_state_option": {"warm_start": "no"}},
+            TypeError,
+            r"comm_state_option\['warm_start'\] is 'no'; it must be True or False",
+        ),
+        (
+            DistributedDataParallelKwargs,
             {"comm_hook": "power_sgd", "comm_state_option": {"orthogonalization_epsilon": "x"}},
             TypeError,
             "'orthogonalization_epsilon'. is 'x'; it must be a number",

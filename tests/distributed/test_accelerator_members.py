@@ -812,7 +812,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda: {"log_with": "foo"}, ValueError, "'foo'"),
     (lambda: {"log_with": "tensorboard"}, ValueError, "logging_dir|project_dir"),
     (lambda: {"rng_types": ["dice"]}, ValueError, "rng_types is 'dice'"),
-    (lambda: {"gradient_accumulation_steps": 0}, ValueError, "num_steps is 0"),
+    (lambda: {"gradient_accumulation_steps": 0}, ValueError, "gradient_accumulation_steps is 0"),
     (lambda: {"split_batches": "yes"}, TypeError, "split_batches is 'yes'"),
 ]
 

@@ -24,6 +24,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import io
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from tests.helpers import isolation
+from trainer.launchers.rank import with_files
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT = 180.0  # seconds for all ranks to import torch and form the group
@@ -276,7 +278,13 @@ def _pack_by_value(value: object) -> bytes:
         file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and TEST_MODULE.search(file) and "site-packages" not in file:
             cloudpickle.register_pickle_by_value(module)
-    return bytes(cloudpickle.dumps(value))
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):
+    dispatch_table = with_files(cloudpickle.Pickler.dispatch_table)
 
 
 def _portable(filters: Iterable[Any]) -> list[tuple[Any, ...]]:

@@ -20,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from trainer import environment
@@ -88,6 +89,8 @@ def _pack(value: object) -> bytes:
         ) from error
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # its base has no types
+        dispatch_table = with_files(cloudpickle.Pickler.dispatch_table)
+
         def persistent_id(self, value: object) -> None:
             if isinstance(value, bound):
                 raise _OfThisProcessError(
@@ -101,6 +104,24 @@ def _pack(value: object) -> bytes:
     buffer = io.BytesIO()
     Pickler(buffer).dump(value)
     return buffer.getvalue()
+
+
+def with_files(reducers: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return reducers of cloudpickle with which code keeps the name of its file.
+
+    cloudpickle 3.1.3 began to replace it, and with it the lines of code in every traceback.
+    """
+    reduce = reducers[CodeType]
+
+    def reduce_code(code: CodeType) -> tuple[Any, ...]:
+        build, args, *_ = reduce(code)
+        return _build_code, (build, args, code.co_filename)
+
+    return {**reducers, CodeType: reduce_code}
+
+
+def _build_code(build: Callable[..., CodeType], args: tuple[Any, ...], file: str) -> CodeType:
+    return build(*args).replace(co_filename=file)
 
 
 def _unpack(path: Path) -> Any:

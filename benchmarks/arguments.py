@@ -7,7 +7,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from benchmarks.timing import is_chosen
+from trainer import DynamoBackend
+
+BACKEND = "inductor"
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -20,6 +25,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return found
 
     return number
+
+
+def backend(text: str) -> str:
+    """Return the name of a backend that both torch and the `Trainer` know; an option's type."""
+    if text == BACKEND:  # the default: listing all would take a second of every start
+        return text
+    ours = {name.lower() for name in DynamoBackend.list()}
+    known = sorted(ours.intersection(torch.compiler.list_backends(exclude_tags=())))
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is no backend; one of {', '.join(known)}.")
+    return text
 
 
 def folder_at(text: str) -> Path:

@@ -68,12 +68,34 @@ class Module(TrainModule):
         return self.task.optimizer()
 
 
+class CompiledModule(Module):
+    """A task as a module whose step the `Trainer` compiles; the steps are counted outside of it."""
+
+    def __init__(self, task: Any, **settings: Any) -> None:
+        super().__init__(task, **settings)
+        self.model = task.bare
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Count the step."""
+        self.task.clock.tick()
+
+
+def _fit(task: Any, *, logs: bool = True, metrics: int = 0, **settings: Any) -> None:
+    AcceleratorState._reset_state()  # each turn begins like a new process
+    trainer = Trainer(
+        max_epochs=1,
+        cpu=task.device == "cpu",
+        mixed_precision=task.precision,
+        dynamo_backend=task.backend,
+        **settings,
+    )
+    kind = Module if task.backend is None else CompiledModule
+    trainer.fit(kind(task, logs=logs, metrics=metrics), task.whole)
+
+
 def barebones(task: Any) -> None:
     """Train with a `Trainer` with everything switched off."""
-    AcceleratorState._reset_state()
-    Trainer(max_epochs=1, cpu=task.device == "cpu", barebones=True).fit(
-        Module(task, logs=False), task.whole
-    )
+    _fit(task, logs=False, barebones=True)
 
 
 def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
@@ -86,9 +108,7 @@ def defaults(task: Any, *, metrics: int = 0, **settings: Any) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = {"log_with": "tensorboard", "project_dir": f"{folder}/run"} | settings
-        AcceleratorState._reset_state()
-        trainer = Trainer(max_epochs=1, cpu=task.device == "cpu", **settings)
-        trainer.fit(Module(task, metrics=metrics), task.whole)
+        _fit(task, metrics=metrics, **settings)
 
 
 def own_loop(task: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.task import Ticking
 from benchmarks.timing import Clock, Lap
 
 
@@ -91,19 +92,6 @@ class Gpt(nn.Module):
         return functional.cross_entropy(scores.flatten(0, 1), following.flatten())
 
 
-class Ticking(nn.Module):
-    """Call a model, and count the calls outside of it, as it may be compiled."""
-
-    def __init__(self, model: nn.Module, clock: Clock) -> None:
-        super().__init__()
-        self.model, self.clock = model, clock
-
-    def forward(self, codes: Tensor) -> Tensor:
-        """Count the call and return the model's loss."""
-        self.clock.tick()
-        return self.model(codes)
-
-
 class Task:
     """The task of training the transformer on a device in bf16; see `benchmarks.task.Task`.
 
@@ -112,14 +100,11 @@ class Task:
         size: The size of the model and its batches.
         device: ``"cuda"`` or ``"cpu"``.
         backend: The backend of ``torch.compile``.
-        compiled: Compile the model here; otherwise the training loop has to.
     """
 
     precision = "bf16"
 
-    def __init__(
-        self, steps: int, size: Size, *, device: str, backend: str, compiled: bool = True
-    ) -> None:
+    def __init__(self, steps: int, size: Size, *, device: str, backend: str) -> None:
         wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
         self.clock = Clock(steps, skip=max(1, steps // 5), wait=wait)
         self.device, self.backend = device, backend
@@ -138,9 +123,7 @@ class Task:
         )
         torch.manual_seed(2)
         self.bare = Gpt(size).to(device)
-        self.model: nn.Module = self.bare
-        if compiled:
-            self.model = Ticking(torch.compile(self.bare, backend=backend), self.clock)
+        self.model = Ticking(torch.compile(self.bare, backend=backend), self.clock)
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return AdamW, fused on CUDA."""

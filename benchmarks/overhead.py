@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 
+import torch
+
 from benchmarks import contestants, peers
+from benchmarks.arguments import BACKEND, backend
 from benchmarks.report import Result
-from benchmarks.task import DATASETS, OPTIMIZERS, Task
+from benchmarks.task import OPTIMIZERS, Task, nearly_equal
 from benchmarks.timing import MICROSECONDS, Contender, Lap, chosen, take_turns
 
 STEPS, REPEATS = 4000, 10  # long enough to include what trackers do a tenth of a second later
@@ -17,32 +21,52 @@ GROUPS = {
     "own": "a class of one's own over tensors",
     "computed": "samples that are computed one by one",
     "batched": "a dataset that every loop reads a batch at a time",
+    "compiled": "TensorDataset, compiled steps",
 }
+COMPILED = "compiled"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the options of this benchmark."""
     parser.add_argument(
-        "--datasets",
+        "--groups",
         nargs="+",
-        choices=DATASETS,
-        default=[*DATASETS],
+        choices=GROUPS,
+        default=[*GROUPS],
         help=f"one or more of {', '.join(f'{name}: {what}' for name, what in GROUPS.items())}",
     )
     parser.add_argument(
         "--optimizer", choices=OPTIMIZERS, default="sgd", help="of all rows; fused is SGD, fused"
     )
+    parser.add_argument(
+        "--backend",
+        type=backend,
+        default=BACKEND,
+        help=f"the backend of torch.compile in the group {COMPILED}",
+    )
 
 
-def rows(steps: int, dataset: str = "tensors", optimizer: str = "sgd") -> list[Contender]:
-    """Return the contenders, the reference first."""
+def rows(
+    steps: int, group: str = "tensors", optimizer: str = "sgd", backend: str = BACKEND
+) -> list[Contender]:
+    """Return the contenders, the reference first.
+
+    Args:
+        steps: The number of steps.
+        group: A dataset, or ``"compiled"``: the `Trainer` compiles the step, others the model.
+        optimizer: The optimizer of all.
+        backend: The backend of ``torch.compile`` in ``"compiled"``.
+    """
 
     def turn(train: Callable[[Task], None]) -> Lap:
-        task = Task(steps, dataset=dataset, optimizer=optimizer)
+        if group == COMPILED:
+            torch.compiler.reset()  # torch stops compiling code that it has compiled a few times
+        task = Task(steps, optimizer=optimizer, **settings)
         train(task)
         return task.lap()
 
-    ours = {
+    settings = {"backend": backend} if group == COMPILED else {"dataset": group}
+    ours: dict[str, Callable[[Task], None]] = {
         "PyTorch loop by hand": contestants.by_hand,
         "Cadence Trainer, everything off": contestants.barebones,
         "Cadence Trainer, defaults": contestants.defaults,
@@ -64,9 +88,11 @@ def names() -> list[str]:
 def run(options: Namespace) -> Result:
     """Run the benchmark."""
     found = []
-    for dataset in options.datasets:
-        contenders = chosen(rows(options.steps, dataset, options.optimizer), options.rows)
-        found += take_turns(contenders, options.repeats, group=GROUPS[dataset])
+    for group in options.groups:
+        everyone = rows(options.steps, group, options.optimizer, options.backend)
+        contenders = chosen(everyone, options.rows)
+        agree = nearly_equal if group == COMPILED else operator.eq
+        found += take_turns(contenders, options.repeats, group=GROUPS[group], agree=agree)
     return Result(
         benchmark="overhead",
         title="Time of a step: perceptron of 2,762 parameters, 8 samples",
@@ -76,6 +102,7 @@ def run(options: Namespace) -> Result:
             "steps": options.steps,
             "repeats": options.repeats,
             "optimizer": options.optimizer,
+            "backend": options.backend,
         },
-        notes=["All rows with figures reached the same weights, bit for bit."],
+        notes=["All rows with figures reached the same weights, bit for bit; compiled, to 0.001."],
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.timing import Clock, Lap
@@ -18,25 +19,30 @@ BATCH = 8
 OPTIMIZERS = ("sgd", "adamw", "fused")
 
 
-class Mlp(nn.Module):
-    """A perceptron, by default of 2,762 parameters, about the smallest model that anybody trains.
+def perceptron(hidden: Sequence[int] = (64,)) -> nn.Sequential:
+    """Return a perceptron, by default of 2,762 parameters, about the smallest that anybody trains.
+
+    It maps vectors of shape (batch, 32) to scores of 10 classes, (batch, 10).
 
     Args:
-        clock: Counts the forward passes.
         hidden: The widths of its hidden layers.
     """
+    widths = [32, *hidden]
+    layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 10))
 
-    def __init__(self, clock: Clock, hidden: Sequence[int] = (64,)) -> None:
+
+class Ticking(nn.Module):
+    """Call a model, and count the calls outside of it, as it may be compiled."""
+
+    def __init__(self, model: nn.Module, clock: Clock) -> None:
         super().__init__()
-        widths = [32, *hidden]
-        layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.ReLU())]
-        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], 10))
-        self.clock = clock
+        self.model, self.clock = model, clock
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return scores of 10 classes, (batch, 10), for vectors of shape (batch, 32)."""
+        """Count the call and return what the model does."""
         self.clock.tick()
-        return self.layers(x)
+        return self.model(x)
 
 
 class OwnTensors(Dataset[Any]):
@@ -99,6 +105,7 @@ class Task:
             take some work each; ``"batched"`` is read a batch at a time by every loader.
         optimizer: ``"sgd"`` or ``"adamw"``, with torch's defaults; ``"fused"`` is SGD that updates
             all parameters in one operation.
+        backend: The backend of ``torch.compile``, for loops that compile; None trains uncompiled.
         hidden: The widths of the perceptron's hidden layers.
         rank: The rank of this process, which gets every ``world_size``-th batch.
         world_size: The number of processes.
@@ -113,6 +120,7 @@ class Task:
         *,
         dataset: str = "tensors",
         optimizer: str = "sgd",
+        backend: str | None = None,
         hidden: Sequence[int] = (64,),
         rank: int = 0,
         world_size: int = 1,
@@ -123,7 +131,12 @@ class Task:
         y = torch.randint(10, (number,), generator=generator)
         self.clock = Clock(steps)
         torch.manual_seed(2)
-        self.model: nn.Module = Mlp(self.clock, hidden)
+        self.backend = backend
+        self.bare = perceptron(hidden)
+        """The model, for loops that compile it or a part of theirs."""
+        forward = torch.compile(self.bare, backend=backend) if backend else self.bare
+        self.model: nn.Module = Ticking(forward, self.clock)
+        """The same, compiled at its first call if it is to be, and counting the calls."""
         self.dataset: Dataset[Any] = DATASETS[dataset](x, y)
         settings: dict[str, Any] = {"collate_fn": as_it_is} if dataset == "batched" else {}
         self._optimizer = optimizer
@@ -138,9 +151,9 @@ class Task:
     def optimizer(self) -> torch.optim.Optimizer:
         """Return an optimizer of the model's parameters."""
         if self._optimizer == "adamw":
-            return torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            return torch.optim.AdamW(self.bare.parameters(), lr=1e-3)
         fused = self._optimizer == "fused" or None  # None: torch decides
-        return torch.optim.SGD(self.model.parameters(), lr=1e-2, fused=fused)
+        return torch.optim.SGD(self.bare.parameters(), lr=1e-2, fused=fused)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the mean loss over a batch; the model may be wrapped."""
@@ -148,13 +161,21 @@ class Task:
         return cross_entropy(model(x), y)
 
     def lap(self) -> Lap:
-        """Return the time per step, with a digest of the final weights."""
-        return self.clock.lap(digest(self.model))
+        """Return the time per step, with a digest of the final weights; if compiled, with them."""
+        return self.clock.lap(digest(self.bare) if self.backend is None else weights(self.bare))
+
+
+def weights(model: nn.Module) -> Tensor:
+    """Return a copy of all weights, in one dimension."""
+    return parameters_to_vector(model.parameters()).detach()
 
 
 def digest(model: nn.Module) -> str:
     """Return a hash of all weights, to the last bit."""
-    found = hashlib.sha256()
-    for parameter in model.parameters():
-        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    found = weights(model).cpu().view(torch.uint8).numpy()
+    return hashlib.sha256(found.tobytes()).hexdigest()
+
+
+def nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether weights differ by rounding only, as compiled code may round otherwise."""
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-5)

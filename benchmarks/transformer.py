@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import contestants, peers
+from benchmarks.arguments import BACKEND, backend
 from benchmarks.gpt import TINY, Gpt, Size, Task, flops_per_token
 from benchmarks.report import Column, Result, Row, Unavailable
 from benchmarks.timing import Contender, Lap, chosen, quartiles, take_turns, unseen
 from callbacks import Callback
 from callbacks.device_peaks import peak_flops
-from trainer import DynamoBackend, Trainer, TrainModule
-from trainer.state import AcceleratorState
 
 STEPS, REPEATS = 60, 3
-BACKEND = "inductor"
 TRACE = Path("runs/transformer-trace.json")  # too large to be kept beside the results
 TRACED = 10  # steps in the trace
 COLUMNS = (
@@ -49,17 +45,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def backend(text: str) -> str:
-    """Return the name of a backend that both torch and the `Trainer` know; an option's type."""
-    if text == BACKEND:  # the default: listing all would take a second of every start
-        return text
-    ours = {name.lower() for name in DynamoBackend.list()}
-    known = sorted(ours.intersection(torch.compiler.list_backends(exclude_tags=())))
-    if text not in known:
-        raise ArgumentTypeError(f"{text!r} is no backend; one of {', '.join(known)}.")
-    return text
-
-
 def by_hand(task: Task) -> None:
     """Train with PyTorch alone, in bf16, from pinned memory."""
     model, optimizer = task.model, task.optimizer()
@@ -73,69 +58,35 @@ def by_hand(task: Task) -> None:
         optimizer.zero_grad()
 
 
-class Module(TrainModule):
-    """The task as a module; the Trainer compiles its step, and the clock is outside of that."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.model, self.task = task.bare, task
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Count the step."""
-        self.task.clock.tick()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Log and return the loss."""
-        loss = self.task.loss(self.model, batch)
-        self.log("train/loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return the task's optimizer."""
-        return self.task.optimizer()
-
-
 def with_trainer(task: Task, *, callbacks: tuple[Callback, ...] = ()) -> None:
     """Train with a default `Trainer`, without the final checkpoint, which is not timed anyway."""
-    AcceleratorState._reset_state()
-    with tempfile.TemporaryDirectory() as folder:
-        Trainer(
-            max_epochs=1,
-            cpu=task.device == "cpu",
-            mixed_precision="bf16",
-            dynamo_backend=task.backend,
-            log_with="tensorboard",
-            checkpointing=False,
-            callbacks=callbacks,
-            project_dir=f"{folder}/run",
-        ).fit(Module(task), task.whole)
+    contestants.defaults(task, checkpointing=False, callbacks=callbacks)
 
 
 def rows(make: Callable[..., Task], peaks: dict[str, float]) -> list[Contender]:
     """Return the contenders, the reference first; each records its peak device memory."""
 
-    def turn(name: str, train: Callable[[Task], None], compiled: bool) -> Lap:
+    def turn(name: str, train: Callable[[Task], None]) -> Lap:
         torch.compiler.reset()  # torch stops recompiling code that it has compiled a few times
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        task = make(compiled=compiled)
+        task = make()
         train(task)
         if torch.cuda.is_available():
             peaks[name] = torch.cuda.max_memory_allocated() / 1e6
         return task.lap()
 
-    kinds: dict[str, tuple[Callable[[Task], None], bool, tuple[str, ...]]] = {
-        "PyTorch loop by hand": (by_hand, True, ()),
-        "Cadence Trainer": (with_trainer, False, ()),
-        "Cadence Accelerator": (contestants.own_loop, True, ()),
+    ours: dict[str, Callable[[Task], None]] = {
+        "PyTorch loop by hand": by_hand,
+        "Cadence Trainer": with_trainer,
+        "Cadence Accelerator": contestants.own_loop,
     }
-    for peer in peers.PEERS:
-        if peer.name in PEERS:
-            kinds[peer.name] = (peer.train, True, peer.needs)
-    return [
-        Contender(name=name, run=partial(turn, name, train, compiled), needs=needs)
-        for name, (train, compiled, needs) in kinds.items()
+    found = [Contender(name=name, run=partial(turn, name, train)) for name, train in ours.items()]
+    return found + [
+        Contender(name=peer.name, run=partial(turn, peer.name, peer.train), needs=peer.needs)
+        for peer in peers.PEERS
+        if peer.name in PEERS
     ]
 
 
@@ -209,7 +160,7 @@ def trace_of(make: Callable[..., Task], path: Path, steps: int) -> dict[str, Any
     torch.compiler.reset()
     path.parent.mkdir(parents=True, exist_ok=True)
     with unseen():
-        with_trainer(make(compiled=False), callbacks=(Trace(path, steps - 1 - number, number),))
+        with_trainer(make(), callbacks=(Trace(path, steps - 1 - number, number),))
     return json.loads(path.read_text())
 
 

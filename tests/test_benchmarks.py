@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from benchmarks import (
     checkpoint,
@@ -37,7 +38,7 @@ from benchmarks.__main__ import BENCHMARKS, main, parser
 from benchmarks.chart import draw
 from benchmarks.gpt import TINY, Gpt, Size, flops_per_token
 from benchmarks.report import Column, Result, Row, Unavailable
-from benchmarks.task import DATASETS, OPTIMIZERS, Task
+from benchmarks.task import DATASETS, OPTIMIZERS, Task, nearly_equal, weights
 from benchmarks.timing import (
     LEAST_STEPS,
     Clock,
@@ -52,6 +53,11 @@ from benchmarks.timing import (
 from trackers import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
+# Of torch, while it compiles; the second one it hides by other means than filters.
+compiles = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+)
 
 
 def options(name, *arguments):
@@ -326,10 +332,29 @@ def test_our_loop_copies_to_a_device_as_the_one_by_hand_does(device, monkeypatch
         contestants.own_loop(task)
 
 
+@compiles
 def test_overhead():
-    result = overhead.run(options("overhead", "--steps", 10, "--repeats", 1, "--rows", "cadence"))
-    assert_measured(result, OURS * 4)
-    assert len({row.group for row in result.rows}) == 4
+    result = overhead.run(
+        options(
+            *("overhead", "--steps", 10, "--repeats", 1, "--rows", "cadence"),
+            *("--backend", "aot_eager"),
+        )
+    )
+    assert_measured(result, OURS * 5)
+    assert len({row.group for row in result.rows}) == 5
+
+
+@compiles
+def test_all_loops_compile_and_come_to_nearly_the_same_weights():
+    by_hand = Task(12)
+    contestants.by_hand(by_hand)
+    for contender in overhead.rows(12, "compiled", backend="aot_eager")[:5]:
+        before = counters["stats"]["unique_graphs"]
+        with unseen():
+            outcome = contender.run().outcome
+        assert counters["stats"]["unique_graphs"] > before
+        assert nearly_equal(outcome, weights(by_hand.bare))
+        assert not nearly_equal(outcome, weights(Task(12).bare))
 
 
 @pytest.mark.filterwarnings("default")  # what the peers use is theirs
@@ -550,9 +575,7 @@ def test_memory_is_measured_in_a_process_of_its_own():
     assert found["peak"] > 50e6
 
 
-# Of torch, while it compiles; the second one it hides by other means than filters.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@compiles
 def test_transformer(monkeypatch, tmp_path):
     monkeypatch.setattr(transformer, "TRACE", tmp_path / "trace.json")
     result = transformer.run(

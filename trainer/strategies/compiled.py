@@ -188,6 +188,7 @@ class _CompiledStep:
     ) -> None:
         functools.update_wrapper(self, step)
         self._module, self._name, self._tally = module, name, tally
+        self._log = module.log  # later it is made to leave compiled code, which takes time
         self._run = torch.compile(step, **arguments)
         self._marks = "dynamic" not in arguments
         self._called = False
@@ -214,7 +215,7 @@ class _CompiledStep:
                 self._judge(made, breaks)
         self._called = True
         if self._name == "training_step":
-            self._module.log("recompilations", self._tally.recompilations, reduce="max")
+            self._log("recompilations", self._tally.recompilations, reduce="max")
         return output
 
     def _mark(self, batch: Any) -> None:

@@ -49,7 +49,7 @@ class GradientNormMonitor(Callback):
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ValueError(f"depth is {depth!r}; it must be an int of 1 or more.")
         try:
-            order = float(norm_type)
+            order = 0.0 if isinstance(norm_type, bool) else float(norm_type)
         except (TypeError, ValueError):
             order = 0.0
         if not order > 0:

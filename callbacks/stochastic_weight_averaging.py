@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -15,6 +16,8 @@ from callbacks.weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
+
+logger = logging.getLogger(__name__)
 
 Strategy = Literal["cos", "linear"]
 
@@ -142,7 +145,7 @@ class StochasticWeightAveraging(Callback):
                 "statistics, which manual optimisation does not allow. Use WeightAveraging."
             )
         self._check_number(trainer)
-        self._first_epoch(trainer)
+        self._say_if_never(trainer)
         if self.update_batch_norm:
             trainer.check_batch_norm()
         if self._started is not None:
@@ -200,6 +203,18 @@ class StochasticWeightAveraging(Callback):
             raise ValueError(
                 f"swa_lrs has {len(self.swa_lrs)} rates for {groups} parameter groups; give one "
                 "for each, or a single number."
+            )
+
+    def _say_if_never(self, trainer: Trainer) -> None:
+        first = self._first_epoch(trainer)
+        never = self._started is None and first >= (trainer.max_epochs or math.inf)
+        if never and trainer.accelerator.is_main_process:
+            logger.warning(
+                "StochasticWeightAveraging begins in epoch %d of %d, so it will not average any "
+                "weights: lower swa_epoch_start=%r, or raise max_epochs.",
+                first + 1,
+                trainer.max_epochs,
+                self.swa_epoch_start,
             )
 
     def _first_epoch(self, trainer: Trainer) -> int:

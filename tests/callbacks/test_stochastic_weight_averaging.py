@@ -303,10 +303,17 @@ def test_inside_an_epoch_the_mean_is_that_of_the_whole_ones():
     close(parameters_of(copy_of(module)), parameters_of(by_hand))
 
 
-def test_a_run_that_ends_before_the_start_is_let_alone():
+def test_a_run_that_ends_before_the_start_is_let_alone_and_told(caplog):
     plain = train(folder="plain", max_epochs=2)
     module = train(StochasticWeightAveraging(0.05, 3), max_epochs=2)
     assert_same(copy_of(module), copy_of(plain))
+    (message,) = [each for each in caplog.messages if "StochasticWeightAveraging" in each]
+    assert "begins in epoch 3 of 2, so it will not average any weights" in message
+
+
+def test_a_run_that_reaches_the_start_is_told_nothing(caplog):
+    train(StochasticWeightAveraging(0.05, 2), max_epochs=2)
+    assert "average" not in caplog.text
 
 
 def resumable(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -509,6 +509,16 @@ def test_without_a_model_every_prepared_one_holds_its_gradients_back():
     assert [model.inside for model in models] == [0, 0]
 
 
+@pytest.mark.parametrize("wrong", ["model", [nn.Linear(1, 1)]])
+def test_what_is_no_model_cannot_hold_its_gradients_back(wrong: Any) -> None:
+    accelerator = accelerate(gradient_accumulation_steps=2)
+    text = "accumulate and no_sync take models, one by one; they got "
+    with pytest.raises(TypeError, match=text), accelerator.accumulate(wrong):
+        pass
+    with pytest.raises(TypeError, match=text), accelerator.no_sync(wrong):
+        pass
+
+
 def test_a_sync_of_one_process_may_be_triggered():
     accelerator = accelerate()
     model = accelerator.prepare(network())

@@ -147,7 +147,12 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
     The forward pass must be inside the block too. It does nothing for a model without DDP or the
     like.
+
+    Raises:
+        TypeError: `model` is not an ``nn.Module``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"accumulate and no_sync take models, one by one; they got {model!r}.")
     # Other wrappers that reduce gradients have a method of this name too.
     own = getattr(find_ddp(model) or model, "no_sync", None)
     return nullcontext() if own is None else own()

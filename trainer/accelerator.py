@@ -69,6 +69,7 @@ from trainer.state import AcceleratorState, GradientState, is_initialized
 from trainer.state.group import warn_of_old_kernel
 from trainer.strategies import join
 from trainer.strategies import model as models
+from trainer.strategies.model import accumulating
 from trainer.tracking import RunTrackers
 
 _HANDLERS = (
@@ -658,7 +659,8 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Count a micro-batch; in the block, synchronise gradients only if it ends its window.
 
-        The last batch of the prepared loader being read also ends the window.
+        The last batch of the prepared loader being read also ends the window. With
+        ``static_graph``, the first micro-batch of all is synchronised too, with the same sum.
         """
         state = self.gradient_state
         if state.sync_with_dataloader and state.end_of_dataloader:
@@ -672,7 +674,7 @@ class Accelerator:
             return
         with ExitStack() as stack:
             for model in models:
-                stack.enter_context(self.no_sync(model))
+                stack.enter_context(accumulating(model))
             yield
 
     @contextmanager

@@ -18,6 +18,7 @@ from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
 from trainer.state import PartialState
 from trainer.strategies.model import (
+    accumulating,
     find_ddp,
     get_state_dict,
     no_sync,
@@ -187,18 +188,28 @@ def test_a_static_graph_averages_too(ranks2):
         found = [model.static_graph]
         for update in range(3):  # DDP learns the graph from the first, which it must average
             model.zero_grad()
-            if update:
-                with no_sync(model):
-                    model(rows(rank, 0)).square().mean().backward()
+            with accumulating(model):
+                model(rows(rank, 0)).square().mean().backward()
+            local = own_gradients(model)
             model(rows(rank, 1)).square().mean().backward()
-            found.append(own_gradients(model))
+            found += [local, own_gradients(model)] if update else [own_gradients(model)]
         return found
 
-    single = reference([(0, 1), (1, 1)], 2)
     double = reference([(r, n) for r in (0, 1) for n in (0, 1)], 2)
-    for known, *found in ranks2(run):
+    for rank, (known, *found) in enumerate(ranks2(run)):
         assert known
-        assert_each(found, [single, double, double])
+        local = reference([(rank, 0)], 1)
+        assert_each(found, [double, local, double, local, double])
+
+
+def test_a_static_graph_that_torch_does_not_know_yet_cannot_hold_gradients_back(ranks2):
+    def run() -> None:
+        kwargs = DistributedDataParallelKwargs(static_graph=True)
+        with no_sync(prepare(Net(), ddp_kwargs=kwargs)):
+            pass
+
+    with pytest.raises(RankError, match="which must average the gradients: it cannot be under"):
+        ranks2(run)
 
 
 def test_a_sync_triggered_in_an_update_that_failed_leaves_the_engine_as_it_was(ranks2):

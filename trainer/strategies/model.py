@@ -142,6 +142,20 @@ def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
     return (unwrap_model(model) if unwrap else model).state_dict()
 
 
+def accumulating(model: nn.Module) -> AbstractContextManager[None]:
+    """Enter `no_sync`, unless DDP with ``static_graph`` must learn the graph first."""
+    return no_sync(model) if _knows_its_graph(model) else nullcontext()
+
+
+def _knows_its_graph(model: nn.Module) -> bool:
+    """Return False for ``static_graph`` before the first forward pass that synchronises."""
+    wrapped = find_ddp(model)
+    if wrapped is None or not wrapped.static_graph:
+        return True
+    known: bool = wrapped._static_graph_delay_allreduce_enqueued
+    return known
+
+
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Keep backward from averaging the model's gradients over the processes.
 
@@ -150,9 +164,16 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
     Raises:
         TypeError: `model` is not an ``nn.Module``.
+        ValueError: It has ``static_graph``, and no backward has averaged its gradients yet.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accumulate and no_sync take models, one by one; they got {model!r}.")
+    if not _knows_its_graph(model):
+        raise ValueError(
+            "With static_graph=True torch learns the graph in the first backward, which must "
+            "average the gradients: it cannot be under no_sync. Use accumulate, which begins with "
+            "one that does, or leave out static_graph."
+        )
     # Other wrappers that reduce gradients have a method of this name too.
     own = getattr(find_ddp(model) or model, "no_sync", None)
     return nullcontext() if own is None else own()

@@ -374,6 +374,39 @@ def test_a_run_that_had_ended_goes_on(tmp_path):
     assert_same(resumed["rates"], expected["rates"][24:])
 
 
+class Noisy(Net):
+    """Its inputs are noisy, with numbers of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.randn(3, generator=self.own, dtype=torch.float64)
+        return super().training_step([batch[0] + noise + torch.randn(3)], batch_idx)
+
+
+def test_a_run_that_is_started_again_after_its_end_has_the_same_statistics(tmp_path):
+    def fit(folder: str, **arguments: Any) -> tuple[Any, ...]:
+        average = StochasticWeightAveraging(0.05, 2, **arguments)
+        module = train(
+            average,
+            ModelCheckpoint(),
+            module=Noisy(),
+            folder=tmp_path / folder,
+            ckpt_path="auto",
+            max_epochs=3,
+        )
+        return copy_of(module), torch.rand(2, generator=module.own), torch.rand(2)
+
+    ended, *drawn = fit("run")
+    again, *drawn_again = fit("run")
+    assert_same(again, ended)
+    assert_same(drawn_again, drawn)
+    _, *drawn_without = fit("without", update_batch_norm=False)
+    assert_same(drawn_without, drawn)
+
+
 def fit_on_ranks(folder: str) -> dict[str, Any]:
     loader = DataLoader(data(22), batch_size=4)  # six batches, of which four processes have two
     module = train(StochasticWeightAveraging(0.05, 1), folder=folder, loader=loader, max_epochs=1)

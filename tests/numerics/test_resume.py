@@ -24,7 +24,7 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
 )
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from tests.numerics.running import Watch, assert_same, copy_of, on_processes, quiet_trainer
@@ -617,6 +617,75 @@ def test_a_signal_changes_nothing_but_the_time(ranks, tmp_path, world, hook):
     for one, other in zip(whole, results, strict=True):
         assert_resumed(one, other, after=step, boundaries_after=step - 1)
     assert_same_record(tmp_path / "whole", tmp_path / "told")
+
+
+class Evaluating(TrainModule):
+    """Counts the validation's samples in a metric object and in a buffer."""
+
+    def __init__(self, logs_object: bool) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.seen = SumMetric()
+        self.logs_object = logs_object
+        self.register_buffer("evaluated", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.update(len(batch[0]))
+        self.evaluated = self.evaluated + len(batch[0])  # another tensor
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/evaluated", self.evaluated)
+        if self.logs_object:
+            self.log("val/samples", self.seen)
+        else:
+            self.log("val/samples", self.seen.compute())
+            self.seen.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("logs_object", [True, False])
+def test_what_a_validation_took_in_before_a_signal_counts_once(tmp_path, logs_object):
+    class Signal(Callback):
+        def on_validation_batch_end(self, trainer: Any, module: Any, *rest: Any) -> None:
+            if trainer.global_step == 4 and not (tmp_path / "told").exists():
+                (tmp_path / "told").touch()
+                signal.raise_signal(signal.SIGTERM)
+
+    def fit(folder: str, *callbacks: Callback) -> list[dict[str, Any]]:
+        loader = DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=3)
+        trainer = quiet_trainer(
+            max_epochs=3, project_dir=tmp_path / folder, checkpointing=True, callbacks=callbacks
+        )
+        trainer.fit(Evaluating(logs_object), loader, loader, ckpt_path="auto")
+        return [each for each in read_metrics(trainer.metrics_path) if "val/samples" in each]
+
+    def values(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(each["step"], each["val/samples"], each["val/evaluated"]) for each in records]
+
+    assert values(fit("whole")) == [(4, 10, 10), (8, 10, 20), (12, 10, 30)]
+    with pytest.raises(Preempted):
+        fit("parts", Signal())
+    assert values(fit("parts", Signal())) == [(4, 10, 10), (8, 10, 20), (12, 10, 30)]
+
+
+def test_metric_objects_start_empty_after_the_sanity_check(tmp_path):
+    class Late(Evaluating):
+        """Never logs or resets its object in the validation."""
+
+        def on_validation_epoch_end(self) -> None:
+            assert self.seen.compute() == 10 * (self.trainer.current_epoch + 1)
+
+        def on_train_start(self) -> None:
+            assert self.seen.update_count == 0
+
+    loader = DataLoader(TensorDataset(torch.ones(10, 1)), batch_size=10)
+    trainer = quiet_trainer(max_epochs=2, project_dir=tmp_path, num_sanity_val_steps=1)
+    trainer.fit(Late(True), loader, loader)
 
 
 class DrawingFirst(Noisy):

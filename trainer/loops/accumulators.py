@@ -6,8 +6,9 @@ up, so the epoch's value does not depend on which process holds them.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -81,6 +82,21 @@ def restore_accumulators(
         for path, (count, state) in part["states"].items():
             if path in objects:
                 _merge(objects[path], count, to_device(state, metrics.device))
+
+
+def metric_states(module: nn.Module) -> list[tuple[Any, int, dict[str, Any]]]:
+    """Return a copy of the states of a module's metric objects, for `put_metrics_back`."""
+    return [
+        (metric, metric.update_count, copy.deepcopy(dict(metric.metric_state)))
+        for _, metric in metric_objects(module)
+    ]
+
+
+def put_metrics_back(states: Iterable[tuple[Any, int, dict[str, Any]]]) -> None:
+    """Restore the states that `metric_states` returned."""
+    for metric, count, state in states:
+        metric.reset()
+        put_metric_state(metric, count, state)
 
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:

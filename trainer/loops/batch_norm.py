@@ -6,21 +6,21 @@ They become the plain mean of the statistics of all batches of an epoch, as in
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trainer.data.own_generators import set_aside
 from trainer.distributed.collectives import reduce
-from trainer.loops.accumulators import metric_objects, put_metric_state
+from trainer.loops.accumulators import metric_states, put_metrics_back
 from trainer.loops.evaluate import kept
 from trainer.loops.moving import items_of
+from trainer.loops.randomness import of_module
 from trainer.loops.run import FitRun
-from trainer.rng import isolated_rng
+from trainer.rng import isolated_rng, mix
 
 
 def require_readable(run: FitRun) -> None:
@@ -50,8 +50,8 @@ def update_batch_norm(run: FitRun) -> None:
     """Recompute the statistics over an epoch of the training data; collective.
 
     `training_step` runs under autocast without gradients on every batch, with each submodule in its
-    mode: layers in evaluation mode keep their statistics. Nothing is logged; generators, other
-    buffers and the states of metric objects are restored.
+    mode: layers in evaluation mode keep their statistics. Nothing is logged; generators, which are
+    seeded for it, other buffers and the states of metric objects are restored.
 
     Raises:
         ValueError: See `require_readable`.
@@ -63,13 +63,16 @@ def update_batch_norm(run: FitRun) -> None:
     # A layer that synchronises over processes needs all of them in each forward pass.
     together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     feed = run.feed.another()
+    # The same wherever it is called, as a run that is started again calls it elsewhere.
+    seed = mix(run.feed.seed, run.counters.epoch, run.rank)
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     with (
         kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
         kept_metrics(run.module),
         _cumulative(norms),
         torch.no_grad(),
-        isolated_rng(),
+        isolated_rng(seed),
+        set_aside(of_module(run), mix(seed, 1)),
         run.metrics.muted(),
         feed.apart(run.counters.epoch),
         closing(run.mover.rounds(feed)) as rounds,
@@ -121,13 +124,8 @@ def _cumulative(norms: list[_BatchNorm]) -> Iterator[None]:
 @contextmanager
 def kept_metrics(module: nn.Module) -> Iterator[None]:
     """Inside, metric objects may change; their states, which are not buffers, are restored."""
-    before: list[tuple[Any, int, dict[str, Any]]] = [
-        (metric, metric.update_count, copy.deepcopy(dict(metric.metric_state)))
-        for _, metric in metric_objects(module)
-    ]
+    before = metric_states(module)
     try:
         yield
     finally:
-        for metric, count, state in before:
-            metric.reset()
-            put_metric_state(metric, count, state)
+        put_metrics_back(before)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainer.data.feed import Feed
 from trainer.data.rounds import Round
@@ -55,6 +56,18 @@ def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's buffers, for `put_buffers_back`."""
+    return {name: each.clone() for name, each in module.named_buffers() if not is_lazy(each)}
+
+
+def put_buffers_back(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Restore the values of `buffers_of`; a buffer that has another shape by now keeps its own."""
+    for name, buffer in module.named_buffers():
+        if name in before and buffer.shape == before[name].shape:
+            buffer.detach().copy_(before[name])
 
 
 def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:

@@ -12,8 +12,16 @@ from trainer.data.rounds import Round
 from trainer.distributed.meeting import meet
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
+from trainer.loops.accumulators import metric_states, put_metrics_back
 from trainer.loops.due import refuse_missed, tell_of_missed
-from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
+from trainer.loops.evaluate import (
+    ENDED_EARLY,
+    VALIDATION,
+    EvaluationAbandoned,
+    buffers_of,
+    evaluate,
+    put_buffers_back,
+)
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.randomness import generators_of, load_generators, restore_generators
 from trainer.loops.reload import reload_if_due
@@ -258,13 +266,16 @@ def validate(run: FitRun) -> None:
     if run.guard is not None:
         run.guard.settle()
     share_untrained(run)
-    generators = generators_of(run)
+    generators, metrics = generators_of(run), metric_states(run.module)
+    buffers = buffers_of(run.module)
     try:
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
         load_generators(run, generators)
+        put_metrics_back(metrics)
+        put_buffers_back(run.module, buffers)
         raise
     run.counters.validations += 1
 
@@ -288,12 +299,13 @@ def end_epoch(run: FitRun) -> None:
 def sanity_check(run: FitRun) -> None:
     """Run a few validation batches before training, so that a mistake there shows at once.
 
-    It leaves no trace: generators are restored and its values are dropped.
+    Generators and metric objects are restored, and its values are dropped.
     """
     if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
     limits = [feed.limit for feed in run.val_feeds]
     generators, names = generators_of(run), set(run.metrics.names)
+    metrics = metric_states(run.module)
     run.sanity_checking = True
     try:
         if run.sanity_steps > 0:
@@ -315,3 +327,4 @@ def sanity_check(run: FitRun) -> None:
         for feed, limit in zip(run.val_feeds, limits, strict=True):
             feed.limit = limit
         load_generators(run, generators)
+        put_metrics_back(metrics)

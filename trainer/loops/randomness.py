@@ -22,7 +22,7 @@ def kept_by(module: TrainModule, datamodule: Any = None) -> Found:
 
 def generators_of(run: FitRun) -> dict[str, Any]:
     """Return the states of all generators, as a tree that a checkpoint can hold."""
-    return rng_state() | {"own": states_of(_of_module(run))}
+    return rng_state() | {"own": states_of(of_module(run))}
 
 
 def load_generators(run: FitRun, state: dict[str, Any]) -> list[str]:
@@ -33,7 +33,7 @@ def load_generators(run: FitRun, state: dict[str, Any]) -> list[str]:
     """
     load_rng_state(state)
     # Nothing was saved for the module's generators on a rank that the run did not have before.
-    return load_states(_of_module(run), state.get("own", {}))
+    return load_states(of_module(run), state.get("own", {}))
 
 
 def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ def restore_generators(run: FitRun, state: dict[str, Any]) -> None:
         )
 
 
-def _of_module(run: FitRun) -> Found:
+def of_module(run: FitRun) -> Found:
     """Return the module's generators, without those that the feed seeds in each epoch."""
     of_data = set(map(id, run.feed.users_generators.values()))
     return {path: each for path, each in kept_by(run.module).items() if id(each) not in of_data}

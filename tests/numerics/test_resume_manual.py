@@ -136,6 +136,56 @@ def test_a_window_that_the_epoch_left_open_goes_on_in_the_next(ranks, tmp_path, 
     assert world == 1 or not torch.equal(*own)  # each process's own, not reduced yet
 
 
+class Centred(TrainModule):
+    """Trains on what is left of a batch without a mean that it moves: a buffer."""
+
+    automatic_optimization = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.net, self.losses = nn.Linear(3, 1), []
+        self.register_buffer("centre", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.centre.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
+        loss = self.net(batch[0] - self.centre).square().mean()
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SaveInBetween(Callback):
+    def on_train_step_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(trainer.project_dir / "named")
+
+
+def centred_fit(folder: str, *callbacks: Callback, **options: Any) -> list[Any]:
+    data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(0)))
+    trainer = quiet_trainer(
+        **{"max_epochs": 1, "seed": 1, "project_dir": folder, "checkpointing": True} | options,
+        callbacks=list(callbacks),
+    )
+    module = Centred()
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), ckpt_path="auto")
+    return [module.losses, copy_of(module.net)]
+
+
+def test_buffers_that_training_moves_do_not_depend_on_when_the_run_is_saved(ranks2, tmp_path):
+    whole = ranks2(centred_fit, str(tmp_path / "whole"))
+    assert_same(ranks2(centred_fit, str(tmp_path / "saved"), SaveInBetween()), whole)
+    ranks2(lambda: centred_fit(str(tmp_path / "parts"), max_steps=3, max_epochs=None))
+    parts = ranks2(centred_fit, str(tmp_path / "parts"))
+    for (losses, weights), (all_losses, all_weights) in zip(parts, whole, strict=True):
+        assert_same(losses, all_losses[3:])
+        assert_same(weights, all_weights)
+
+
 def test_epochs_without_an_update_are_remembered(tmp_path):
     class Waiting(Rare):
         """Its optimizers wait for longer than the run."""

@@ -43,4 +43,5 @@ def choose_engine(
             "used in manual optimisation, where each optimizer averages its own gradients, "
             "uncompressed, when it steps. Leave it out."
         )
-    return Replicas(module, agreement)
+    sends_buffers = ddp_kwargs is None or ddp_kwargs.broadcast_buffers
+    return Replicas(module, agreement, sends_buffers=sends_buffers)

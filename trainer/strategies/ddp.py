@@ -322,11 +322,22 @@ class Replicas(SingleDevice):
     Args:
         module: The user's module, on its device; it takes rank 0's weights.
         agreement: Receives the sums over the processes.
+        sends_buffers: Each `training_step` begins with rank 0's buffers, as under DDP.
     """
 
-    def __init__(self, module: nn.Module, agreement: Agreement) -> None:
+    def __init__(
+        self, module: nn.Module, agreement: Agreement, *, sends_buffers: bool = True
+    ) -> None:
         super().__init__(module, agreement)
+        self._sends_buffers = sends_buffers
         broadcast([*module.parameters(), *module.buffers()])
+
+    def step(self, name: str, *args: Any) -> Any:
+        """Call a method of the user's module by name; ``training_step`` on all processes."""
+        if name == "training_step" and self._sends_buffers:
+            # Otherwise a save, which gives all rank 0's, would change how the training goes on.
+            self.broadcast_buffers()
+        return super().step(name, *args)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Sum the counts of the window over the processes; gradients are left alone."""

@@ -87,6 +87,7 @@ class PreparedLoader(DataLoader[Any]):
         self._reader: PreparedLoader | None = (
             None  # which loader reads the pass: this one or one that skips
         )
+        self._ended = False  # whether the pass before the next one was read to its end
         self._loaded = False  # whether its pass was loaded and has not begun
         self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
         self._take(source)
@@ -139,6 +140,7 @@ class PreparedLoader(DataLoader[Any]):
     def _tell(self, iteration: int, *, unfinished: bool) -> None:
         for loader in self._wholes():
             loader.iteration, loader._unfinished, loader._loaded = iteration, unfinished, False
+            loader._ended = not unfinished
 
     def _read_by(self, reader: PreparedLoader | None) -> None:
         for loader in self._wholes():
@@ -207,25 +209,29 @@ class PreparedLoader(DataLoader[Any]):
         The ``set_epoch`` of the sampler, the batch sampler and the dataset is called, if any.
         """
         self.iteration = epoch
-        self._unfinished = self._loaded = False
+        self._unfinished = self._loaded = self._ended = False
         self.feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the pass to read after a restart, and the seed of the order.
+        """Return the pass to read after a restart, the seed of the order, and whether it begins.
 
         Inside a pass it is that pass, which `skip_first_batches` continues; from its last batch on,
         or after a ``break``, it is the next one.
         """
-        inside = self._reader is not None and not self._reader.end_of_dataloader
-        over = self._unfinished and not inside
-        return {"iteration": self.iteration + over, "seed": self.settings["seed"]}
+        ended = self._ended if self._reader is None else self._reader.end_of_dataloader
+        over = self._unfinished and (ended or self._reader is None)
+        return {
+            "iteration": self.iteration + over,
+            "seed": self.settings["seed"],
+            "ended": int(ended),
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Restore the pass and the order from a saved state."""
         self.settings["seed"] = state["seed"]
         self.feed.reseed(state["seed"])
         self.set_epoch(state["iteration"])
-        self._loaded = True
+        self._loaded, self._ended = True, bool(state.get("ended"))
 
     def get_sampler(self) -> Any:
         """Return the user's sampler."""
@@ -264,17 +270,17 @@ class PreparedLoader(DataLoader[Any]):
         skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
         skipped.iteration = self.iteration
         skipped._rest_of, skipped._loaded = self, self._loaded
-        if self._loaded and num_batches and self.iteration and skipped._is_empty():
+        if self._loaded and num_batches and self.iteration and skipped._is_empty(self._ended):
             # A state saved at the last batch names the next pass already, but a script may skip all
             # batches of the previous one.
             skipped.iteration, skipped._loaded = self.iteration - 1, False
         return skipped
 
-    def _is_empty(self) -> bool:
+    def _is_empty(self, otherwise: bool) -> bool:
         try:
             return len(self) == 0
         except TypeError:  # only reading can tell
-            return False
+            return otherwise
 
     def __len__(self) -> int:
         own = self.feed.num_own_batches

@@ -228,6 +228,53 @@ def test_a_stream_without_length_goes_on_from_its_state():
     assert again.iteration == 2
 
 
+class Told(Stream):
+    """Yields other numbers in each pass."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(100 * self.epoch, 100 * self.epoch + self.size))
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("at", ["the last batch", "the end"])
+def test_all_batches_of_the_pass_that_a_state_ended_are_skipped_in_a_stream_too(at, dispatch):
+    options = {"put_on_device": True, "dispatch_batches": dispatch}
+
+    def firsts(batches):
+        return [int(batch[0]) for batch in batches]
+
+    loader = prepared(DataLoader(Told(6), 2), **options)
+    list(loader)
+    if at == "the last batch":
+        for _ in loader:
+            state = loader.state_dict()
+    else:
+        list(loader)
+        state = loader.state_dict()
+    for skip in (0, 3):
+        again = prepared(DataLoader(Told(6), 2), **options)
+        again.load_state_dict(state)
+        if skip:
+            assert firsts(skip_first_batches(again, skip)) == []
+        assert firsts(again) == [200, 202, 204]
+        assert firsts(again) == [300, 302, 304]
+
+
+def test_a_state_inside_a_streams_pass_skips_in_that_pass():
+    loader = prepared(DataLoader(Told(6), 2))
+    list(loader)
+    states = [loader.state_dict() for _ in loader]
+    again = prepared(DataLoader(Told(6), 2))
+    again.load_state_dict(states[1])
+    assert [int(batch[0]) for batch in skip_first_batches(again, 2)] == [104]
+    assert [int(batch[0]) for batch in again] == [200, 202, 204]
+
+
 def test_after_a_restart_the_epoch_is_told():
     source = DataLoader(Noisy(12), 2, shuffle=True)
     loader = prepared(source)

@@ -289,7 +289,10 @@ class ModelCheckpoint(Callback):
         """Save the final update if it was not saved, and wait until all is written."""
         if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
             self._save(trainer, self._score(trainer))
-        self._settle(trainer)
+        if self._settle(trainer) and (self._scores or self._newest):
+            for displaced in self._displaced:  # saved at a signal, and worth no later save
+                trainer.remove_checkpoint(self._path(displaced))
+            self._displaced = []
         saved = trainer.global_step > 0 and not trainer.fast_dev_run
         if self.monitor and self.save_top_k and not self._scores and saved:
             why = self.monitor.never_logged(trainer) or self.monitor.never_reduced(trainer)
@@ -349,15 +352,16 @@ class ModelCheckpoint(Callback):
         if not self.background:
             self._settle(trainer)
 
-    def _settle(self, trainer: Trainer) -> None:
-        """Wait for the latest save, and undo its decisions if it failed."""
+    def _settle(self, trainer: Trainer) -> bool:
+        """Wait for the latest save; return False, and undo its decisions, if it failed."""
         before, self._before = self._before, None
         if before is None:
-            return
+            return True
         if trainer.wait_for_save(self._saving):  # others may have saved since
             self._displaced = []
-        else:
-            self._scores, self._newest, self._displaced = before
+            return True
+        self._scores, self._newest, self._displaced = before
+        return False
 
     def _forget_missing(self, trainer: Trainer) -> None:
         """Forget checkpoints that do not exist: the run may resume in another folder.

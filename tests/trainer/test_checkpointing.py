@@ -527,6 +527,28 @@ def test_an_update_that_a_signal_saved_stays_where_all_do():
     assert on_disk() == [2, 4]
 
 
+def test_an_update_that_a_signal_saved_goes_when_the_run_ends_without_a_better_one():
+    class Signal(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            if trainer.global_step == 2 * trainer.current_epoch == 4 and not on_disk()[1:]:
+                signal.raise_signal(signal.SIGTERM)
+
+    class Worse(Net):
+        def on_train_epoch_end(self):
+            self.log("worse", float(self.trainer.current_epoch))
+
+    def run():
+        saver = ModelCheckpoint(monitor="worse", save_last=False)
+        fit(Worse(), Signal(), saver, val=False, max_epochs=4, ckpt_path="auto")
+
+    with pytest.raises(Preempted):
+        run()
+    first, told = on_disk()
+    assert (first, told) == (2, 5)
+    run()
+    assert on_disk() == [2]
+
+
 def test_callbacks_that_fail_as_a_signal_ends_the_run_do_not_cost_the_save(caplog):
     class Failing(Callback):
         def __init__(self, text):

@@ -61,11 +61,15 @@ def scale_group(
     """
     group = optimizer.param_groups[index]
     group.update({key: group[key] * factor for key in _RATES if key in group})
-    for scheduler in _of(optimizer, schedulers):
-        for key in _RATES_OF_GROUPS:
-            entries = getattr(scheduler, key, None)
-            if isinstance(entries, list) and len(entries) == len(optimizer.param_groups):
-                entries[index] = entries[index] * factor
+    found = [
+        getattr(scheduler, key, None)
+        for scheduler in _of(optimizer, schedulers)
+        for key in _RATES_OF_GROUPS
+    ]
+    # A SequentialLR shares its list with a scheduler in it.
+    for entries in {id(entries): entries for entries in found}.values():
+        if isinstance(entries, list) and len(entries) == len(optimizer.param_groups):
+            entries[index] = entries[index] * factor
 
 
 def names_of_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:

@@ -152,6 +152,34 @@ def test_a_process_without_a_last_batch_computes_an_object_with_the_others(ranks
         assert actual == pytest.approx({"average_step": mean, "average_epoch": mean}, rel=1e-6)
 
 
+def fitted_with_an_object_of_losses() -> dict[str, float]:
+    class Averaging(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = (self.weight * batch[0]).mean()
+            self.mean(loss)  # which keeps the graph
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Averaging(), DataLoader(numbers(2), batch_size=2))
+    return dict(trainer.callback_metrics)
+
+
+@every_world
+def test_a_process_without_any_batch_computes_an_object_that_was_given_losses(ranks, world):
+    mean = numbers(2).tensors[0].mean().item()
+    for actual in on_processes(ranks, world, fitted_with_an_object_of_losses):
+        assert actual == pytest.approx({"mean": mean}, rel=1e-6)
+
+
 @every_world
 def test_values_are_returned_in_the_order_of_logging(ranks, world):
     """The same on a process without a batch."""

@@ -15,6 +15,7 @@ from trainer.distributed.transport import sum_numbers
 from trainer.errors import MetricError
 from trainer.metrics.cells import EMPTY, Cells, Value, as_tensor, computed, owes
 from trainer.metrics.computing import computing, forget_computed
+from trainer.tree import leaves
 
 
 class Reduction:
@@ -156,6 +157,9 @@ def _emptied(metric: Any) -> Any:
     """Return a copy of a torchmetrics object on the host, without data."""
     if metric is None:
         return None
-    emptied = copy.deepcopy(metric).cpu()
+    # What it was given may have a graph, which cannot be copied.
+    parts = [vars(part) for part in metric.modules()]
+    known = {id(each): each.detach() for each in leaves(parts) if isinstance(each, Tensor)}
+    emptied = copy.deepcopy(metric, known).cpu()
     emptied.reset()
     return emptied

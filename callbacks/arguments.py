@@ -20,13 +20,16 @@ def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     Returns:
         A decorator. The method's calls raise a TypeError that names each unknown argument with
-        its replacement, or all arguments that there are.
+        its replacement, or all arguments that there are. A method that takes any keywords says so
+        only if an argument is missing.
     """
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(method)
         owner = method.__qualname__.removesuffix(".__init__")
-        names = [*signature.parameters][1:]
+        kept = inspect.Parameter.VAR_KEYWORD
+        names = [name for name, each in signature.parameters.items() if each.kind is not kept][1:]
+        takes_any = len(names) < len(signature.parameters) - 1
 
         def hint(name: str) -> str:
             if right := instead.get(name):
@@ -37,7 +40,7 @@ def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            unknown = [name for name in kwargs if name not in signature.parameters]
+            unknown = [] if takes_any else [n for n in kwargs if n not in signature.parameters]
             if unknown:
                 told = [f"{owner} has no argument {name!r}{hint(name)}" for name in unknown]
                 raise TypeError("\n".join(told))
@@ -48,7 +51,9 @@ def explained(**instead: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 by_name = kinds.count(inspect.Parameter.KEYWORD_ONLY)
                 star = ["*"] * bool(by_name)
                 shown = names[: len(names) - by_name] + star + names[len(names) - by_name :]
-                raise TypeError(f"{error}: {owner}({', '.join(shown)})") from None
+                told = [f"\n{name!r}{hint(name)}" for name in kwargs if name in instead]
+                text = f"{error}: {owner}({', '.join(shown)}){''.join(told)}"
+                raise TypeError(text) from None
             return method(*args, **kwargs)
 
         return call

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from callbacks.arguments import explained
 from callbacks.progress_bar import CellOutput, OpenView, ProgressBar, in_notebook
 from callbacks.progress_board import Board, Lines, Row
 
@@ -189,6 +190,11 @@ class RichProgressBar(ProgressBar):
         ImportError: If rich is not installed.
     """
 
+    @explained(
+        leave="nothing: the last state of each bar stays",
+        theme="nothing: rich takes the terminal's colours",
+        console_kwargs="nothing: it writes to stderr",
+    )
     def __init__(self, refresh_rate: float = 10.0) -> None:
         super().__init__(refresh_rate)
         if find_spec("rich") is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from callbacks.arguments import explained
 from callbacks.base import Callback
 from callbacks.checks import expect_counts, expect_numbers, given
 from callbacks.device_peaks import peak_flops
@@ -70,6 +71,12 @@ class ThroughputMonitor(Callback):
         ValueError: If an argument is invalid.
     """
 
+    @explained(
+        batch_size_fn="nothing: samples are counted, and count_items of the module counts items",
+        length_fn="nothing: count_items of the module counts items",
+        separator="nothing: names are joined by a slash",
+        available_flops="peak_flops=...",
+    )
     def __init__(
         self,
         window_size: int = 100,

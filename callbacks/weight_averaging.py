@@ -6,6 +6,7 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from callbacks.arguments import explained
 from callbacks.averages import Averages
 from callbacks.base import Callback
 from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
@@ -55,6 +56,12 @@ class WeightAveraging(Callback):
         ValueError: An argument is invalid.
     """
 
+    @explained(
+        avg_fn="nothing: the average is decay * average + (1 - decay) * weights",
+        multi_avg_fn="nothing: the average is decay * average + (1 - decay) * weights",
+        device="nothing: the average lies beside the weights",
+        ema_decay="decay=0.999",
+    )
     def __init__(
         self,
         decay: float = 0.999,

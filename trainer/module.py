@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from callbacks.arguments import explained
 from callbacks.folder import with_home
 from trainer import checkpoint as disk
 from trainer.distributed.collectives import gather
@@ -121,6 +122,7 @@ class TrainModule(nn.Module):
         return kept_by(self).values
 
     @_of_the_class
+    @explained(checkpoint_path="path")
     def load_from_checkpoint(
         cls: type[M],
         path: str | os.PathLike[str],

@@ -8,7 +8,7 @@ import torch
 
 import callbacks
 from callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from trainer import Accelerator, Trainer
+from trainer import Accelerator, Trainer, TrainModule
 from trainer.configuration import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -62,6 +62,19 @@ def fit(**kwargs):
         ),
         (DistributedDataParallelKwargs, {"comm_hok": "fp16"}, "Did you mean 'comm_hook'?"),
         (ProjectConfiguration, {"folder": "runs"}, "it has project_dir, logging_dir, automatic_"),
+        (
+            TrainModule.load_from_checkpoint,
+            {"checkpoint_path": "run", "lr": 0.1},
+            "missing a required argument: 'path': TrainModule.load_from_checkpoint(path, *, map_"
+            "location, strict)\n'checkpoint_path'; use path.",
+        ),
+        (
+            callbacks.WeightAveraging,
+            {"avg_fn": max},
+            "WeightAveraging has no argument 'avg_fn'; leave it out: the average is decay *",
+        ),
+        (callbacks.ThroughputMonitor, {"batch_size_fn": len}, "leave it out: samples are counted"),
+        (callbacks.RichProgressBar, {"leave": True}, "has no argument 'leave'; leave it out: the"),
         (TorchDynamoPlugin, {"backnd": "eager"}, "no argument 'backnd'. Did you mean 'backend'?"),
     ],
 )

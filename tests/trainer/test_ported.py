@@ -170,6 +170,59 @@ def test_each_hook_of_a_callback_that_is_refused(name):
         make(callbacks=[callback]).fit(Net(), loader())
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "instead"),
+    [
+        (base, name, instead)
+        for base, refused in hooks._OF_KIND.items()
+        for name, instead in refused.items()
+    ],
+)
+def test_what_only_one_kind_of_callback_would_be_asked_is_refused_there(base, name, instead):
+    base = getattr(callbacks, base)
+    assert not hasattr(base, name)
+    callback = with_method(base, name, nothing)
+    text = f"Ported defines {name}, which is never called here: {re.escape(instead)}"
+    with pytest.raises(TypeError, match=text):
+        make(callbacks=[callback]).fit(Net(), loader())
+    make(callbacks=[with_method(Callback, name, nothing)]).fit(Net(), loader())
+
+
+@pytest.mark.parametrize("name", ["state_dict", "load_state_dict"])
+def test_a_state_dict_that_torch_could_not_call_is_refused_before_training(name):
+    class Own(Net):
+        pass
+
+    setattr(Own, name, lambda self: {})
+    text = rf"Own.{name}\(\) cannot be called as torch's .*: def {name}\(self, \*args, \*\*kwargs\)"
+    with pytest.raises(TypeError, match=text):
+        make().fit(Own(), loader())
+    setattr(Own, name, lambda self, *args, **kwargs: getattr(Net, name)(self, *args, **kwargs))
+    make().fit(Own(), loader())
+
+
+def test_a_callback_written_for_lightning_names_its_state_by_its_arguments():
+    class Counter(Callback):
+        def __init__(self, what):
+            self.what = what
+
+        @property
+        def state_key(self):
+            return self._generate_state_key(what=self.what)
+
+    keys = {Counter(what).state_key for what in ("epochs", "batches")}
+    assert len(keys) == 2
+    assert all("Counter{'what': '" in key for key in keys)
+
+
+def test_a_callback_logs_through_the_module():
+    with pytest.raises(AttributeError, match=r"Callback has no log: .*module\.log\(\.\.\.\)"):
+        Callback().log("loss", 1.0)
+    with pytest.raises(AttributeError, match="'Callback' object has no attribute 'logg'"):
+        Callback().logg
+    assert not hasattr(Callback(), "log")
+
+
 def test_a_datamodule_and_an_instance_may_have_refused_hooks_too():
     data = with_method(DataModule, "on_epoch_end", nothing)
     with pytest.raises(TypeError, match="Ported defines on_epoch_end"):

@@ -875,6 +875,21 @@ def test_powers(limit, found):
     assert result.trials == expected | ({1: True} if limit == 1 else {})
 
 
+def test_a_result_that_is_not_taken_over_is_told_of(caplog):
+    class Sized(Hungry):
+        def train_dataloader(self):
+            return DataLoader(data(100), batch_size=self.batch_size)
+
+    module = Sized(16)
+    before = module.batch_size
+    result = scale(module, train_dataloaders=None)
+    assert module.batch_size == before != result.batch_size
+    assert "The largest batch_size is 16, and the attribute is left as it is" in caplog.text
+    caplog.clear()
+    scale(module, train_dataloaders=None, update_attr=True)
+    assert (module.batch_size, caplog.text) == (16, "")
+
+
 @pytest.mark.parametrize("limit", [3, 17, 32, 63])
 def test_the_binary_search_finds_the_edge(limit):
     result = scale(Hungry(limit), mode="binsearch", margin=0.0)

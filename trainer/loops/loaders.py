@@ -16,7 +16,11 @@ from trainer.loops.settings import Settings
 from trainer.misspelt import tell_of_misspelt
 from trainer.module import TrainModule
 from trainer.ported.hooks import refuse_uncalled
-from trainer.ported.signatures import refuse_signature, refuse_step_signature
+from trainer.ported.signatures import (
+    refuse_own_state_dict,
+    refuse_signature,
+    refuse_step_signature,
+)
 from trainer.rng import mix
 
 # the step that a stage calls, and the hook and the argument that its loaders come from
@@ -109,6 +113,8 @@ def check_hooks(
         for name in _RARELY_CALLED:
             if hasattr(base, name) and is_overridden(owner, name, base):
                 refuse_signature(getattr(owner, name), name, getattr(base, name))
+        if isinstance(owner, TrainModule):
+            refuse_own_state_dict(owner)
         if tells:
             tell_of_misspelt(owner, base)
 

@@ -97,7 +97,9 @@ _CALLBACK = _EVERYWHERE | {
     "on_log": "use on_boundary, which finds the values in trainer.callback_metrics",
     "on_optimizer_step": "use on_train_step_end",
     "on_pre_optimizer_step": "use on_before_optimizer_step",
+    "on_predict": "use on_predict_end",
     "on_prediction_step": "use on_validation_batch_end",
+    "on_push_begin": "use the files in trainer.project_dir, after fit",
     "on_save": (
         "use on_boundary with trainer.wait_for_save(), after which the folder is there; "
         "on_save_checkpoint adds to what is saved"
@@ -106,13 +108,47 @@ _CALLBACK = _EVERYWHERE | {
     "on_step_end": "use on_train_step_end",
     "on_substep_end": "use on_train_batch_end",
     "on_train_begin": "use on_train_start",
+    "write_on_batch_end": "use on_predict_batch_end",
+    "write_on_epoch_end": (
+        "use on_predict_batch_end, which gets the outputs of each batch, or read the files of a "
+        "PredictionWriter after predict"
+    ),
+}
+_SHOWN = "the bar shows what self.log is given with prog_bar=True"
+_BAR = dict.fromkeys(
+    (
+        "get_metrics",
+        *(f"init_{phase}_tqdm" for phase in ("sanity", "train", "validation", "test", "predict")),
+    ),
+    _SHOWN,
+)
+# What only callbacks of a certain kind are asked for, by the name of the class.
+_OF_KIND = {
+    "ModelCheckpoint": {
+        "format_checkpoint_name": (
+            "a folder is named after its update, and its manifest.json has the metrics"
+        ),
+    },
+    "ProgressBar": _BAR,
+    "RichProgressBar": _BAR,
+    "WeightAveraging": {
+        "should_update": (
+            "pass update_every_n_steps=, update_starting_at_step= or update_starting_at_epoch="
+        ),
+    },
 }
 _MODULES_OWN = "define {} in the module, a trainer.TrainModule"
+_LOADERS = "pass the loader to fit, or " + _MODULES_OWN
 _TRAINER = {
+    "_get_eval_sampler": _LOADERS.format("val_dataloader"),
+    "_get_train_sampler": _LOADERS.format("train_dataloader"),
     "compute_loss": "the loss is what training_step of the module returns",
     "create_optimizer": _MODULES_OWN.format("configure_optimizers"),
     "create_optimizer_and_scheduler": _MODULES_OWN.format("configure_optimizers"),
     "create_scheduler": _MODULES_OWN.format("configure_optimizers"),
+    "get_eval_dataloader": _LOADERS.format("val_dataloader"),
+    "get_test_dataloader": "pass the loader to test, or " + _MODULES_OWN.format("test_dataloader"),
+    "get_train_dataloader": _LOADERS.format("train_dataloader"),
     "evaluation_loop": _MODULES_OWN.format("validation_step"),
     "prediction_step": _MODULES_OWN.format("validation_step or predict_step"),
     "training_step": _MODULES_OWN.format("training_step"),
@@ -139,6 +175,9 @@ def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
         "trainer": _TRAINER,
     }[kind]
     classes = type(owner).__mro__
+    for each in classes:
+        if each.__module__.startswith("callbacks."):
+            refused = refused | _OF_KIND.get(each.__name__, {})
     assigned = getattr(owner, "__dict__", {})
     for name in sorted(refused):
         # Not getattr of the owner: a layer may have such a name, and it is no method. Neither is

@@ -38,6 +38,27 @@ def refuse_signature(call: Callable[..., Any], name: str, like: Callable[..., An
         ) from None
 
 
+def refuse_own_state_dict(module: nn.Module) -> None:
+    """Refuse a ``state_dict`` or ``load_state_dict`` that cannot be called as torch's.
+
+    It would be missed when a checkpoint is loaded, which may be after a crash.
+
+    Raises:
+        TypeError: It takes other arguments.
+    """
+    for name, arguments in (("state_dict", ()), ("load_state_dict", ({},))):
+        takes = _signature(getattr(module, name))
+        option = {"keep_vars": True} if name == "state_dict" else {"strict": False}
+        try:
+            if takes is not None:
+                takes.bind(*arguments, **option)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(module).__name__}.{name}{takes} cannot be called as torch's ({error}): "
+                f"def {name}(self, *args, **kwargs), and pass them to super().{name}."
+            ) from None
+
+
 def with_loader_number(call: Callable[..., Any]) -> Callable[..., Any]:
     """A batch hook that insists on a ``dataloader_idx`` gets 0 with a single loader."""
     takes = _signature(call)

@@ -217,6 +217,14 @@ class Tuner:
         if update_attr and not holders(batch_arg_name, module, datamodule):
             raise ValueError(f"update_attr=True, but there is no attribute {batch_arg_name!r}.")
         result = search_batch_size(subject, search, effective=effective_batch_size)
+        found = holders(batch_arg_name, module, datamodule)
         if update_attr:
-            set_all(holders(batch_arg_name, module, datamodule), batch_arg_name, result.batch_size)
+            set_all(found, batch_arg_name, result.batch_size)
+        elif found and self.trainer.accelerator.is_main_process:
+            logger.warning(
+                "The largest %s is %d, and the attribute is left as it is: pass update_attr=True "
+                "to set it.",
+                batch_arg_name,
+                result.batch_size,
+            )
         return result

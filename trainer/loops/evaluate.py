@@ -58,16 +58,20 @@ def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
                 tensor.copy_(value)
 
 
-def buffers_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a module's buffers, for `put_buffers_back`."""
-    return {name: each.clone() for name, each in module.named_buffers() if not is_lazy(each)}
+@contextmanager
+def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
+    """Restore the buffers, changed or replaced by others of their shape, if a signal comes inside.
 
-
-def put_buffers_back(module: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Restore the values of `buffers_of`; a buffer that has another shape by now keeps its own."""
-    for name, buffer in module.named_buffers():
-        if name in before and buffer.shape == before[name].shape:
-            buffer.detach().copy_(before[name])
+    Callbacks may have put others in place of the trained ones before, which they take out later.
+    """
+    before = {name: each.clone() for name, each in module.named_buffers() if not is_lazy(each)}
+    try:
+        yield
+    except EvaluationAbandoned:
+        for name, buffer in module.named_buffers():
+            if name in before and buffer.shape == before[name].shape:
+                buffer.copy_(before[name])
+        raise
 
 
 def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
@@ -88,10 +92,11 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
         getattr(hooks, f"on_{phase}_start")()
         getattr(hooks, f"on_{phase}_epoch_start")()
         metrics.scope = Scope(phase, False)
-        rounds = [
-            evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
-            for index, feed in enumerate(feeds)
-        ]
+        with buffers_kept_if_abandoned(run.module):
+            rounds = [
+                evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
+                for index, feed in enumerate(feeds)
+            ]
         refuse_missing(run, phase, rounds)
         metrics.scope = Scope(phase, None)
         metrics.begin_epoch_values()

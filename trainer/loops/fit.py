@@ -14,14 +14,7 @@ from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
 from trainer.loops.accumulators import metric_states, put_metrics_back
 from trainer.loops.due import refuse_missed, tell_of_missed
-from trainer.loops.evaluate import (
-    ENDED_EARLY,
-    VALIDATION,
-    EvaluationAbandoned,
-    buffers_of,
-    evaluate,
-    put_buffers_back,
-)
+from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.randomness import generators_of, load_generators, restore_generators
 from trainer.loops.reload import reload_if_due
@@ -267,7 +260,6 @@ def validate(run: FitRun) -> None:
         run.guard.settle()
     share_untrained(run)
     generators, metrics = generators_of(run), metric_states(run.module)
-    buffers = buffers_of(run.module)
     try:
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
@@ -275,7 +267,6 @@ def validate(run: FitRun) -> None:
         run.metrics.forget(VALIDATION)
         load_generators(run, generators)
         put_metrics_back(metrics)
-        put_buffers_back(run.module, buffers)
         raise
     run.counters.validations += 1
 

@@ -74,14 +74,6 @@ class Callback:
         """Return a `state_key` that names these arguments, for callbacks written for Lightning."""
         return f"{type(self).__qualname__}{arguments!r}"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("log", "log_dict"):
-            raise AttributeError(
-                f"{type(self).__name__} has no {name}: a callback logs through the module that its "
-                f"hooks are given, module.{name}(...)."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to make the same decisions: tensors and JSON values."""
         return {}

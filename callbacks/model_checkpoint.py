@@ -151,6 +151,7 @@ class ModelCheckpoint(Callback):
         self._displaced: list[str] = []  # no longer wanted, but perhaps still on disk
         self._before: _Decisions | None = None  # until the latest save is known to have succeeded
         self._saving: Path | None = None  # the path of that save
+        self._failed = False  # whether the latest save is known to have failed
         self._handled: Progress | None = None  # at the last boundary
         self._restored = False
         self._training = False
@@ -244,10 +245,10 @@ class ModelCheckpoint(Callback):
             # The run may have died between a commit and the removal of what it displaced. Never
             # remove the checkpoint from which this one resumes.
             for displaced in self._displaced:
-                if displaced != here:
+                if displaced != here and not trainer.fast_dev_run:
                     trainer.remove_checkpoint(self._path(displaced))
             self._displaced = [name for name in self._displaced if name == here]
-        self._restored = False
+        self._restored = self._failed = False
         self._before = None
         self._training = True
         if self.on_save_error == "raise" and not trainer.fast_dev_run:
@@ -289,7 +290,8 @@ class ModelCheckpoint(Callback):
         """Save the final update if it was not saved, and wait until all is written."""
         if trainer.global_step > 0 and _name_at(trainer.global_step) not in self._newest[-1:]:
             self._save(trainer, self._score(trainer))
-        if self._settle(trainer) and (self._scores or self._newest):
+        self._settle(trainer)
+        if not (self._failed or trainer.fast_dev_run) and (self._scores or self._newest):
             for displaced in self._displaced:  # saved at a signal, and worth no later save
                 trainer.remove_checkpoint(self._path(displaced))
             self._displaced = []
@@ -352,16 +354,16 @@ class ModelCheckpoint(Callback):
         if not self.background:
             self._settle(trainer)
 
-    def _settle(self, trainer: Trainer) -> bool:
-        """Wait for the latest save; return False, and undo its decisions, if it failed."""
+    def _settle(self, trainer: Trainer) -> None:
+        """Wait for the latest save, and undo its decisions if it failed."""
         before, self._before = self._before, None
         if before is None:
-            return True
-        if trainer.wait_for_save(self._saving):  # others may have saved since
+            return
+        self._failed = not trainer.wait_for_save(self._saving)  # others may have saved since
+        if self._failed:
+            self._scores, self._newest, self._displaced = before
+        else:
             self._displaced = []
-            return True
-        self._scores, self._newest, self._displaced = before
-        return False
 
     def _forget_missing(self, trainer: Trainer) -> None:
         """Forget checkpoints that do not exist: the run may resume in another folder.

@@ -207,7 +207,11 @@ class StochasticWeightAveraging(Callback):
 
     def _say_if_never(self, trainer: Trainer) -> None:
         first = self._first_epoch(trainer)
-        never = self._started is None and first >= (trainer.max_epochs or math.inf)
+        never = (
+            not trainer.fast_dev_run
+            and self._started is None
+            and first >= (trainer.max_epochs or math.inf)
+        )
         if never and trainer.accelerator.is_main_process:
             logger.warning(
                 "StochasticWeightAveraging begins in epoch %d of %d, so it will not average any "

@@ -145,7 +145,8 @@ class WeightAveraging(Callback):
         every, epoch = self.update_every_n_steps, self.update_starting_at_epoch or 0
         step = -(-(self.update_starting_at_step or 1) // every) * every
         never = step > (trainer.max_steps or math.inf) or epoch >= (trainer.max_epochs or math.inf)
-        if never and not self.num_updates and trainer.accelerator.is_main_process:
+        never = never and not (self.num_updates or trainer.fast_dev_run)
+        if never and trainer.accelerator.is_main_process:
             logger.warning(
                 "WeightAveraging will not average any weights: it begins with step %d of %s, in "
                 "epoch %d of %s. Lower update_starting_at_step, update_starting_at_epoch or "

@@ -87,6 +87,42 @@ def test_a_save_that_fails_decides_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize(
+    ("values", "fails", "stay"),
+    [
+        ([3.0], [], [1]),  # not worth a save
+        ([1.0], [], [3]),
+        ([1.0], [3], [1, 2]),
+        ([1.0, 5.0], [3], [1, 2]),
+        ([1.0, 0.5], [3], [4]),
+    ],
+)
+def test_what_a_signal_saved_goes_at_the_end_unless_a_save_failed(
+    tmp_path, values, fails, stay, background
+):
+    arguments = {
+        "monitor": "loss",
+        "every": 1,
+        "save_last": False,
+        "on_save_error": "warn",
+        "background": background,
+    }
+    told, callback = trainer_with(tmp_path, **arguments)
+    told.start()
+    told.updates([2.0, 4.0])
+    callback.on_preemption(told, told.module)
+    assert steps(told.on_disk()) == [1, 2]
+    resumed, _ = trainer_with(tmp_path, **arguments)
+    resumed.states = told.states
+    resumed.fail_saves = {f"step-{step:08d}" for step in fails}
+    resumed.resume("step-00000002")
+    resumed.start()
+    resumed.updates(values)
+    resumed.end()
+    assert steps(resumed.on_disk()) == stay
+
+
+@pytest.mark.parametrize("background", [True, False])
 def test_saves_are_asked_for_as_configured_and_waited_for(tmp_path, background):
     trainer, _ = trainer_with(tmp_path, every=1, background=background, save_weights_only=True)
     trainer.start()

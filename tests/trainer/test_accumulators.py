@@ -8,10 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from trainer.checkpoint import load_tree, save_tree
-from trainer.loops.accumulators import accumulators_of, restore_accumulators
+from trainer.loops.accumulators import (
+    accumulators_of,
+    metric_states,
+    put_metrics_back,
+    restore_accumulators,
+)
 from trainer.metrics import TRAIN_STEP, MetricStore
 
 CPU = torch.device("cpu")
@@ -94,6 +99,28 @@ def test_a_metric_object_outside_the_module_is_told(caplog):
         part = accumulators_of(store, Module())
     assert "stranger" in caplog.text
     assert part["epochs"]["train"]["objects"] == {}
+
+
+def test_states_that_are_put_back_are_those_of_before():
+    class Composed(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = CatMetric()
+            self.doubled = self.total + self.total  # resets what it consists of
+
+    module = Composed()
+    weight = torch.ones((), requires_grad=True)
+    module.total.update(2.0)
+    module.values.update(3.0 * weight)  # which keeps the graph
+    before = metric_states(module)
+    module.total.update(4.0)
+    module.values.update(5.0)
+    put_metrics_back(before)
+    assert (module.total.compute(), module.total.update_count) == (2.0, 1)
+    assert (module.values.compute().item(), module.values.update_count) == (3.0, 1)
+    module.values.update(7.0)
+    put_metrics_back(before)  # not changed since by what came after it
+    assert module.values.compute().item() == 3.0
 
 
 def test_metric_objects_know_of_the_updates_of_all_parts(tmp_path):

@@ -527,26 +527,38 @@ def test_an_update_that_a_signal_saved_stays_where_all_do():
     assert on_disk() == [2, 4]
 
 
+class Worse(Net):
+    """Its metric is best in the first epoch."""
+
+    def on_train_epoch_end(self):
+        self.log("worse", float(self.trainer.current_epoch))
+
+
+class SignalInTheThirdEpoch(Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.global_step == 2 * trainer.current_epoch == 4 and not on_disk()[1:]:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def fit_worse(*others, **arguments):
+    saver = ModelCheckpoint(monitor="worse", save_last=False, on_save_error="warn")
+    arguments = {"val": False, "max_epochs": 4, "ckpt_path": "auto"} | arguments
+    return fit(Worse(), SignalInTheThirdEpoch(), saver, *others, **arguments)
+
+
 def test_an_update_that_a_signal_saved_goes_when_the_run_ends_without_a_better_one():
-    class Signal(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.global_step == 2 * trainer.current_epoch == 4 and not on_disk()[1:]:
-                signal.raise_signal(signal.SIGTERM)
-
-    class Worse(Net):
-        def on_train_epoch_end(self):
-            self.log("worse", float(self.trainer.current_epoch))
-
-    def run():
-        saver = ModelCheckpoint(monitor="worse", save_last=False)
-        fit(Worse(), Signal(), saver, val=False, max_epochs=4, ckpt_path="auto")
-
     with pytest.raises(Preempted):
-        run()
-    first, told = on_disk()
-    assert (first, told) == (2, 5)
-    run()
+        fit_worse()
+    assert on_disk() == [2, 5]
+    fit_worse()
     assert on_disk() == [2]
+
+
+def test_a_dry_run_removes_nothing():
+    with pytest.raises(Preempted):
+        fit_worse()
+    fit_worse(fast_dev_run=1, ckpt_path="run/checkpoints/step-00000005")
+    assert on_disk() == [2, 5]
 
 
 def test_callbacks_that_fail_as_a_signal_ends_the_run_do_not_cost_the_save(caplog):

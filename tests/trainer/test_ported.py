@@ -215,14 +215,6 @@ def test_a_callback_written_for_lightning_names_its_state_by_its_arguments():
     assert all("Counter{'what': '" in key for key in keys)
 
 
-def test_a_callback_logs_through_the_module():
-    with pytest.raises(AttributeError, match=r"Callback has no log: .*module\.log\(\.\.\.\)"):
-        Callback().log("loss", 1.0)
-    with pytest.raises(AttributeError, match="'Callback' object has no attribute 'logg'"):
-        Callback().logg
-    assert not hasattr(Callback(), "log")
-
-
 def test_a_datamodule_and_an_instance_may_have_refused_hooks_too():
     data = with_method(DataModule, "on_epoch_end", nothing)
     with pytest.raises(TypeError, match="Ported defines on_epoch_end"):

@@ -213,7 +213,7 @@ class PreparedLoader(DataLoader[Any]):
         self.feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the pass to read after a restart, the seed of the order, and whether it begins.
+        """Return the pass to read after a restart, the seed, and whether one has just ended.
 
         Inside a pass it is that pass, which `skip_first_batches` continues; from its last batch on,
         or after a ``break``, it is the next one.

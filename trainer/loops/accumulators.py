@@ -11,10 +11,10 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.metrics import Cell, MetricStore
-from trainer.tree import to_device
+from trainer.tree import map_tree, to_device
 
 logger = logging.getLogger(__name__)
 _UPDATE = "update"  # in place of a phase: what the last update logged, recorded yet or not
@@ -87,16 +87,23 @@ def restore_accumulators(
 def metric_states(module: nn.Module) -> list[tuple[Any, int, dict[str, Any]]]:
     """Return a copy of the states of a module's metric objects, for `put_metrics_back`."""
     return [
-        (metric, metric.update_count, copy.deepcopy(dict(metric.metric_state)))
+        (metric, metric.update_count, map_tree(_copied, dict(metric.metric_state)))
         for _, metric in metric_objects(module)
     ]
 
 
+def _copied(value: Any) -> Any:
+    # Detached: an object may keep what it was given, with its graph.
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
 def put_metrics_back(states: Iterable[tuple[Any, int, dict[str, Any]]]) -> None:
     """Restore the states that `metric_states` returned."""
-    for metric, count, state in states:
+    states = list(states)
+    for metric, *_ in states:  # all of them first: one may reset others that it consists of
         metric.reset()
-        put_metric_state(metric, count, state)
+    for metric, count, state in states:
+        put_metric_state(metric, count, map_tree(_copied, state))
 
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.data.own_generators import set_aside
+from trainer.data.own_generators import alike, set_aside
 from trainer.distributed.collectives import reduce
 from trainer.loops.accumulators import metric_states, put_metrics_back
 from trainer.loops.evaluate import kept
@@ -65,6 +65,7 @@ def update_batch_norm(run: FitRun) -> None:
     feed = run.feed.another()
     # The same wherever it is called, as a run that is started again calls it elsewhere.
     seed = mix(run.feed.seed, run.counters.epoch, run.rank)
+    generators = of_module(run)
     own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     with (
         kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
@@ -72,7 +73,7 @@ def update_batch_norm(run: FitRun) -> None:
         _cumulative(norms),
         torch.no_grad(),
         isolated_rng(seed),
-        set_aside(of_module(run), mix(seed, 1)),
+        set_aside(generators, mix(seed, 1), alike(generators)),
         run.metrics.muted(),
         feed.apart(run.counters.epoch),
         closing(run.mover.rounds(feed)) as rounds,

@@ -15,7 +15,7 @@ from trainer.distributed import meeting
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.apart import reason
 from trainer.loops.moving import items_of
-from trainer.loops.run import Run
+from trainer.loops.run import FitRun, Run
 from trainer.metrics import Scope
 from trainer.metrics.computing import computing
 
@@ -69,8 +69,10 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
         yield
     except EvaluationAbandoned:
         for name, buffer in module.named_buffers():
-            if name in before and buffer.shape == before[name].shape:
-                buffer.copy_(before[name])
+            value = before.get(name, buffer)
+            # One that views few values as many cannot be written to.
+            if buffer.shape == value.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
         raise
 
 
@@ -92,7 +94,8 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
         getattr(hooks, f"on_{phase}_start")()
         getattr(hooks, f"on_{phase}_epoch_start")()
         metrics.scope = Scope(phase, False)
-        with buffers_kept_if_abandoned(run.module):
+        fits = isinstance(run, FitRun)  # which is resumed
+        with buffers_kept_if_abandoned(run.module) if fits else nullcontext():
             rounds = [
                 evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
                 for index, feed in enumerate(feeds)

@@ -80,6 +80,8 @@ def check_module(module: Any, stage: str) -> None:
                 f"{type(module).__name__} does not define {name}, which {stage} needs: "
                 f"def {name}(self{', batch, batch_idx' if name.endswith('_step') else ''})."
             )
+    if stage == "fit":
+        refuse_own_state_dict(module)
     steps = [is_overridden(module, name, TrainModule) for name in ("predict_step", "forward")]
     if stage == "predict" and not any(steps):
         raise TypeError(
@@ -113,8 +115,6 @@ def check_hooks(
         for name in _RARELY_CALLED:
             if hasattr(base, name) and is_overridden(owner, name, base):
                 refuse_signature(getattr(owner, name), name, getattr(base, name))
-        if isinstance(owner, TrainModule):
-            refuse_own_state_dict(owner)
         if tells:
             tell_of_misspelt(owner, base)
 

@@ -159,7 +159,8 @@ def _emptied(metric: Any) -> Any:
         return None
     # What it was given may have a graph, which cannot be copied.
     parts = [vars(part) for part in metric.modules()]
-    known = {id(each): each.detach() for each in leaves(parts) if isinstance(each, Tensor)}
+    given = [each for each in leaves(parts) if isinstance(each, Tensor) and each.grad_fn]
+    known = {id(each): each.detach() for each in given}
     emptied = copy.deepcopy(metric, known).cpu()
     emptied.reset()
     return emptied

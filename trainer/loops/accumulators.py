@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,9 +97,8 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def put_metrics_back(states: Iterable[tuple[Any, int, dict[str, Any]]]) -> None:
+def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
     """Restore the states that `metric_states` returned."""
-    states = list(states)
     for metric, *_ in states:  # all of them first: one may reset others that it consists of
         metric.reset()
     for metric, count, state in states:

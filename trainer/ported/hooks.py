@@ -114,14 +114,6 @@ _CALLBACK = _EVERYWHERE | {
         "PredictionWriter after predict"
     ),
 }
-_SHOWN = "the bar shows what self.log is given with prog_bar=True"
-_BAR = dict.fromkeys(
-    (
-        "get_metrics",
-        *(f"init_{phase}_tqdm" for phase in ("sanity", "train", "validation", "test", "predict")),
-    ),
-    _SHOWN,
-)
 # What only callbacks of a certain kind are asked for, by the name of the class.
 _OF_KIND = {
     "ModelCheckpoint": {
@@ -129,8 +121,16 @@ _OF_KIND = {
             "a folder is named after its update, and its manifest.json has the metrics"
         ),
     },
-    "ProgressBar": _BAR,
-    "RichProgressBar": _BAR,
+    "ProgressBar": dict.fromkeys(
+        (
+            "get_metrics",
+            *(
+                f"init_{phase}_tqdm"
+                for phase in ("sanity", "train", "validation", "test", "predict")
+            ),
+        ),
+        "the bar shows what self.log is given with prog_bar=True",
+    ),
     "WeightAveraging": {
         "should_update": (
             "pass update_every_n_steps=, update_starting_at_step= or update_starting_at_epoch="

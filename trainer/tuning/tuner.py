@@ -214,10 +214,10 @@ class Tuner:
             attribute=batch_arg_name,
             accumulates=steps > 1 or effective_batch_size is not None,
         )
-        if update_attr and not holders(batch_arg_name, module, datamodule):
+        found = holders(batch_arg_name, module, datamodule)
+        if update_attr and not found:
             raise ValueError(f"update_attr=True, but there is no attribute {batch_arg_name!r}.")
         result = search_batch_size(subject, search, effective=effective_batch_size)
-        found = holders(batch_arg_name, module, datamodule)
         if update_attr:
             set_all(found, batch_arg_name, result.batch_size)
         elif found and self.trainer.accelerator.is_main_process:

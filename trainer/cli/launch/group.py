@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -46,7 +47,8 @@ from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
 from trainer.state.network import reachable_from
 
-_PATIENCE = 10  # seconds after a second signal; then the processes are killed
+_PATIENCE = 10  # seconds after a second signal, then the processes are killed; and before it, if one
+# of them has failed: Python loses an interrupt that arrives in a finalizer, as during an import
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 
 
@@ -154,12 +156,43 @@ class _Agent(LocalElasticAgent):
         hurried = False
         while True:
             try:
+                if timeout == self._shutdown_timeout:  # not those that end because one has failed
+                    timeout = self._wait_for_ends(death_sig, timeout)
                 super()._shutdown(death_sig, timeout)
                 return
             except SignalException as again:
                 # A second Ctrl-C asks to end now, a third one to end whatever is lost.
                 death_sig = signal.SIGKILL if hurried else again.sigval
                 timeout, hurried = _PATIENCE, True
+
+    def _wait_for_ends(self, number: signal.Signals, seconds: int) -> int:
+        """Signal the processes and wait for them, but not long once one of them has failed.
+
+        The others cannot save without it. One that has missed the signal would wait for it.
+
+        Returns:
+            The seconds to wait after a second signal.
+        """
+        processes = getattr(self._pcontext, "subprocess_handlers", {})
+        running = {rank: each for rank, each in processes.items() if each.proc.poll() is None}
+        for each in running.values():
+            each.close(death_sig=number)
+        now = time.monotonic()
+        end, failed = now + seconds, False
+        while now < end and any(each.proc.poll() is None for each in running.values()):
+            if not failed and any(each.proc.poll() for each in running.values()):
+                end, failed = min(end, now + _PATIENCE), True
+            time.sleep(self._worker_group.spec.monitor_interval)
+            now = time.monotonic()
+        late = [str(rank) for rank, each in running.items() if each.proc.poll() is None]
+        if failed and late:
+            print(
+                f"Others have failed after {number.name}, but local rank {', '.join(late)} goes on: "
+                f"it gets the signal again, and is killed {_PATIENCE} seconds later.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return _PATIENCE if failed else 0
 
 
 class _Logs(DefaultLogsSpecs):

@@ -47,7 +47,9 @@ from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
 from trainer.state.network import reachable_from
 
-_PATIENCE = 10  # seconds after a second signal, then the processes are killed; and before it, if one
+_PATIENCE = (
+    10  # seconds after a second signal, then the processes are killed; and before it, if one
+)
 # of them has failed: Python loses an interrupt that arrives in a finalizer, as during an import
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 

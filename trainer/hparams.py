@@ -307,9 +307,12 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf."):
         return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     argument = place.partition("[")[0]
+    whole = isinstance(value, Namespace) and place == argument
     raise TypeError(
         f"The hyper-parameter {place} is a {kind.__module__}.{kind.__qualname__}, which is not "
         "plain data: numbers, strings, None, paths, and lists, tuples, sets and dicts of them. "
-        f"Leave it out: save_hyperparameters(ignore=[{argument!r}]), and pass it again to "
+        + f"Save what is in it: save_hyperparameters({argument}). "
+        * whole
+        + f"Leave it out: save_hyperparameters(ignore=[{argument!r}]), and pass it again to "
         f"load_from_checkpoint(…, {argument}=…); or take plain values and build it in __init__."
     )

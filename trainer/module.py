@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -520,6 +521,15 @@ class TrainModule(nn.Module):
         """
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """`toggle_optimizer` for a ``with`` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
 
     def freeze(self: M) -> M:
         """Disable gradients of all parameters and set evaluation mode; return the module."""

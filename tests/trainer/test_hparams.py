@@ -387,6 +387,7 @@ def test_anything_else_is_refused_by_name_with_the_fix(value):
     assert f"The hyper-parameter width is a {name}, which is not plain data" in text
     assert "save_hyperparameters(ignore=['width'])" in text
     assert "load_from_checkpoint(…, width=…)" in text
+    assert ("save_hyperparameters(width)." in text) == isinstance(value, Namespace)
 
 
 def test_a_value_deep_inside_is_refused_with_its_place():

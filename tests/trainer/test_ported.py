@@ -857,6 +857,23 @@ def test_toggling_lets_one_optimizers_parameters_alone_require_gradients():
     ]
 
 
+def test_optimizers_are_toggled_for_a_block():
+    seen = []
+
+    class Toggling(Manual):
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            with pytest.raises(ZeroDivisionError), self.toggled_optimizer(second):
+                seen.append([name for name, p in self.named_parameters() if p.requires_grad])
+                raise ZeroDivisionError
+            seen.append([name for name, p in self.named_parameters() if p.requires_grad])
+            first.step()
+
+    make().fit(Toggling(), loader(1))
+    other = ["other.weight", "other.bias"]
+    assert seen == [other, ["layer.weight", "layer.bias", *other]]
+
+
 def test_toggling_twice_is_refused():
     class Twice(Manual):
         def training_step(self, batch, batch_idx):

@@ -111,6 +111,8 @@ class Feed:
     ) -> None:
         if not isinstance(source, Iterable):
             wrap = " Wrap it: DataLoader(dataset, batch_size=32)." * isinstance(source, Dataset)
+            if hasattr(source, "train_dataloader"):  # Lightning's, for one
+                wrap = " To hold several loaders, derive its class from trainer.DataModule."
             raise TypeError(
                 f"A loader is {source!r} of type {type(source).__name__}; it must be a DataLoader "
                 f"or another iterable of batches.{wrap}"

@@ -189,8 +189,8 @@ class _Agent(LocalElasticAgent):
         late = [str(rank) for rank, each in running.items() if each.proc.poll() is None]
         if failed and late:
             print(
-                f"Others have failed after {number.name}, but local rank {', '.join(late)} goes on: "
-                f"it gets the signal again, and is killed {_PATIENCE} seconds later.",
+                f"Others have failed after {number.name}, but local rank {', '.join(late)} goes "
+                f"on: it gets the signal again, and is killed {_PATIENCE} seconds later.",
                 file=sys.stderr,
                 flush=True,
             )

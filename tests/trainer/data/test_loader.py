@@ -137,7 +137,7 @@ def test_a_source_that_cannot_be_read_is_refused():
     with pytest.raises(TypeError, match=r"A loader is 7 of type int; it must be a DataLoader"):
         Feed(7)
     holder = type("Holder", (), {"train_dataloader": None})()  # as Lightning's data modules
-    with pytest.raises(TypeError, match="derive its class from trainer.DataModule"):
+    with pytest.raises(TypeError, match=r"derive its class from trainer\.DataModule"):
         Feed(holder)
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, PearsonCorrCoef
 
 from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import on_processes, quiet_trainer
 from trackers import read_metrics
 from trainer import TrainModule
+from trainer.errors import CheckpointError
 
 SAMPLES, BATCH, EPOCHS = 30, 3, 2
 
@@ -29,13 +31,40 @@ class Numbers(Dataset[Any]):
         return index, torch.rand(())
 
 
+class Total(Metric):
+    """As guides write it: full_state_update is not set, so that it has no merge_state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, values: Any) -> None:
+        self.total += values.sum()
+
+    def compute(self) -> Any:
+        return self.total
+
+
+class Count(CatMetric):
+    def compute(self) -> Any:
+        return super().compute().numel()
+
+
 class Line(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(()))
+        kinds = {"total": Total, "most": MaxMetric, "mean": MeanMetric, "count": Count}
+        self.objects = torch.nn.ModuleDict({name: kind() for name, kind in kinds.items()})
+
+    def on_train_epoch_start(self) -> None:
+        self.log("once", self.trainer.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         index, noise = batch
+        for name, each in self.objects.items():
+            each.update(index)
+            self.log(f"object/{name}", each)
         self.log("sum", index.double().sum(), on_step=False, on_epoch=True, reduce="sum")
         self.log("mean", index.double().mean(), on_step=False, on_epoch=True)
         self.log("most", index.double().max(), on_step=False, on_epoch=True, reduce="max")
@@ -55,7 +84,17 @@ class Seen(Callback):
         )
 
 
-def part(folder: str, max_steps: int | None, workers: int) -> Any:
+class Correlated(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects["correlation"] = PearsonCorrCoef()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.objects["correlation"].update(batch[1], batch[1])
+        return self.weight
+
+
+def part(folder: str, max_steps: int | None, workers: int, kind: type[Line] = Line) -> Any:
     """Train to an update, or to the end; say which batches this process saw."""
     seen, Numbers.reads = Seen(), 0
     trainer = quiet_trainer(
@@ -67,7 +106,7 @@ def part(folder: str, max_steps: int | None, workers: int) -> Any:
         callbacks=[seen, ModelCheckpoint()],
     )
     loader = DataLoader(Numbers(), batch_size=BATCH, shuffle=True, num_workers=workers)
-    trainer.fit(Line(), loader, ckpt_path="auto")
+    trainer.fit(kind(), loader, ckpt_path="auto")
     return seen.batches, trainer.samples_seen, Numbers.reads
 
 
@@ -110,8 +149,16 @@ def test_every_sample_once_in_the_same_order(ranks, tmp_path, worlds, updates, w
         [record for record in read_metrics(tmp_path / run / "metrics.jsonl") if "sum" in record]
         for run in ("whole", "parts")
     ]
-    names = ("epoch", "sum", "mean", "most")
+    objects = ("object/total", "object/most", "object/mean", "object/count")
+    names = ("epoch", "once", "sum", "mean", "most", *objects)
     assert [[each[name] for name in names] for each in both[1]] == [
         [each[name] for name in names] for each in both[0]
     ]
     assert [each["sum"] for each in both[0]] == [SAMPLES * (SAMPLES - 1) / 2] * EPOCHS
+
+
+def test_a_metric_object_whose_states_cannot_be_merged_is_refused_on_all_processes(ranks, tmp_path):
+    on_processes(ranks, 2, part, str(tmp_path), 1, 0, Correlated)
+    on_processes(ranks, 2, part, str(tmp_path), 2, 0, Correlated)
+    with pytest.raises(CheckpointError, match=r"'objects\.correlation', a PearsonCorrCoef.*'mean_x'"):
+        on_processes(ranks, 1, part, str(tmp_path), 3, 0, Correlated)

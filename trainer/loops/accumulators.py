@@ -1,19 +1,22 @@
 """The states of an epoch's metrics, for a checkpoint inside the epoch.
 
 Each process saves its own part. On another number of processes, rank 0 loads all parts: totals add
-up, so the epoch's value does not depend on which process holds them.
+up, so the epoch's value does not depend on which process holds them. The others load the names.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from trainer.metrics import Cell, MetricStore
+from trainer.errors import CheckpointError
+from trainer.metrics import EMPTY, Cell, MetricStore
 from trainer.tree import map_tree, to_device
 
 logger = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
 
 
 def restore_accumulators(
-    metrics: MetricStore, module: nn.Module, parts: Sequence[dict[str, Any]]
+    metrics: MetricStore, module: nn.Module, parts: Sequence[dict[str, Any]], *, holds: bool = True
 ) -> None:
     """Load one process's part, or several together; no part leaves everything empty.
 
@@ -68,20 +71,35 @@ def restore_accumulators(
         metrics: Must be empty.
         module: With the same metric objects as when the parts were saved.
         parts: What `accumulators_of` returned, in the order of the ranks.
+        holds: False if another process holds the values: this one has logged the same names then,
+            with nothing in them.
+
+    Raises:
+        CheckpointError: The states of a metric object cannot be merged.
     """
     objects = dict(metric_objects(module))
+    states = defaultdict(list)
     for part in parts:
         for phase, saved in part["epochs"].items():
             cells = metrics.step if phase == _UPDATE else metrics.epoch(phase)
-            cells.ran.update(saved["ran"])
+            cells.ran.update(saved["ran"] if holds else ())
             for name, fields in saved["cells"].items():
-                _take(cells.cells, name, Cell(*to_device(fields, metrics.device)))
+                kind, *_, prog_bar, _ = fields
+                if holds:
+                    _take(cells.cells, name, Cell(*to_device(fields, metrics.device)))
+                else:
+                    cells.cells.setdefault(name, Cell(kind, EMPTY[kind], prog_bar=prog_bar))
             for name, path in saved["objects"].items():
                 if path in objects:
                     cells.objects[name] = cells.known[name] = objects[path]
         for path, (count, state) in part["states"].items():
             if path in objects:
-                _merge(objects[path], count, to_device(state, metrics.device))
+                states[path].append((count, to_device(state, metrics.device)))
+    for path, each in states.items():
+        if len(each) > 1:
+            _refuse_to_merge(path, objects[path])
+        if holds:
+            _put_merged(objects[path], each)
 
 
 def metric_states(module: nn.Module) -> list[tuple[Any, int, dict[str, Any]]]:
@@ -123,12 +141,50 @@ def _take(cells: dict[str, Cell], name: str, part: Cell) -> None:
         whole.add(part.total, part.weight)
 
 
-def _merge(metric: Any, count: int, state: dict[str, Any]) -> None:
-    if metric.update_count:
-        metric.merge_state(state)
-        metric._update_count += count
-    else:
-        put_metric_state(metric, count, state)
+def _merges_itself(metric: Any) -> bool:
+    """Return whether its class has a way of its own; torchmetrics' is for parts of one process."""
+    return type(metric).merge_state.__module__ != "torchmetrics.metric"
+
+
+def _refuse_to_merge(path: str, metric: Any) -> None:
+    """Refuse a metric object whose states on several processes cannot become one to go on with.
+
+    Raises:
+        CheckpointError: It combines a state of several processes only when it computes.
+    """
+    if _merges_itself(metric):
+        return
+    for name, reduction in metric._reductions.items():
+        if reduction is None and not isinstance(getattr(metric, name), list):
+            raise CheckpointError(
+                f"The metric object {path!r}, a {type(metric).__name__}, cannot go on with another "
+                f"number of processes inside an epoch: its state {name!r} has no dist_reduce_fx by "
+                "which to merge those of the processes. Resume with as many as saved, or from a "
+                "checkpoint at the end of an epoch, or define its merge_state."
+            )
+
+
+def _put_merged(metric: Any, states: Sequence[tuple[int, dict[str, Any]]]) -> None:
+    """Set the states of several processes, merged as the object merges them when it computes."""
+    (count, merged), *others = states
+    if others and not _merges_itself(metric):
+        merged = {
+            name: _merged([state[name] for _, state in states], metric._reductions[name])
+            for name in merged
+        }
+    put_metric_state(metric, count, merged)
+    for further, state in others:
+        if _merges_itself(metric):
+            metric.merge_state(state)
+        metric._update_count += further
+
+
+def _merged(parts: Sequence[Any], reduction: Any) -> Any:
+    if isinstance(parts[0], list):
+        return [each for part in parts for each in part]
+    if getattr(reduction, "__name__", "") == "dim_zero_cat":  # which leaves a tensor as it is
+        return torch.cat(tuple(parts))
+    return reduction(torch.stack(tuple(parts)))
 
 
 def put_metric_state(metric: Any, count: int, state: dict[str, Any]) -> None:

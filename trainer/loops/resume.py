@@ -159,8 +159,8 @@ def _restore_ranks(run: FitRun, path: Path, saved_by: int) -> None:
         run.metrics.names.update(part["names"])
     if len(ranks) == run.world_size:
         restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
-    elif run.rank == 0:
-        restore_accumulators(run.metrics, run.module, taken_in)
+    else:
+        restore_accumulators(run.metrics, run.module, taken_in, holds=run.rank == 0)
     _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
     if isinstance(run.engine, DataParallel):
         kept = [rank.get("communication", {}) for rank in ranks]

@@ -7,6 +7,7 @@ over all items and never a mean of means (P5).
 """
 
 from trainer.metrics.cells import (
+    EMPTY,
     TRAIN_EPOCH,
     TRAIN_STEP,
     Cell,
@@ -20,6 +21,7 @@ from trainer.metrics.cells import (
 from trainer.metrics.store import MetricStore
 
 __all__ = [
+    "EMPTY",
     "TRAIN_EPOCH",
     "TRAIN_STEP",
     "Cell",

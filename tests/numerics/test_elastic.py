@@ -160,5 +160,7 @@ def test_every_sample_once_in_the_same_order(ranks, tmp_path, worlds, updates, w
 def test_a_metric_object_whose_states_cannot_be_merged_is_refused_on_all_processes(ranks, tmp_path):
     on_processes(ranks, 2, part, str(tmp_path), 1, 0, Correlated)
     on_processes(ranks, 2, part, str(tmp_path), 2, 0, Correlated)
-    with pytest.raises(CheckpointError, match=r"'objects\.correlation', a PearsonCorrCoef.*'mean_x'"):
+    with pytest.raises(
+        CheckpointError, match=r"'objects\.correlation', a PearsonCorrCoef.*'mean_x'"
+    ):
         on_processes(ranks, 1, part, str(tmp_path), 3, 0, Correlated)

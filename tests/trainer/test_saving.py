@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from callbacks import Callback, ModelCheckpoint
 from trainer import ProjectConfiguration, Trainer, TrainModule
@@ -490,13 +490,28 @@ def test_another_batch_size_inside_an_epoch_is_refused():
     trainer = Trainer(max_epochs=1, project_dir="run", progress_bar=False, cpu=True, seed=3)
     other = DataLoader(loader().dataset, batch_size=8)
     with pytest.raises(
-        CheckpointError, match=r"48 samples in batches of 4.*has 48 in batches of 8"
+        CheckpointError, match=r"batches of 4 of 48 samples.*has batches of 8 of 48 samples"
     ):
         trainer.fit(Net(), other, ckpt_path="auto")
     fit("whole")
     trainer = Trainer(max_epochs=2, project_dir="whole", progress_bar=False, cpu=True, seed=3)
     trainer.fit(Net(), other, ckpt_path="auto")  # at the end of an epoch it may be
     assert trainer.global_step == 12 + 6
+
+
+def test_another_batch_size_inside_a_pass_of_a_stream_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(row,) for row in torch.ones(24, 3)])
+
+    def run(size, steps):
+        trainer = Trainer(max_steps=steps, project_dir="run", progress_bar=False, cpu=True)
+        trainer.fit(Net(), DataLoader(Stream(), size), ckpt_path="auto")
+
+    run(4, 2)
+    with pytest.raises(CheckpointError, match=r"batches of 4, but .* now has batches of 6\."):
+        run(6, 4)
+    run(4, 4)
 
 
 def test_a_sound_checkpoint_in_another_folder_is_found_where_one_is_damaged():

@@ -143,7 +143,8 @@ def _take(cells: dict[str, Cell], name: str, part: Cell) -> None:
 
 def _merges_itself(metric: Any) -> bool:
     """Return whether its class has a way of its own; torchmetrics' is for parts of one process."""
-    return type(metric).merge_state.__module__ != "torchmetrics.metric"
+    way: str = type(metric).merge_state.__module__
+    return way != "torchmetrics.metric"
 
 
 def _refuse_to_merge(path: str, metric: Any) -> None:

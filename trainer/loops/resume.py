@@ -219,12 +219,19 @@ def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:
         CheckpointError: The batch size or the number of samples differs.
     """
     inside = run.counters.epoch_batches > 0 and not run.counters.epoch_complete
-    if inside and (here := data_of(run)) != saved:
+    here = data_of(run)
+    of_streams = saved[1] is here[1] is None
+    same = here == saved or (of_streams and None in (saved[0], here[0]))
+    if inside and not same:
+        before, now = (
+            (saved[0], here[0])
+            if of_streams
+            else [f"{size} of {samples} samples" for size, samples in (saved, here)]
+        )
         raise CheckpointError(
-            f"The checkpoint was saved inside an epoch of {saved[1]} samples in batches of "
-            f"{saved[0]}, but the training loader has {here[1]} in batches of {here[0]}. Use the "
-            "same, even with another number of processes, or resume from a checkpoint at the end "
-            "of an epoch."
+            f"The checkpoint was saved inside an epoch in batches of {before}, but the training "
+            f"loader now has batches of {now}. Use the same, even with another number of "
+            "processes, or resume from a checkpoint at the end of an epoch."
         )
 
 

@@ -335,9 +335,13 @@ def has_state(datamodule: Any) -> bool:
 
 
 def data_of(run: FitRun) -> list[int | None]:
-    """Return what a position in an epoch depends on: the batch size and the number of samples."""
+    """Return what a position in an epoch depends on: the batch size and the number of samples.
+
+    Either is None where it is unknown.
+    """
     sampler = run.feed.sampler
     if sampler is None:
-        return [None, None]
+        size = getattr(run.feed.loader, "batch_size", None)
+        return [size if isinstance(size, int) else None, None]
     data = run.feed.dataset
     return [sampler.batch_size, len(data) if hasattr(data, "__len__") else None]

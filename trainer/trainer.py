@@ -474,6 +474,8 @@ class Trainer:
             except KeyboardInterrupt:
                 run.writer.abandon()
                 raise
+            finally:
+                run.engine.close()
 
     @explained(**IN_AN_EVALUATION)
     def validate(

@@ -315,6 +315,91 @@ def test_what_powersgd_leaves_out_of_a_gradient_comes_later(ranks2, wrapper):
     torch.testing.assert_close(given, sum(exact(n) for n in range(6)), **tolerance)
 
 
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize(("precision", "policy"), [(None, "skip"), ("fp16", "stop")])
+def test_powersgd_goes_on_after_an_update_that_is_not_finite(
+    ranks2, tmp_path, precision, policy, warm
+):
+    class Bad(Net):
+        def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            is_bad = self.trainer.global_step == 5 and dist.get_rank() == 1
+            return loss * float("inf") if is_bad else loss
+
+    def skipped(hook: str) -> tuple[int, int, bool]:
+        options = {"start_powerSGD_iter": 2, "warm_start": warm} if hook == "power_sgd" else {}
+        handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options)
+        trainer = Trainer(
+            max_epochs=1,
+            cpu=True,
+            progress_bar=False,
+            checkpointing=False,
+            kwargs_handlers=[handler],
+            mixed_precision=precision,
+            non_finite=policy,
+            project_dir=tmp_path / hook,
+        )
+        module = Bad()
+        trainer.fit(module, DataLoader(TensorDataset(torch.cat([rows(0, n) for n in range(8)])), 1))
+        finite = all(bool(p.isfinite().all()) for p in module.parameters())
+        return trainer.global_step, trainer.skipped_updates, finite
+
+    for found in zip(ranks2(lambda: skipped("fp16")), ranks2(lambda: skipped("power_sgd"))):
+        (steps, without, _), with_it = found
+        assert steps > 10
+        assert with_it == (steps, without, True)
+
+
+def test_what_powersgd_keeps_is_not_given_to_other_parameters(ranks2, tmp_path):
+    class Swap(Net):
+        """Trains one of two parts of one size in each epoch."""
+
+        def on_train_epoch_start(self) -> None:
+            self.left.requires_grad_(self.current_epoch % 2 == 0)
+            self.right.requires_grad_(self.current_epoch % 2 == 1)
+
+        def training_step(self, batch: Any, batch_idx: int = 0) -> torch.Tensor:
+            return (
+                (self.left if self.current_epoch % 2 == 0 else self.right)(*batch).square().mean()
+            )
+
+    def run(folder: str, epochs: int) -> list[torch.Tensor]:
+        module = Swap()
+        options = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 1}
+        handler = DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=options)
+        trainer = Trainer(
+            max_epochs=epochs,
+            cpu=True,
+            progress_bar=False,
+            kwargs_handlers=[handler],
+            project_dir=tmp_path / folder,
+        )
+        data = TensorDataset(torch.cat([rows(0, n) for n in range(6)]))
+        trainer.fit(module, DataLoader(data, 1), ckpt_path="auto")
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    (whole, _) = ranks2(lambda: run("whole", 3))
+    ranks2(lambda: run("parts", 1))
+    (resumed, _) = ranks2(lambda: run("parts", 3))
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
+
+
+def test_powersgd_is_refused_for_numbers(ranks2):
+    class Scaled(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def run() -> None:
+        handler = DistributedDataParallelKwargs(comm_hook="power_sgd")
+        with pytest.raises(ValueError, match=r"without a dimension: scale\. Give"):
+            Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(Scaled())
+        with pytest.raises(ValueError, match=r"without a dimension: scale\. Give"):
+            DataParallel(Scaled(), Agreement(CPU), handler)
+
+    ranks2(run)
+
+
 def test_what_is_left_out_is_shared_out_to_another_number_of_processes():
     def saved(number: float) -> dict[str, Any]:
         return {"error_dict": {0: torch.full((2,), number)}, "iter": 7, "made_by": {}}

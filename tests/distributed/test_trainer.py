@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
 from tests.helpers.ranks import RankError
-from trainer import DataModule, Trainer, TrainModule
+from trainer import DataModule, DistributedDataParallelKwargs, Trainer, TrainModule
 
 
 class Line(TrainModule):
@@ -36,6 +36,41 @@ class Line(TrainModule):
 
 def loader(samples: int = 10) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(2.0 * samples).reshape(samples, 2)), batch_size=2)
+
+
+def fit_again_after_a_failure(kwargs: dict[str, bool]) -> list[float]:
+    class Failing(Line):
+        fails = True
+
+        def on_before_backward(self, loss):
+            if self.fails and self.trainer.global_step == 1:
+                raise MemoryError
+
+    def make() -> Trainer:
+        handler = DistributedDataParallelKwargs(**kwargs)
+        return Trainer(max_epochs=1, cpu=True, progress_bar=False, kwargs_handlers=[handler])
+
+    def gradient_in(step: str) -> None:
+        raise MemoryError(step)
+
+    module, trainers = Failing(), [make(), make(), make()]  # all of them stay
+    with pytest.raises(MemoryError):
+        trainers[0].fit(module, loader())
+    Failing.fails = False
+    handle = module.layer.weight.register_hook(lambda _: gradient_in("backward"))
+    with pytest.raises(MemoryError, match="backward"):
+        trainers[1].fit(module, loader())
+    handle.remove()
+    module.zero_grad()
+    module.layer.load_state_dict({"weight": torch.ones(1, 2), "bias": torch.ones(1)})
+    trainers[2].fit(module, loader())
+    return module.layer.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_a_module_can_be_fitted_again_after_a_failed_backward(ranks2, kwargs):
+    first, second = ranks2(fit_again_after_a_failure, kwargs)
+    assert first == second
 
 
 def every_entry_point(name: str) -> tuple[str, list[str]]:

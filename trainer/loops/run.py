@@ -61,6 +61,9 @@ class Engine(Protocol):
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes."""
 
+    def close(self) -> None:
+        """Called when the fit has ended, however it did."""
+
 
 class Timing(Protocol):
     """Measures the time of the parts of the loop."""

@@ -6,8 +6,9 @@ next gradients (Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019).
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ def check(
     if kwargs.comm_hook == Kind.BATCHED_POWER_SGD:
         _check_batched()
     if trained and kwargs.comm_hook in POWER_SGD:
+        _check_dimensions(model)
         _check_over_gloo(trained, searches=searches)
 
 
@@ -118,10 +120,11 @@ def register(
     check(model, kwargs, searches=model.find_unused_parameters)
     trained = [p for p in model.parameters() if p.requires_grad]
     hook, state = _HOOKS[kwargs.comm_hook], None
+    if kwargs.comm_hook in POWER_SGD:
+        hook = _mending(hook)
+        state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option)
     if kwargs.comm_wrapper != Kind.NO:
         hook = _WRAPPERS[kwargs.comm_wrapper](hook)
-    if kwargs.comm_hook in POWER_SGD:
-        state = powerSGD_hook.PowerSGDState(None, **kwargs.comm_state_option)
     try:
         model.register_comm_hook(state, hook)
     except TypeError as error:
@@ -136,8 +139,40 @@ def register(
         "comm_state_option": dict(kwargs.comm_state_option),
         "bucket_cap_mb": kwargs.bucket_cap_mb,
         "gradients": sum(p.numel() for p in trained),
+        "parameters": _digest(model),
     }
     return Hook(made_by, state, trained[0].device)
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a hash of the names and shapes of the trained parameters, in their order."""
+    named = [(name, *p.shape) for name, p in model.named_parameters() if p.requires_grad]
+    return hashlib.sha256(repr(named).encode()).hexdigest()[:16]
+
+
+def _mending(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a hook of PowerSGD that goes on after an update with NaN or infinity."""
+    # A lambda, which has no annotations: torch checks them, but not as text.
+    return lambda state, bucket: hook(_mended(state, bucket.index()), bucket)
+
+
+def _mended(state: powerSGD_hook.PowerSGDState, index: int) -> powerSGD_hook.PowerSGDState:
+    """Forget what PowerSGD keeps of a bucket if it is not finite.
+
+    An update with NaN or infinity is skipped, but what it left would make all others NaN. The
+    factors of all processes are the same, so all decide alike, and the device is not waited for.
+    """
+    error, factor = state.error_dict.get(index), state.q_memory_dict.get(index)
+    kept = [each for each in (error, factor) if each is not None]
+    if kept:
+        sound = torch.stack([each.isfinite().all() for each in kept]).all()
+    if error is not None:
+        state.error_dict[index] = torch.where(sound, error, torch.zeros_like(error))
+    if factor is not None:
+        generator = torch.Generator(factor.device).manual_seed(state.iter)
+        anew = torch.empty_like(factor).normal_(generator=generator)
+        state.q_memory_dict[index] = torch.where(sound, factor, anew)
+    return state
 
 
 def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None:
@@ -153,6 +188,22 @@ def _check_dense(model: nn.Module, trained: Sequence[Tensor], kind: str) -> None
         raise ValueError(
             f"comm_hook={str(kind)!r} cannot send the sparse gradients of an embedding with "
             "sparse=True. Make it without sparse=True, or leave out comm_hook."
+        )
+
+
+def _check_dimensions(model: nn.Module) -> None:
+    """Refuse parameters without a dimension, at which torch fails once it compresses.
+
+    Raises:
+        ValueError: One is trained.
+    """
+    numbers = [n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 0]
+    if numbers:
+        prefix = "module."  # DDP's, and the engine's inside it
+        names = ", ".join(name.removeprefix(prefix).removeprefix(prefix) for name in numbers)
+        raise ValueError(
+            f"PowerSGD fails inside torch at parameters without a dimension: {names}. Give each "
+            "the shape (1,), or use comm_hook='fp16'."
         )
 
 

@@ -309,6 +309,10 @@ class DataParallel:
         """
         return self._saved or ({} if self._hook is None else self._hook.state_dict())
 
+    def close(self) -> None:
+        """Take DDP's hooks off the parameters: after a failed backward pass they await the rest."""
+        self._ddp._remove_autograd_hooks()
+
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore it when the next epoch begins, once the trained parameters are known."""
         self._saved = saved

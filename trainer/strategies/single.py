@@ -59,3 +59,6 @@ class SingleDevice:
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers, before an evaluation or a save."""
+
+    def close(self) -> None:
+        """Leave the module to other engines, also after a backward pass that has failed."""

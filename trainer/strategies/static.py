@@ -156,6 +156,11 @@ class StaticDataParallel(DataParallel):
                 buffer.data.copy_(value)
         return items
 
+    def close(self) -> None:
+        """See `DataParallel.close`."""
+        if self._told:
+            super().close()
+
     def _check(self, times: list[int]) -> None:
         """Check the first update against the graph: DDP does not notice extra accumulations."""
         for name, found in zip(self._names(), times, strict=True):

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ from trainer.strategies import model as models
 from trainer.strategies.model import accumulating
 from trainer.tracking import RunTrackers
 
+_STEPS = attrgetter("steps")
 _HANDLERS = (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -235,6 +237,7 @@ class Accelerator:
         self._models: list[nn.Module] = []
         self._frozen: list[nn.Parameter] = []  # parameters of DDP models that DDP does not average
         self._optimizers: list[AcceleratedOptimizer] = []
+        self._steps_at_backward: list[int] = []  # of each optimizer, at the last backward
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[PreparedLoader] = []
         self._custom_objects: list[Any] = []
@@ -613,6 +616,7 @@ class Accelerator:
         for group in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             group.clear()
         self._frozen.clear()
+        self._steps_at_backward.clear()
         self.step = 0
         self.sync_gradients = True  # an abandoned window must not delay a later update
         self.precision.begin()
@@ -715,6 +719,7 @@ class Accelerator:
         if self.sync_gradients:
             self._refuse_unfrozen()
         steps = self.gradient_state.num_steps
+        self._steps_at_backward = list(map(_STEPS, self._optimizers))
         try:
             scaled = loss if steps == 1 else loss / steps
             if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
@@ -918,6 +923,7 @@ class Accelerator:
         )
         # Resume inside the saved window, so that its restored gradients are not zeroed.
         self.sync_gradients = self.step % self.gradient_state.num_steps == 0
+        self._steps_at_backward = list(map(_STEPS, self._optimizers))  # gradients may be restored
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too, in this order.
@@ -960,6 +966,12 @@ class Accelerator:
             return self.is_local_main_process
         return self.is_main_process
 
+    @property
+    def _awaits_step(self) -> bool:
+        """Whether an optimizer has not stepped since the last backward."""
+        then = zip(self._optimizers, self._steps_at_backward, strict=False)  # one may be newer
+        return any(optimizer.steps == steps for optimizer, steps in then)
+
     def _prepared(self) -> Prepared:
         return Prepared(
             models=[_bare(model) for model in self._models],
@@ -969,7 +981,7 @@ class Accelerator:
             custom_objects=self._custom_objects,
             scaler=None if self.scaler is None else self.precision,
             step=self.step,
-            window_open=not self.sync_gradients,
+            window_open=not self.sync_gradients or self._awaits_step,
             communication=[hook for hook in map(models.communication_of, self._models) if hook],
         )
 

@@ -344,8 +344,9 @@ def test_powersgd_goes_on_after_an_update_that_is_not_finite(
         finite = all(bool(p.isfinite().all()) for p in module.parameters())
         return trainer.global_step, trainer.skipped_updates, finite
 
-    for found in zip(ranks2(lambda: skipped("fp16")), ranks2(lambda: skipped("power_sgd"))):
-        (steps, without, _), with_it = found
+    for (steps, without, _), with_it in zip(
+        ranks2(skipped, "fp16"), ranks2(skipped, "power_sgd"), strict=True
+    ):
         assert steps > 10
         assert with_it == (steps, without, True)
 

@@ -5,6 +5,7 @@ What the work consists of is tested where it is done; `docs/accelerator.md` says
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import weakref
@@ -697,6 +698,42 @@ def test_a_state_may_be_saved_inside_a_window(at, precision):
     assert micro_batches(again, prepared, at, 9) == expected
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_gradients_that_an_optimizer_has_not_used_yet_are_saved_without_a_window(by_hand):
+    def make() -> Any:
+        accelerator, nets = accelerate(), [network(), network()]
+        return accelerator, *accelerator.prepare(
+            *nets, *(torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+        )
+
+    def run(accelerator: Any, net: Any, other: Any, sgd: Any, more: Any, numbers: range) -> Any:
+        for number in numbers:
+            loss = net(torch.full((1, 1), number / 7)).square().sum()
+            if by_hand:  # two backward passes to an update
+                with accelerator.no_sync(net) if number % 2 == 0 else contextlib.nullcontext():
+                    accelerator.backward(loss)
+            else:  # one optimizer steps more often than the other
+                accelerator.backward(loss + other(torch.ones(1, 1)).square().sum())
+                more.step()
+                more.zero_grad()
+            if number % 2:
+                sgd.step()
+                sgd.zero_grad()
+        return [each.clone() for each in net.state_dict().values()]
+
+    whole = make()
+    run(*whole, range(3))
+    whole[0].save_state("saved")
+    expected = run(*whole, range(3, 8))
+    parts = make()
+    parts[0].load_state("saved")
+    parts[0].save_state("again")
+    parts[0].load_state("again")
+    assert all(map(torch.equal, run(*parts, range(3, 8)), expected))
+    parts[0].save_state("idle")
+    assert b"gradients" not in Path("idle/random_states_0.safetensors").read_bytes()
+
+
 def test_gradients_of_a_window_belong_to_parameters_of_models_and_of_optimizers():
     def make() -> tuple[Accelerator, nn.Parameter, nn.Module, torch.optim.Optimizer]:
         accelerator = accelerate(gradient_accumulation_steps=2)
@@ -741,7 +778,7 @@ def test_gradients_of_a_window_need_the_precision_they_were_saved_in():
     AcceleratorState._reset_state()
     again = accelerate(gradient_accumulation_steps=2, mixed_precision="fp16")
     again.prepare(model := network(), torch.optim.SGD(model.parameters()))
-    with pytest.raises(CheckpointError, match="gradients are not scaled as in fp16"):
+    with pytest.raises(CheckpointError, match="gradients of an update to come, which are not scaled"):
         again.load_state("saved", strict=False)
 
 

@@ -11,7 +11,7 @@ from callbacks.folder import with_home
 from trainer.checkpoint import state
 from trainer.checkpoint.folder import is_shared
 from trainer.checkpoint.jointly import Ranks, keeps, refuse_together, together
-from trainer.checkpoint.layout import NUMBERED, remove
+from trainer.checkpoint.layout import NUMBERED, remove, sweep
 from trainer.checkpoint.manifest import is_ours
 from trainer.checkpoint.restore import Prepared, logger
 from trainer.checkpoint.state import LoadHook, SaveHook, examine
@@ -103,7 +103,8 @@ def load_state(
 ) -> int:
     """Load ``input_dir``, or the project's newest intact checkpoint; collective.
 
-    After loading one of the project's own checkpoints, ``project.iteration`` is the next number.
+    After loading one of the project's own checkpoints, ``project.iteration`` is the next number;
+    above damaged ones too, if they made this one the newest.
 
     Args:
         input_dir: The folder; ``~`` is the home. None takes the intact checkpoint with the highest
@@ -122,11 +123,11 @@ def load_state(
         ValueError: If there is no ``input_dir`` and no automatic naming, or no such folder.
         CheckpointError: If there is no intact checkpoint or it does not fit; raised on every rank.
     """
-    naming = project.automatic_checkpoint_naming
+    naming, following = project.automatic_checkpoint_naming, None
     if input_dir is not None:
         source = Path(with_home("input_dir", input_dir))
     elif naming:
-        source = _newest(project, processes)
+        source, following = _newest(project, processes)
     else:
         raise ValueError(
             "input_dir is None and automatic checkpoint naming is off. Pass the folder that "
@@ -138,7 +139,9 @@ def load_state(
     )
     number = _number(source)
     root = _root(project).absolute() if naming and project.project_dir is not None else None
-    if number is not None and source.absolute().parent == root:
+    if following is not None:
+        project.iteration = following
+    elif number is not None and source.absolute().parent == root:
         project.iteration = number + 1
     return step
 
@@ -176,6 +179,7 @@ def _refuse_taken(target: Path) -> None:
 
 
 def _rotate(saved: Path, limit: int) -> None:
+    sweep(saved.parent)  # what a kill during an earlier rotation has left
     ours = [path for _, path in sorted(_numbered(saved.parent).items()) if is_ours(path)]
     others = [path for path in ours if path.name != saved.name]
     for path in others[: max(len(ours) - limit, 0)]:
@@ -185,8 +189,12 @@ def _rotate(saved: Path, limit: int) -> None:
             remove(path)
 
 
-def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
-    """Return the checkpoint with the highest number that is intact on all machines."""
+def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]:
+    """Return the checkpoint with the highest number that is intact on all machines.
+
+    Returns:
+        It, and the number that follows all that there are.
+    """
     root, each = _root(project), project.save_on_each_node
     main = keeps(processes, each)
     what = f"Choosing a checkpoint in {root}"
@@ -194,12 +202,17 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> Path:
     def step(work: Callable[[], T]) -> list[T]:
         return together(what, work, processes, operation="load_state (choose)")
 
-    listed = step(lambda: set(_numbered(root)) if main else None)
-    common = set.intersection(*(numbers for numbers in listed if numbers is not None))
+    def found() -> set[int] | None:
+        if main:
+            sweep(root)
+        return set(_numbered(root)) if main else None
+
+    listed = [numbers for numbers in step(found) if numbers is not None]
+    common = set.intersection(*listed)
     for number in sorted(common, reverse=True):
         path = root / f"checkpoint_{number}"
         if all(step(lambda: not main or _is_sound(path))):  # noqa: B023  # called at once
-            return path
+            return path, max(set.union(*listed)) + 1
     none = f"no intact checkpoint among {len(common)}" if common else "no checkpoint_<number>"
     raise CheckpointError(
         f"{root} holds {none}. Start without load_state(), or pass the folder to load."

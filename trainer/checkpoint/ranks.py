@@ -45,8 +45,8 @@ def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
         return None
     if it.saved_by == it.here:
         return gradients.given([it.own["gradients"]], 0, 1)
-    ranks = _every_rank(it, "inside a window of micro-batches", "their gradients")
-    return gradients.given([each["gradients"] for each in ranks], it.rank, it.here)
+    ranks = _every_rank(it, "before an update", "their gradients")
+    return gradients.given([each["gradients"] or {} for each in ranks], it.rank, it.here)
 
 
 def communication_of(it: Loading) -> list[dict[str, Any]]:

@@ -343,7 +343,7 @@ def _refused_as(what: str) -> Iterator[None]:
 def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
     if (stored.scaler is None) != (prepared.scaler is None):
         raise CheckpointError(
-            f"{stored.path} was saved inside a window of micro-batches, whose gradients are "
+            f"{stored.path} was saved with gradients of an update to come, which are "
             f"{'not ' if stored.scaler is None else ''}scaled as in fp16. Load it with the "
             "precision it was saved with."
         )

@@ -137,13 +137,37 @@ def test_a_damaged_one_is_not_chosen(caplog):
         save(project, step)
     (ROOT / "checkpoint_2" / "sampler.json").write_text("x")
     assert load(project) == 1
-    assert project.iteration == 2
+    assert project.iteration == 3  # the next save must find its name free
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "checkpoint_2 is not used" in caplog.text
     for number in (0, 1):
         (ROOT / f"checkpoint_{number}" / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="holds no intact checkpoint among 3"):
         load(project)
+
+
+def test_a_run_goes_on_saving_beside_a_damaged_one(caplog):
+    project = automatic(total_limit=2)
+    for step in range(3):
+        save(project, step)
+    (ROOT / "checkpoint_2" / "sampler.json").write_text("x")
+    resumed = automatic(total_limit=2)
+    load(resumed)
+    assert save(resumed, 7) == ROOT / "checkpoint_3"
+    assert load(automatic()) == 7
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_what_a_kill_while_deleting_has_left_is_deleted(resumes):
+    project = automatic(total_limit=1)
+    save(project, 0)
+    left = ROOT / ".cadence-trash-checkpoint_9"
+    left.mkdir()
+    if resumes:
+        load(automatic())
+    else:
+        save(project, 1)
+    assert not left.exists()
 
 
 def test_nothing_to_load():

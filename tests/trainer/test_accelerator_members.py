@@ -778,7 +778,9 @@ def test_gradients_of_a_window_need_the_precision_they_were_saved_in():
     AcceleratorState._reset_state()
     again = accelerate(gradient_accumulation_steps=2, mixed_precision="fp16")
     again.prepare(model := network(), torch.optim.SGD(model.parameters()))
-    with pytest.raises(CheckpointError, match="gradients of an update to come, which are not scaled"):
+    with pytest.raises(
+        CheckpointError, match="gradients of an update to come, which are not scaled"
+    ):
         again.load_state("saved", strict=False)
 
 

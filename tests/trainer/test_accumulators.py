@@ -81,6 +81,29 @@ def test_the_parts_of_several_ranks_add_up_on_one(tmp_path):
     assert found == expected
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_object_logged_on_steps_alone_is_reset_after_a_resume_too(tmp_path, ranks):
+    store, module = MetricStore(CPU), Module()
+    store.scope = TRAIN_STEP
+    for name in ("total", "mean"):  # the first is not of the last update
+        store.begin_window()
+        store.begin_batch(1)
+        getattr(module, name).update(2.0)
+        store.log(name, getattr(module, name), on_step=True, on_epoch=False)
+    save_tree(accumulators_of(store, module), tmp_path, "part")
+    parts = [load_tree(tmp_path, "part") for _ in range(ranks)]
+
+    resumed, fresh = MetricStore(CPU), Module()
+    restore_accumulators(resumed, fresh, parts)
+    assert [fresh.total.update_count, fresh.mean.update_count] == [ranks, ranks]
+    reduced(resumed)
+    assert [fresh.total.update_count, fresh.mean.update_count] == [0, 0]
+    for part in parts:
+        del part["stepwise"]  # as in a checkpoint of an earlier release
+    restore_accumulators(MetricStore(CPU), fresh, parts)
+    assert fresh.total.update_count == ranks
+
+
 def test_an_epoch_that_has_not_begun_is_empty(tmp_path):
     store, module = MetricStore(CPU), Module()
     restore_accumulators(store, module, [])

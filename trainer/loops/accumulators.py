@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,11 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
         for path, metric in metric_objects(module)
         if metric.update_count
     }
-    return {"epochs": epochs, "states": states, "names": sorted(metrics.names)}
+    stepwise = {
+        name: paths[id(metric)] for name, metric in metrics.stepwise.items() if id(metric) in paths
+    }
+    names = sorted(metrics.names)
+    return {"epochs": epochs, "stepwise": stepwise, "states": states, "names": names}
 
 
 def restore_accumulators(
@@ -89,9 +93,11 @@ def restore_accumulators(
                     _take(cells.cells, name, Cell(*to_device(fields, metrics.device)))
                 else:
                     cells.cells.setdefault(name, Cell(kind, EMPTY[kind], prog_bar=prog_bar))
-            for name, path in saved["objects"].items():
-                if path in objects:
-                    cells.objects[name] = cells.known[name] = objects[path]
+            here = _named(saved["objects"], objects)
+            cells.objects.update(here)
+            cells.known.update(here)
+        # A checkpoint of an earlier release does not have them.
+        metrics.stepwise.update(_named(part.get("stepwise", {}), objects))
         for path, (count, state) in part["states"].items():
             if path in objects:
                 states[path].append((count, to_device(state, metrics.device)))
@@ -100,6 +106,11 @@ def restore_accumulators(
             _refuse_to_merge(path, objects[path])
         if holds:
             _put_merged(objects[path], each)
+
+
+def _named(paths: Mapping[str, str], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects at these paths, of which the module may lack some, by the paths' names."""
+    return {name: objects[path] for name, path in paths.items() if path in objects}
 
 
 def metric_states(module: nn.Module) -> list[tuple[Any, int, dict[str, Any]]]:

@@ -54,6 +54,7 @@ class MetricStore:
         scope: The part of the run in which `log` is called; None where it cannot be called.
         private: Names that are not logged to trackers.
         loader_of: The loader suffix of each value of the latest epoch whose name lacks it.
+        stepwise: The metric objects logged on steps of the current epoch, which its end resets.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class MetricStore:
         self._shown: dict[str, float] = {}
         self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, their event
         self._objects_shown: set[str] = set()  # metric objects that the bar shows
-        self._stepwise: dict[str, Any] = {}  # metric objects logged on steps, reset at epoch end
+        self.stepwise: dict[str, Any] = {}
 
     @property
     def names(self) -> set[str]:
@@ -106,7 +107,7 @@ class MetricStore:
         self.loader_suffix = loader_suffix
         if self.scope.phase == "train":  # a validation runs before its update's values are dropped
             self.step.ran.add(loader_suffix)
-            for metric in self._stepwise.values():
+            for metric in self.stepwise.values():
                 forget_call(metric)
         self.epoch(self.scope.phase).ran.add(loader_suffix)
 
@@ -168,7 +169,7 @@ class MetricStore:
             else:  # in a step cell without a value of the call: its value so far
                 self._keep_object(place, value, prog_bar)
             if is_object and place.cells is self.step:
-                self._stepwise[name] = value
+                self.stepwise[name] = value
 
     def _find_places(
         self,
@@ -262,9 +263,9 @@ class MetricStore:
                 cells.known[name].reset()
         if phase == "train":
             self._keep_last(cells, values)
-            for metric in self._stepwise.values():
+            for metric in self.stepwise.values():
                 metric.reset()
-            self._stepwise.clear()
+            self.stepwise.clear()
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()

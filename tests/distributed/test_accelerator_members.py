@@ -11,6 +11,7 @@ import json
 import pickle
 import random
 import weakref
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from trackers import GeneralTracker
 from trainer import (
     Accelerator,
     CheckpointError,
+    DataLoaderConfiguration,
     DeepSpeedPlugin,
     DynamoBackend,
     FP8RecipeKwargs,
@@ -995,3 +997,52 @@ def test_prepared_objects_are_pickled(ranks, world, precision):
         ]
 
     assert on_processes(ranks, world, roundtrip) == [[True] * 7] * world
+
+
+def passes(folder: str, *, save: int = 0, skip: int = 0, **config: Any) -> list[list[int]]:
+    """The samples of this process in passes 1 to 3, up to a save in pass 1 or from one on."""
+    accelerator = accelerate(
+        dataloader_config=DataLoaderConfiguration(even_batches=not config["uneven"])
+    )
+    set_seed(5)
+    data = TensorDataset(torch.arange(config["count"]))
+    source = DataLoader(data, 2, shuffle=True, drop_last=config["drop_last"])
+    loader = accelerator.prepare(source)
+    if skip:
+        accelerator.load_state(folder)
+    else:
+        list(loader)
+    found: list[list[int]] = []
+    for number in range(3):
+        found.append([])
+        rest = accelerator.skip_first_batches(loader, skip) if skip and not number else loader
+        for batch, (ids,) in enumerate(rest, 1):
+            found[-1] += ids.tolist()
+            if batch == save and not number:
+                accelerator.save_state(folder)
+    return found
+
+
+def of_all(found: list[list[list[int]]]) -> list[list[int]]:
+    return [sorted(chain.from_iterable(parts)) for parts in zip(*found, strict=True)]
+
+
+def test_a_process_without_batches_in_the_rest_of_a_pass_goes_on_with_the_others(ranks2):
+    options = {"uneven": True, "count": 5, "drop_last": False}
+    whole = ranks2(lambda: passes("saved", save=1, **options))
+    rest = ranks2(lambda: passes("saved", skip=1, **options))
+    assert [len(own[0]) for own in rest] == [1, 0]
+    for own, found in zip(whole, rest, strict=True):
+        assert found == [own[0][2:], *own[1:]]
+    assert of_all(rest)[1:] == [list(range(5))] * 2
+
+
+def test_a_pass_that_has_ended_is_not_begun_again_where_it_has_more_batches(ranks):
+    options = {"uneven": False, "count": 9, "drop_last": True}
+    on_three = on_processes(ranks, 3, lambda: passes("saved", save=1, **options))
+    (alone,) = on_processes(ranks, 1, lambda: passes("saved", skip=3, **options))
+    (whole,) = on_processes(ranks, 1, lambda: passes("other", save=4, **options))
+    assert [i for own in on_three for i in own[0]] == whole[0][:6]
+    assert alone == [whole[0][6:], *whole[1:]]  # the batch that made no round of three
+    on_three_again = on_processes(ranks, 3, lambda: passes("other", skip=2, **options))
+    assert of_all(on_three_again) == [[], *of_all(on_three)[1:]]

@@ -87,7 +87,7 @@ class PreparedLoader(DataLoader[Any]):
         self._reader: PreparedLoader | None = (
             None  # which loader reads the pass: this one or one that skips
         )
-        self._ended = False  # whether the pass before the next one was read to its end
+        self._ended = False  # whether the latest pass was read to its last batch
         self._loaded = False  # whether its pass was loaded and has not begun
         self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
         self._take(source)
@@ -125,6 +125,9 @@ class PreparedLoader(DataLoader[Any]):
             self._tell(self.iteration + 1, unfinished=False)
         except GeneratorExit:  # the caller's loop was left by break
             state._keep_end(self)
+            for loader in self._wholes():
+                if loader._reader is self:
+                    loader._ended = self.end_of_dataloader
             raise
         finally:
             self._read_by(None)
@@ -269,18 +272,13 @@ class PreparedLoader(DataLoader[Any]):
         skip = self.skip_batches + num_batches
         skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
         skipped.iteration = self.iteration
-        skipped._rest_of, skipped._loaded = self, self._loaded
-        if self._loaded and num_batches and self.iteration and skipped._is_empty(self._ended):
+        skipped._rest_of, skipped._loaded, skipped._ended = self, self._loaded, self._ended
+        if self._loaded and self._ended and num_batches and self.iteration:
             # A state saved at the last batch names the next pass already, but a script may skip all
-            # batches of the previous one.
+            # batches of the previous one. Its own length would tell each process something else,
+            # and another number of processes may leave out more or fewer with drop_last.
             skipped.iteration, skipped._loaded = self.iteration - 1, False
         return skipped
-
-    def _is_empty(self, otherwise: bool) -> bool:
-        try:
-            return len(self) == 0
-        except TypeError:  # only reading can tell
-            return otherwise
 
     def __len__(self) -> int:
         own = self.feed.num_own_batches

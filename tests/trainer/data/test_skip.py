@@ -220,6 +220,22 @@ def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, ki
     assert again.iteration == 4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("source", [Noisy(12), Stream(12)], ids=["sized", "stream"])
+def test_a_pass_that_was_left_at_its_last_batch_has_ended(kind, source):
+    loader = prepared(DataLoader(source, 2), **kind)
+    for number in (1, 2, 3, 4, 5, 6):
+        list(loader)
+        for batch, _ in enumerate(loader, 1):
+            if batch == number:
+                break
+        assert loader.state_dict()["ended"] == (number == 6)
+    again = resumed(DataLoader(source, 2), loader.state_dict(), **kind)
+    assert list(skip_first_batches(again, 6)) == []
+    list(again)
+    assert again.iteration == 13
+
+
 def test_a_stream_without_length_goes_on_from_its_state():
     source = DataLoader(Stream(6), 2)
     again = prepared(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback
+from callbacks import Callback, ModelCheckpoint
 from tests.numerics.running import on_processes, quiet_trainer
 from trainer import Accelerator, Preempted, TrainModule
 
@@ -129,6 +130,69 @@ def test_one_cycle_over_the_estimated_updates_reaches_its_end_exactly(ranks, wor
     for seen in on_processes(ranks, world, one_cycle, accumulation):
         assert seen.used == wanted
         assert seen.used[-1] == min(seen.used) == pytest.approx(0.5 / 25 / 1e4, rel=1e-9)
+
+
+def resumed_one_cycle(folder: str, until: int | None, accumulation: int) -> tuple[Any, ...]:
+    """Train to an update, or to the end; return the rates, and what the schedule warned of."""
+    told = Told()
+    logger = logging.getLogger("trainer.optim.configure")
+    logger.addHandler(told)
+    seen = Rates()
+    trainer = quiet_trainer(
+        max_epochs=EPOCHS,
+        project_dir=folder,
+        gradient_accumulation_steps=accumulation,
+        callbacks=[seen, Signal(until), ModelCheckpoint()],
+    )
+    try:
+        trainer.fit(Scheduled(one_cycle=True), loader(), ckpt_path="auto")
+    except Preempted:
+        pass
+    finally:
+        logger.removeHandler(told)
+    return seen.used, told.messages
+
+
+class Told(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+class Signal(Callback):
+    """Tells the run to end at an update."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def on_boundary(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.at:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_one_cycle_outlived_on_fewer_processes_stays_at_its_end(ranks, tmp_path):
+    ((whole, _), _) = on_processes(ranks, 2, resumed_one_cycle, str(tmp_path / "whole"), None, 1)
+    assert len(whole) == 18
+    for name in ("longer", "kept"):
+        ((begun, told), _) = on_processes(ranks, 2, resumed_one_cycle, str(tmp_path / name), 4, 1)
+        assert 4 <= len(begun) < 9
+        assert not told
+    # Twice the micro-batches on half the processes: as many updates as before.
+    ((rest, told),) = on_processes(ranks, 1, resumed_one_cycle, str(tmp_path / "kept"), None, 2)
+    assert begun + rest == whole
+    assert not told
+    longer = str(tmp_path / "longer")
+    parts = [on_processes(ranks, 1, resumed_one_cycle, longer, at, 1)[0] for at in (20, None)]
+    rates = begun + [rate for used, _ in parts for rate in used]
+    assert rates == whole + whole[-1:] * (18 - len(begun))
+    ((message,),) = [told for _, told in parts if told]  # once in the run
+    assert "OneCycleLR was made for total_steps=18" in message
+    assert "gradient_accumulation_steps times" in message
 
 
 def own_loop(tick: str, accumulation: int) -> list[float]:

@@ -358,4 +358,5 @@ def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = No
         if by_metric in (None, entry.takes_metric):
             if entry.takes_metric:
                 run.recorder.flush()
-            entry.tick(run.recorder.latest, barebones=run.metrics.quiet_training)
+            quiet = run.metrics.quiet_training
+            entry.tick(run.recorder.latest, barebones=quiet, tell=run.tells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,13 @@ from functools import cached_property
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from trainer.errors import choose
 from trainer.optim.clipping import validate_limits
+from trainer.optim.scheduler import is_at_end
+
+logger = logging.getLogger(__name__)
 
 _TICKS = ("scheduler", "interval", "frequency", "monitor")
 _SCHEDULER_KEYS = (*_TICKS, "name")
@@ -125,17 +129,22 @@ class SchedulerEntry:
                 "'scheduler': …, 'monitor': 'val/loss'}."
             )
 
-    def tick(self, metrics: Mapping[str, float], *, barebones: bool = False) -> None:
-        """Advance by one tick.
+    def tick(
+        self, metrics: Mapping[str, float], *, barebones: bool = False, tell: bool = True
+    ) -> None:
+        """Advance by one tick; a schedule with an end stays there.
 
         Args:
             metrics: The latest value of every metric.
             barebones: Metrics logged in training are not among them.
+            tell: Whether to warn of a run that is longer than the schedule.
 
         Raises:
             ValueError: The monitored metric has not been logged; the message lists those that were.
         """
-        if self.monitor is None or not self.takes_metric:
+        if isinstance(self.scheduler, OneCycleLR) and is_at_end(self.scheduler):
+            self._stay_at_end(self.scheduler, tell=tell)
+        elif self.monitor is None or not self.takes_metric:
             if getattr(self.scheduler, "_step_count", 0) > 1:
                 self.scheduler.step()
                 return
@@ -164,6 +173,23 @@ class SchedulerEntry:
                 f"with self.log({self.monitor!r}, value, on_epoch=True) before the scheduler "
                 "ticks. With interval='step' it ticks after the log and the validation that are "
                 "due at its update: make its frequency a multiple of log_every or val_every."
+            )
+
+    def _stay_at_end(self, schedule: OneCycleLR, *, tell: bool) -> None:
+        """Leave it at its last learning rate, and warn at the tick at which torch would raise.
+
+        It counts the tick, as torch does; checkpoints hold the count, so it warns once in a run.
+        """
+        schedule._step_count += 1
+        if tell and schedule._step_count == schedule.total_steps + 2:
+            logger.warning(
+                "The schedule %s was made for total_steps=%d, but the run goes on: its learning "
+                "rate stays where it ended. After a resume on fewer processes an epoch has more "
+                "updates; to keep their number, resume with gradient_accumulation_steps times the "
+                "earlier number of processes divided by the present one. Otherwise make the "
+                "schedule for as many updates as there are: trainer.estimated_stepping_batches.",
+                self.name or type(schedule).__name__,
+                schedule.total_steps,
             )
 
     @cached_property

@@ -11,6 +11,12 @@ from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.state import GradientState, PartialState
 
 
+def is_at_end(scheduler: Any) -> bool:
+    """Return whether a schedule has reached its last step, past which OneCycleLR raises."""
+    end = getattr(scheduler, "total_steps", None)
+    return end is not None and scheduler.last_epoch >= end - 1
+
+
 class AcceleratedScheduler:
     """A scheduler that advances with the updates its optimizers actually made.
 
@@ -78,9 +84,8 @@ class AcceleratedScheduler:
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
         once = self.tick == "update" or self.split_batches or args or kwargs
-        end = getattr(self.scheduler, "total_steps", None)
         for _ in range(1 if once else PartialState().num_processes):
-            if end is None or self.scheduler.last_epoch < end - 1:  # OneCycleLR raises past its end
+            if not is_at_end(self.scheduler):
                 self.scheduler.step(*args, **kwargs)
 
     def _count_waiting(self) -> None:

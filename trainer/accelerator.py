@@ -656,7 +656,11 @@ class Accelerator:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The gradient scaler of fp16; None in other precisions."""
+        """The gradient scaler of fp16; None in other precisions.
+
+        After ``optimizer.step()`` its `get_scale` and `state_dict` say what the next loss has; they
+        synchronise with the device.
+        """
         return self.precision.scaler
 
     @contextmanager

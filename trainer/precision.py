@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -14,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from trainer.configuration import AutocastKwargs, GradScalerKwargs
@@ -37,6 +39,37 @@ def _check_device(mode: str, device: torch.device) -> None:
         raise ValueError(
             f"mixed_precision={mode!r} cannot be used on {device}: {error} Use {other} there."
         ) from error
+
+
+class Scaler(torch.amp.GradScaler):
+    """A ``GradScaler`` that says what its state is after the updates made so far.
+
+    `Precision` adapts the scale at the next backward. Until then, `get_scale` and `state_dict`
+    return what that adaptation comes to by now, as after torch's own ``update``; nothing changes.
+    """
+
+    def get_scale(self) -> float:
+        """Return the scale for the next loss; synchronises with the device."""
+        return torch.amp.GradScaler.get_scale(self._adapted())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for the next loss; synchronises with the device."""
+        return torch.amp.GradScaler.state_dict(self._adapted())
+
+    def _adapted(self) -> Scaler:
+        """Return this scaler, or an adapted copy if an optimizer has stepped under its scale."""
+        states = self._per_optimizer_states
+        if not any(each["stage"] is OptState.STEPPED for each in states.values()):
+            return self
+        assert self._scale is not None  # an optimizer has been unscaled
+        assert self._growth_tracker is not None
+        adapted = object.__new__(Scaler)
+        vars(adapted).update(vars(self))
+        adapted._scale, adapted._growth_tracker = self._scale.clone(), self._growth_tracker.clone()
+        # Torch adds up the flags in place; those here still decide about other optimizers' steps.
+        adapted._per_optimizer_states = copy.deepcopy(states)
+        adapted.update()
+        return adapted
 
 
 class Precision:
@@ -79,9 +112,7 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = None
         self.scales = False
         if mode == "fp16":
-            self.scaler = torch.amp.GradScaler(
-                device.type, **(scaler or GradScalerKwargs()).to_kwargs()
-            )
+            self.scaler = Scaler(device.type, **(scaler or GradScalerKwargs()).to_kwargs())
             if device.type == "cpu":
                 logger.warning(
                     "mixed_precision='fp16' on the CPU: autocast to float16 with a gradient "

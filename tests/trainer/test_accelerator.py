@@ -544,6 +544,60 @@ def test_an_optimizer_that_steps_less_often_uses_gradients_of_one_scale():
     assert [model.weight.item() for model in models] == [-2, -2]
 
 
+def test_the_scaler_says_after_each_step_what_torchs_own_does():
+    def prepared() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    settings = {"init_scale": 1024.0, "growth_interval": 2}
+    handlers = [GradScalerKwargs(**settings)]
+    accelerator = accelerate(mixed_precision="fp16", kwargs_handlers=handlers)
+    ours, optimizer = accelerator.prepare(*prepared())
+    scaler = accelerator.scaler
+    torchs, (model, sgd) = torch.amp.GradScaler("cpu", **settings), prepared()
+    for size in (1.0, 1.0, 1e37, 1.0, 1e37, 1.0, 1.0):
+        x = torch.ones(1, 2)
+        before = scaler.get_scale()
+        accelerator.backward(ours(x).sum() * size)
+        if size == 1.0:
+            accelerator.clip_grad_norm_(ours.parameters(), 1.0)
+            assert scaler.get_scale() == before  # no update has been made
+        optimizer.step()
+        torchs.scale(model(x).sum() * size).backward()
+        torchs.step(sgd)
+        torchs.update()
+        for _ in range(2):  # reading changes nothing
+            assert scaler.get_scale() == accelerator.scaler.get_scale() == torchs.get_scale()
+            assert scaler.state_dict() == torchs.state_dict()
+        assert (scaler.get_scale() < before) == accelerator.optimizer_step_was_skipped
+        optimizer.zero_grad()
+        sgd.zero_grad()
+
+
+def test_reading_the_scale_between_two_optimizers_changes_no_update():
+    def train(*, reads: bool) -> list[object]:
+        AcceleratorState._reset_state()
+        accelerator, models, optimizers = pair(growth_interval=1)
+        found = []
+        for sizes in ((1.0, 1.0), (1e30, 1.0), (1.0, 1e30), (1e30, 1e30), (1.0, 1.0)):
+            x = torch.ones(1, 1)
+            losses = [model(x).sum() * each for model, each in zip(models, sizes, strict=True)]
+            accelerator.backward(sum(losses))
+            if sizes == (1e30, 1.0):  # its flag is there before the other has stepped
+                accelerator.clip_grad_norm_(models[1].parameters(), 10.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                if reads:
+                    accelerator.scaler.get_scale(), accelerator.scaler.state_dict()
+                optimizer.zero_grad()
+            found += [model.weight.item() for model in models]
+            found += [optimizer.step_was_skipped for optimizer in optimizers]
+        return [*found, accelerator.precision.state_dict()]
+
+    assert train(reads=True) == train(reads=False)
+
+
 def test_clipping_takes_parameters_and_not_a_model():
     accelerator = accelerate()
     for model in (nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))):

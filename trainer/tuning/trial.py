@@ -14,7 +14,7 @@ from callbacks import Callback
 from trainer.accelerator import Accelerator
 from trainer.hparams import kept_by
 from trainer.module import TrainModule
-from trainer.precision import Precision
+from trainer.precision import Precision, Scaler
 from trainer.rng import isolated_rng
 from trainer.state import GradientState, PartialState
 from trainer.trainer import Trainer
@@ -46,7 +46,7 @@ def _separate(precision: Precision) -> Precision:
     scaler = precision.scaler
     if scaler is None:
         return copy.deepcopy(precision)
-    twin = torch.amp.GradScaler(scaler._device, enabled=scaler.is_enabled())
+    twin = Scaler(scaler._device, enabled=scaler.is_enabled())
     if scaler.is_enabled():
         twin.load_state_dict(scaler.state_dict())
     separate = copy.deepcopy(precision, {id(scaler): twin})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.ranks import RankError
 from trainer.data.prepare import prepare_data_loader
@@ -91,6 +91,47 @@ def test_every_sample_comes_once_in_its_order(ranks, size):
         return wrong
 
     assert ranks(size)(evaluate, modes) == [[]] * size
+
+
+class Ready(Dataset):
+    """Ready-made batches of these sizes, of the numbers from 0 on."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.ready = torch.arange(sum(sizes)).split(sizes)
+
+    def __len__(self) -> int:
+        return len(self.ready)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self.ready[number]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ready_made_batches_that_are_repeated_whole_count_once(ranks, size):
+    def evaluate() -> list[Any]:
+        wrong = []
+        for sizes in ([4, 4, 2], [3, 3, 3, 2], [1, 3, 2, 4, 1], [5], [2, 2, 2, 2], [2, 1, 3]):
+            found: list[Any] = []
+            names: list[str] = []
+            means = 0
+            rest: list[int] = []
+            ready = prepare_data_loader(DataLoader(Ready(sizes), batch_size=None))
+            for batch in ready:
+                entries = {"x": batch, "names": [f"{each}" for each in batch.tolist()]}
+                entries = gather_for_metrics(entries)
+                found += entries["x"].tolist()
+                names += entries["names"]
+                rest += gather_for_metrics(batch, use_gather_object=True)
+                means += gather_for_metrics(batch.float().mean()).numel()
+            whole = list(range(sum(sizes)))
+            world = dist.get_world_size()
+            rounds = -(-len(sizes) // world)
+            right = [whole, [f"{each}" for each in whole], whole, rounds * world]
+            if [found, names, rest, means] != right:
+                wrong.append((sizes, found, names, rest, means))
+        return wrong
+
+    assert ranks(size)(evaluate) == [[]] * size
 
 
 @pytest.mark.parametrize("size", [2, 3])

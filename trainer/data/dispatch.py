@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
 from trainer.data.dealing import SAMPLES, Dealing
 from trainer.data.feed import Feed
-from trainer.data.loader import PreparedLoader
+from trainer.data.loader import Given, PreparedLoader
 from trainer.data.prefetch import InFlight
 from trainer.data.rounds import ahead
 from trainer.distributed.collectives import broadcast
@@ -96,14 +96,14 @@ class DataLoaderDispatcher(PreparedLoader):
     def _make_feed(self, source: DataLoader[Any]) -> Feed:
         return Feed(source, seed=self.settings["seed"])
 
-    def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
+    def _batches(self) -> Iterator[Given]:
         plans = ahead(self._sent()) if self.rank == 0 else iter(())
         following = self.world_size
         while following:
             message, batch = self._exchange(plans)
             if self.rank < message.present:
                 last = self.rank >= message.following
-                yield self._own(batch, message.size), last, message.real
+                yield Given(self._own(batch, message.size), last, message.real)
             following = message.following
 
     def _own(self, batch: Any, size: int) -> Any:

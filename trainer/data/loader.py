@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +19,23 @@ from trainer.data.rounds import ahead
 from trainer.rng import synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import to_device
+
+
+class Given(NamedTuple):
+    """A batch of this process, and what is known of its round.
+
+    Attributes:
+        batch: The batch, on the device.
+        last: Whether this process has no further batch.
+        real_samples: The samples in the round that are not repeated; None if unknown.
+        real_batches: How many processes, from rank 0 on, have a batch that is not repeated whole,
+            if others have one that is and `real_samples` is None.
+    """
+
+    batch: Any
+    last: bool
+    real_samples: int | None
+    real_batches: int | None = None
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -83,6 +100,7 @@ class PreparedLoader(DataLoader[Any]):
         self.iteration = 0
         self.end_of_dataloader = False
         self.remainder = -1
+        self._real_batches: int | None = None  # at the last batch, see `Given`
         self._unfinished = False
         self._reader: PreparedLoader | None = (
             None  # which loader reads the pass: this one or one that skips
@@ -104,8 +122,8 @@ class PreparedLoader(DataLoader[Any]):
         """Create the feed that reads the user's loader on this process."""
 
     @abstractmethod
-    def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
-        """Yield this process's batches, whether each is the last, and its round's samples."""
+    def _batches(self) -> Iterator[Given]:
+        """Yield this process's batches."""
 
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
@@ -113,12 +131,12 @@ class PreparedLoader(DataLoader[Any]):
         self._tell(self.iteration + self._unfinished, unfinished=True)
         self._read_by(self)
         self.feed.set_epoch(self.iteration)
-        self.end_of_dataloader, self.remainder = False, -1
+        self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         state = self.gradient_state
         state._add_dataloader(self)
         try:
-            for batch, last, real in self._batches():
-                self.end_of_dataloader = last
+            for batch, last, real, real_batches in self._batches():
+                self.end_of_dataloader, self._real_batches = last, real_batches
                 if last and real is not None and not self._drops_last:
                     self.remainder = 0 if real == self.total_batch_size else real
                 yield batch
@@ -315,10 +333,12 @@ class DataLoaderShard(PreparedLoader):
         feed.start_round = self.skip_batches
         return feed
 
-    def _batches(self) -> Iterator[tuple[Any, bool, int | None]]:
+    def _batches(self) -> Iterator[Given]:
         streams = self._streams
         for current, following in ahead(self.feed.read(self._transfer(streams))):
             if current.present:
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()
-                yield batch, last, current.real_samples
+                real, whole = current.real_samples, current.real_batches
+                repeats = real is None and whole is not None and whole < current.batches
+                yield Given(batch, last, real, whole if repeats else None)

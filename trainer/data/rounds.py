@@ -28,6 +28,7 @@ class Round:
         ended: This process should have a batch, but its dataset has ended the epoch early by
             raising ``StopIteration``.
         place: The position of a stream after it.
+        real_batches: See `Share`; None for a stream, whose `real_samples` are known.
     """
 
     present: bool
@@ -39,6 +40,7 @@ class Round:
     last: bool = False
     ended: bool = False
     place: Place | None = None
+    real_batches: int | None = None
 
 
 def absent_rounds(shares: Sequence[Share], left: int | None) -> Generator[Round, None, None]:
@@ -71,7 +73,8 @@ def own_round(batch: Any, share: Share, fetched: Any) -> Round:
     samples = share.samples
     if samples is None:
         samples = _samples_in(fetched, share.indices)
-    return Round(True, batch, samples, share.round_samples, share.real_samples, share.batches)
+    known = share.round_samples, share.real_samples, share.batches
+    return Round(True, batch, samples, *known, real_batches=share.real_batches)
 
 
 def _samples_in(batch: Any, indices: int) -> int:

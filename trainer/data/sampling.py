@@ -121,6 +121,7 @@ class Share(NamedTuple):
         round_samples: The samples in the round over all processes; None if unknown until read.
         real_samples: Those that are not repeated to fill the round.
         batches: How many processes have a batch.
+        real_batches: How many of them have one that is not repeated whole.
     """
 
     present: bool
@@ -129,6 +130,7 @@ class Share(NamedTuple):
     round_samples: int | None
     real_samples: int | None
     batches: int
+    real_batches: int
 
 
 class Rest:
@@ -295,7 +297,11 @@ class ShardedSampler(Sampler[Any]):
         for batch in stream:
             size = len(batch) if isinstance(batch, list) else None
             samples = size if self.counts else None
-            yield Share(True, samples, size or 0, samples, size, 1), batch, rest.before + position
+            yield (
+                Share(True, samples, size or 0, samples, size, 1, 1),
+                batch,
+                rest.before + position,
+            )
             position += 1 if size is None else size
 
     def _together(self) -> Iterator[tuple[Share, Any, int]]:
@@ -312,6 +318,7 @@ class ShardedSampler(Sampler[Any]):
                 round_samples=sum(known) if told else None,
                 real_samples=real if known else None,
                 batches=len(batches),
+                real_batches=len(batches) if known else real,
             )
             before = sum(known[: self.rank]) if known else self.rank
             yield share, own, position + before

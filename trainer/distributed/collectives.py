@@ -74,10 +74,15 @@ def _gather_one(tensor: Tensor) -> Tensor:
     return parts if tensor.ndim == 0 else parts.flatten(0, 1)
 
 
-def gather_uneven(tensor: Any) -> Any:
+def gather_uneven(tensor: Any, processes: int | None = None) -> Any:
     """Gather tensors whose first dimension may differ between processes; see `gather`.
 
     It costs one more exchange, of the sizes, for which the host waits.
+
+    Args:
+        tensor: See `gather`.
+        processes: Keep the samples of so many processes, from rank 0 on; None keeps all. Tensors
+            without dimensions are kept from all.
     """
     world_size = PartialState().num_processes
     if world_size == 1:
@@ -90,9 +95,11 @@ def gather_uneven(tensor: Any) -> Any:
     def gather_one(leaf: Tensor) -> Tensor:
         sizes = next(columns) if leaf.ndim else (1,)
         if len(set(sizes)) == 1:
-            return _gather_one(leaf)
+            whole = _gather_one(leaf)
+            return whole if processes is None or not leaf.ndim else whole[: sum(sizes[:processes])]
         parts = meeting.stack(_padded(leaf, 0, max(sizes), 0, first=False))
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        cut = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+        return torch.cat(cut[:processes])
 
     return map_tree(gather_one, tensor)
 

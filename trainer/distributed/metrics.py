@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.distributed.collectives import gather_uneven
 from trainer.distributed.debug import is_checked
 from trainer.distributed.meeting import meet
-from trainer.distributed.objects import gather_object, is_sequence
+from trainer.distributed.objects import gather_object, gather_object_from, is_sequence
 from trainer.state import GradientState, PartialState
 from trainer.tree import children, leaves, map_tree, rebuild
 
@@ -58,12 +58,18 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
             names = ", ".join(repr(name) for name, _ in entries)
             meet(f"gather_for_metrics ({type(input_data).__name__} of {names})")
         return rebuild(input_data, [gather_for_metrics(v, use_gather_object) for _, v in entries])
-    objects = gather_object(input_data)
-    return _cut(objects) if is_sequence(input_data) else objects
+    if not is_sequence(input_data):
+        return gather_object(input_data)
+    processes = GradientState()._real_parts
+    objects = gather_object_from(input_data, processes)
+    return objects if processes is not None else _cut(objects)
 
 
 def _gather_tensors(tree: Any) -> Any:
-    gathered = gather_uneven(tree)
+    processes = GradientState()._real_parts
+    gathered = gather_uneven(tree, processes)
+    if processes is not None:  # batches of unknown sizes, repeated whole
+        return gathered
     whole = list(leaves(gathered))
     owns = leaves(tree)
     cut = [_cut(all_) if own.ndim else all_ for own, all_ in zip(owns, whole, strict=True)]

@@ -36,9 +36,15 @@ def gather_object(object: Any) -> list[Any]:  # noqa: A002 - the documented API'
         RuntimeError: On the other processes in that case.
         DistributedOperationException: The processes' calls do not match.
     """
+    return gather_object_from(object, None)
+
+
+def gather_object_from(object: Any, processes: int | None) -> list[Any]:  # noqa: A002 - see above
+    """Return the objects of so many processes, from rank 0 on, as `gather_object` does of all."""
     # A set's order differs between processes, so it is fixed here; an array is sent in one piece.
     own = object if isinstance(object, _ARRAYS) else _elements(object)
-    return list(chain.from_iterable(map(_elements, _exchange("gather_object", own))))
+    found = _exchange("gather_object", own)[:processes]
+    return list(chain.from_iterable(map(_elements, found)))
 
 
 def _elements(thing: Any) -> list[Any]:

@@ -139,6 +139,15 @@ class GradientState(Shared):
             real = real if most is not None and samples <= most else 0
         return real or None
 
+    @property
+    def _real_parts(self) -> int | None:
+        """How many processes, from rank 0 on, have a batch that is not repeated whole.
+
+        None for all, and where the real samples are counted: see `_real_samples`.
+        """
+        parts: int | None = getattr(self.active_dataloader, "_real_batches", None)
+        return parts
+
     def _remove_dataloader(self, loader: Any) -> None:
         """Remove the loader's latest iteration; an earlier one of the same loader may end later."""
         alive = [ref for ref in self._loaders if ref() is not None]

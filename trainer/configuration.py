@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from os import PathLike
 from typing import Any, TypeVar
 
 from callbacks.arguments import explained
-from callbacks.checks import expect_bools
+from callbacks.checks import expect_bools, expect_numbers
 from trainer import environment
 from trainer.choices import DDPCommunicationHookType
 from trainer.errors import choose
@@ -293,10 +294,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
             at_least(least, f"comm_state_option[{name!r}]", options.get(name, least))
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             value = options.get(name, 0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"comm_state_option[{name!r}] is {value!r}; it must be a number.")
+            expect_numbers(**{f"comm_state_option[{name!r}]": value})
             if value < 0:
                 raise ValueError(f"comm_state_option[{name!r}] is {value}; it must be 0 or more.")
+        if math.isinf(value := options.get("orthogonalization_epsilon", 0)):
+            raise ValueError(
+                f"comm_state_option['orthogonalization_epsilon'] is {value}, by which every column "
+                "would be divided; it must be a small number, such as 1e-8."
+            )
         for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape"):
             expect_bools(**{f"comm_state_option[{name!r}]": options.get(name, True)})
         PowerSGDState(None, **options)  # raises for options that torch itself refuses
@@ -313,7 +318,8 @@ class GradScalerKwargs(KwargsHandler):
     """Arguments of ``torch.amp.GradScaler``, used with ``mixed_precision="fp16"``.
 
     Raises:
-        ValueError: A factor would keep the scale from growing or shrinking.
+        ValueError: A factor would keep the scale from growing or shrinking, or is infinite.
+        TypeError: A value has the wrong type.
     """
 
     init_scale: float = 65536.0
@@ -324,13 +330,15 @@ class GradScalerKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check types and ranges."""
-        for name, sound, range_ in (
-            ("init_scale", self.init_scale > 0, "above 0"),
-            ("growth_factor", self.growth_factor > 1, "above 1"),
-            ("backoff_factor", 0 < self.backoff_factor < 1, "between 0 and 1"),
+        for name, low, high, range_ in (
+            ("init_scale", 0, math.inf, "above 0 and finite"),
+            ("growth_factor", 1, math.inf, "above 1 and finite"),
+            ("backoff_factor", 0, 1, "between 0 and 1"),
         ):
-            if not sound:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be {range_}.")
+            value = getattr(self, name)
+            expect_numbers(**{name: value})
+            if not low < value < high:
+                raise ValueError(f"{name} is {value}; it must be {range_}.")
         at_least(1, "growth_interval", self.growth_interval)
         _expect_bools(self, "enabled")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from datetime import timedelta
+from math import inf, nan
 
 import pytest
 import torch
@@ -272,6 +273,19 @@ def test_a_switch_is_on_or_off(kind, name):
             ValueError,
             "is -1; it must be 0 or more",
         ),
+        *[
+            (
+                DistributedDataParallelKwargs,
+                {"comm_hook": "power_sgd", "comm_state_option": {name: value}},
+                ValueError,
+                f"comm_state_option.'{name}'. is {value}",
+            )
+            for name, value in (
+                ("min_compression_rate", nan),
+                ("orthogonalization_epsilon", nan),
+                ("orthogonalization_epsilon", inf),
+            )
+        ],
         (
             DistributedDataParallelKwargs,
             {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 1}},
@@ -293,6 +307,13 @@ def test_a_switch_is_on_or_off(kind, name):
             "backoff_factor is 1.0; .* 0 and 1",
         ),
         (GradScalerKwargs, {"backoff_factor": 0.0}, ValueError, "backoff_factor is 0.0"),
+        *[
+            (GradScalerKwargs, {name: "x"}, TypeError, f"{name} is 'x'; it must be a number")
+            for name in ("init_scale", "growth_factor", "backoff_factor")
+        ],
+        (GradScalerKwargs, {"init_scale": inf}, ValueError, "init_scale is inf; .* finite"),
+        (GradScalerKwargs, {"init_scale": nan}, ValueError, "init_scale is nan"),
+        (GradScalerKwargs, {"growth_factor": inf}, ValueError, "growth_factor is inf; .* finite"),
         (GradScalerKwargs, {"growth_interval": 0}, ValueError, "growth_interval is 0"),
         (InitProcessGroupKwargs, {"timeout": 600}, TypeError, "timeout is 600; .* timedelta"),
         (InitProcessGroupKwargs, {"timeout": timedelta(0)}, ValueError, "timeout is 0:00:00"),

@@ -518,6 +518,16 @@ def test_a_rank_that_is_not_there_is_refused(ranks2, source):
             assert each.startswith(f"ValueError: from_process is {source}; it must be a rank from")
 
 
+@pytest.mark.parametrize("source", ["x", 0.0, True])
+def test_a_rank_that_is_no_number_is_refused(ranks2, source):
+    for function in (
+        lambda: collectives.broadcast(torch.ones(1), source),
+        lambda: broadcast_object_list([1], source),
+    ):
+        for each in failures(ranks2, function):
+            assert each.startswith(f"TypeError: from_process is {source!r}; it must be a rank")
+
+
 # -- objects
 
 

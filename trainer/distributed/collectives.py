@@ -8,12 +8,14 @@ autograd graph. Calls that do not match are an error on all processes where they
 from __future__ import annotations
 
 import warnings
+from numbers import Integral, Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from callbacks.checks import expect_bools
 from trainer.choices import Choice
 from trainer.distributed import meeting, transport
 from trainer.distributed.debug import describe, is_checked
@@ -117,10 +119,12 @@ def reduce(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     Raises:
         ValueError: The reduction is unknown, or a tensor is on a device that the process group
             cannot send from.
-        TypeError: A leaf is not a dense tensor, or the mean of integers is requested.
+        TypeError: A leaf is not a dense tensor, the mean of integers is requested, or the scale is
+            not a number.
         DistributedOperationException: The processes' calls do not match.
     """
     reduction = Reduction.parse(reduction, "reduction")
+    _expect(Number, "a number", scale=scale)
     if reduction != Reduction.NONE:
         _agree(f"reduce {reduction}", tensor, means=reduction == Reduction.MEAN)
     elif (problem := _problem("reduce", tensor)) is not None:
@@ -173,6 +177,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         ValueError: There is no such rank, or a tensor is on a device that the process group cannot
             send from.
+        TypeError: `from_process` is not an int.
         DistributedOperationException: The processes' calls do not match.
     """
     check_rank(from_process)
@@ -211,10 +216,12 @@ def pad_across_processes(
         The same containers; a tensor that needs no padding is returned itself.
 
     Raises:
-        TypeError: A leaf is not a tensor, also with one process.
+        TypeError: A leaf is not a tensor, also with one process, or `dim` is not an int.
         ValueError: A tensor is on a device that the process group cannot send from.
         DistributedOperationException: The processes' calls do not match.
     """
+    _expect(Integral, "an int", dim=dim)
+    expect_bools(pad_first=pad_first)
     _agree(f"pad_across_processes along dimension {dim}", tensor, sized=False, nested=True)
 
     def size_of(leaf: Tensor) -> int | None:
@@ -309,10 +316,18 @@ def _problem(
 
 
 def check_rank(rank: int) -> None:
-    """Raise a ValueError if there is no process of this rank."""
+    """Raise a ValueError if there is no process of this rank, a TypeError if it is no int."""
+    _expect(Integral, "a rank, an int", from_process=rank)
     world_size = PartialState().num_processes
     if not 0 <= rank < world_size:
         raise ValueError(
             f"from_process is {rank}; it must be a rank from 0 to {world_size - 1}, one of the "
             f"{world_size} process(es)."
         )
+
+
+def _expect(kind: type, wanted: str, **given: object) -> None:
+    for name, value in given.items():
+        scalar = isinstance(value, Tensor) and kind is Number and not value.ndim
+        if isinstance(value, bool) or not (scalar or isinstance(value, kind)):
+            raise TypeError(f"{name} is {value!r}; it must be {wanted}.")

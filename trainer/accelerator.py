@@ -10,7 +10,7 @@ import os
 import reprlib
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from callbacks.arguments import explained
-from callbacks.checks import expect_bools, expect_numbers
+from callbacks.checks import expect_bools, expect_numbers, given
 from trackers import GeneralTracker
 from trainer.checkpoint import project as states
 from trainer.checkpoint.model import parse_size, save_model
@@ -51,7 +52,7 @@ from trainer.data.skip import skip_first_batches
 from trainer.distributed import collectives
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
-from trainer.errors import expect
+from trainer.errors import expect, expect_file
 from trainer.memory import release_memory
 from trainer.optim.bare_backward import backward
 from trainer.optim.clipping import as_list, clip_
@@ -66,6 +67,7 @@ from trainer.plugins import (
     refuse_engine,
 )
 from trainer.precision import Precision
+from trainer.rng import as_types
 from trainer.state import AcceleratorState, GradientState, is_initialized
 from trainer.state.group import warn_of_old_kernel
 from trainer.strategies import join
@@ -85,6 +87,8 @@ _KINDS = {
     "optimizer": "an optimizer of torch.optim, or one with its attributes",
     "scheduler": "a scheduler of torch.optim.lr_scheduler, or one with its attributes",
     "loss": "a tensor with a graph, which loss.item() and float(loss) lack",
+    "hook": "a function",
+    "joinable": "a model or an optimizer, as prepare returned it",
 }
 
 
@@ -189,10 +193,8 @@ class Accelerator:
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_tick = SchedulerTick.parse(scheduler_tick, "scheduler_tick")
-        if isinstance(rng_types, str):
-            rng_types = [rng_types]
         self.rng_types = [
-            RNGType.parse(kind, "rng_types") for kind in rng_types or [RNGType.GENERATOR]
+            RNGType.parse(kind, "rng_types") for kind in as_types(rng_types or [RNGType.GENERATOR])
         ]
         self.dataloader_config = _with_options(
             dataloader_config,
@@ -439,16 +441,24 @@ class Accelerator:
 
         Raises:
             ValueError: Nothing was passed, or `device_placement` has a different length.
+            TypeError: `device_placement` holds anything but bools, or is not a list.
         """
         if not args:
             raise ValueError("prepare() was called without anything to prepare.")
         if device_placement is None:
             device_placement = [self.device_placement] * len(args)
+        elif not isinstance(device_placement, Sized):
+            raise TypeError(
+                f"device_placement is {device_placement!r}; it must be a list with True or False "
+                f"for each object: {[True] * len(args)}."
+            )
         elif len(device_placement) != len(args):
             raise ValueError(
                 f"device_placement has {len(device_placement)} elements for {len(args)} objects; "
                 "give one for each."
             )
+        for number, place in enumerate(device_placement):
+            expect_bools(**given(**{f"device_placement[{number}]": place}))
         first = [
             self._prepare_one(obj, place) for obj, place in zip(args, device_placement, strict=True)
         ]
@@ -470,6 +480,7 @@ class Accelerator:
         return obj
 
     def _placed(self, device_placement: bool | None) -> torch.device | None:
+        expect_bools(**given(device_placement=device_placement))
         chosen = self.device_placement if device_placement is None else device_placement
         return self.device if chosen else None
 
@@ -589,11 +600,26 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Let processes have different numbers of batches in a block; see `strategies.join`."""
+        """Let processes have different numbers of batches in a block; see `strategies.join`.
+
+        Raises:
+            TypeError: `joinables` is not a list of models and optimizers, on one process too.
+        """
+        expect_bools(**given(even_batches=even_batches))
+        if isinstance(joinables, (str, nn.Module)) or not isinstance(joinables, Iterable):
+            raise TypeError(
+                f"joinables is {reprlib.repr(joinables)}; it must be a list of models and "
+                "optimizers: join_uneven_inputs([model])."
+            )
+        joinables = list(joinables)
+        for each in joinables:
+            fits = isinstance(each, (nn.Module, Joinable)) or hasattr(each, "param_groups")
+            _expect_of("join_uneven_inputs", "joinable", each, fits)
         return join.join_uneven_inputs(joinables, self._dataloaders, even_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has already spread the model over several devices."""
+        _expect_of("verify_device_map", "model", model, isinstance(model, nn.Module))
         return models.verify_device_map(model)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
@@ -647,6 +673,7 @@ class Accelerator:
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
+        expect_bools(sync_gradients=sync)
         self.gradient_state.sync_gradients = sync
 
     @property
@@ -706,6 +733,11 @@ class Accelerator:
         self, autocast_handler: AutocastKwargs | None = None
     ) -> AbstractContextManager[Any]:
         """Return a context in which operations run in the mixed precision."""
+        fix = (
+            "Pass AutocastKwargs(enabled=False) to compute in full precision; the precision itself "
+            "is the Accelerator's mixed_precision."
+        )
+        expect("autocast_handler", autocast_handler, AutocastKwargs, fix)
         return self.precision.autocast(autocast_handler)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -754,7 +786,13 @@ class Accelerator:
 
         Raises:
             ValueError: Called inside a window, whose later gradients would be added scaled.
+            TypeError: `optimizer` is neither an optimizer nor a list of them.
         """
+        chosen = self._optimizers if optimizer is None else optimizer
+        single = isinstance(chosen, (Optimizer, nn.Module, str))
+        ours: list[Any] = [chosen] if single or not isinstance(chosen, Iterable) else list(chosen)
+        for one in ours:
+            _expect_of("unscale_gradients", "optimizer", one, hasattr(one, "param_groups"))
         scaled = self.scaler is not None and self.scaler.is_enabled()
         if scaled and not self.sync_gradients:
             raise ValueError(
@@ -762,8 +800,7 @@ class Accelerator:
                 "micro-batches: the next micro-batch adds gradients that carry the fp16 scale. "
                 "Do it under `if accelerator.sync_gradients:`."
             )
-        chosen = self._optimizers if optimizer is None else optimizer
-        for one in [chosen] if isinstance(chosen, Optimizer) else chosen:
+        for one in ours:
             self.precision.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def clip_grad_norm_(
@@ -778,11 +815,16 @@ class Accelerator:
             The norm before clipping.
 
         Raises:
-            ValueError: `max_norm` is negative or NaN.
+            ValueError: `max_norm` is negative or NaN, or `norm_type` is 0.
             TypeError: `max_norm` or `norm_type` is not a number.
         """
         _expect_limit("max_norm", max_norm)
         expect_numbers(norm_type=math.inf if norm_type == "inf" else norm_type)
+        if norm_type == 0:
+            raise ValueError(
+                f"norm_type is {norm_type!r}, which counts the elements that are not zero: scaling "
+                "does not change their number. Use another order, such as 2 or 'inf'."
+            )
         parameters = self._unscaled(parameters)
         norm = clip_(parameters, max_norm=max_norm, norm_type=float(norm_type))
         assert norm is not None
@@ -844,6 +886,8 @@ class Accelerator:
             f: The file, written atomically.
             safe_serialization: Write safetensors, a format that cannot contain code.
         """
+        expect_file("f", f)
+        expect_bools(safe_serialization=safe_serialization)
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
@@ -859,6 +903,7 @@ class Accelerator:
             TypeError: `model` is not a module; raised on every process, as for a wrong size.
         """
         _expect_of("save_model", "model", model, isinstance(model, nn.Module))
+        expect_bools(safe_serialization=safe_serialization)
         parse_size(max_shard_size, "max_shard_size")  # a bad size raises on every rank
         if self._writes:
             save_model(_bare(model), save_directory, max_shard_size, safe_serialization)
@@ -880,7 +925,7 @@ class Accelerator:
             The folder.
 
         Raises:
-            ValueError: There is no `output_dir`, or the next numbered folder exists.
+            ValueError: There is no `output_dir` or it is "", or the next numbered folder exists.
             CheckpointError: Some process could not write its part; raised on every process.
             TypeError: Further arguments were passed.
         """
@@ -888,6 +933,11 @@ class Accelerator:
             raise TypeError(
                 f"save_state got {', '.join(save_model_func_kwargs)}, arguments of an engine that "
                 "this release does not support. Remove them."
+            )
+        expect_bools(safe_serialization=safe_serialization)
+        if output_dir == "" and not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError(
+                "output_dir is ''; it must be a folder. Pass '.' for the current one, or a name."
             )
         hooks = self._save_hooks.values()
         return states.save_state(
@@ -953,12 +1003,14 @@ class Accelerator:
         Files that it writes to `output_dir` become part of the checkpoint; weights that it removes
         from the list are not saved.
         """
+        _expect_of("register_save_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` before a load; models that it removes are not loaded."""
+        _expect_of("register_load_state_pre_hook", "hook", hook, callable(hook))
         handle = RemovableHandle(self._load_hooks)
         self._load_hooks[handle.id] = hook
         return handle

@@ -145,6 +145,22 @@ def _load_device_state(device: Any, saved: Any) -> None:
     device.set_rng_state(saved["states"][saved["current"]])
 
 
+def as_types(rng_types: Iterable[str | RNGType] | str) -> list[str | RNGType]:
+    """Return one type of generator or several as a list.
+
+    Raises:
+        TypeError: The argument is something else.
+    """
+    if isinstance(rng_types, str):
+        return [rng_types]
+    if not isinstance(rng_types, Iterable):
+        raise TypeError(
+            f"rng_types is {rng_types!r}; it must be 'torch', 'cuda', 'xpu', 'mps' or 'generator', "
+            "or a list of them."
+        )
+    return list(rng_types)
+
+
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
@@ -158,10 +174,9 @@ def synchronize_rng_states(
     Raises:
         ValueError: A type is unknown, belongs to a device that this process does not use, or is
             ``"generator"`` while `generator` is None.
+        TypeError: `rng_types` is neither a type nor a list of them.
     """
-    if isinstance(rng_types, str):
-        rng_types = [rng_types]
-    kinds = [_parse_rng_type(kind, generator) for kind in rng_types]
+    kinds = [_parse_rng_type(kind, generator) for kind in as_types(rng_types)]
     for kind in kinds:  # all are valid by now: no process is left waiting in a broadcast
         if kind == RNGType.GENERATOR:
             assert generator is not None

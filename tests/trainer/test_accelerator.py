@@ -21,11 +21,13 @@ from trainer.configuration import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ProjectConfiguration,
 )
 from trainer.data.loader import DataLoaderShard
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.scheduler import AcceleratedScheduler
 from trainer.state import AcceleratorState, GradientState, PartialState
+from trainer.utils import load
 
 META = torch.device("meta")
 
@@ -114,6 +116,7 @@ def test_a_window_comes_from_the_argument_or_from_the_plugin():
             TypeError,
             "dataloader_config is {'split_batches': True}; it must be a DataLoaderConfiguration",
         ),
+        ({"rng_types": 5}, TypeError, "rng_types is 5; it must be 'torch', .* or a list of them"),
         ({"project_config": "x"}, TypeError, "project_config is 'x'; .* ProjectConfiguration"),
         ({"project_config": {}}, TypeError, "project_config is {}; .* a ProjectConfiguration"),
         ({"dynamo_plugin": "eager"}, TypeError, "TorchDynamoPlugin. Pass dynamo_backend='eager'"),
@@ -140,6 +143,90 @@ def test_a_window_comes_from_the_argument_or_from_the_plugin():
 def test_wrong_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Accelerator(**{"cpu": True} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda a, m: a.autocast("fp16"), TypeError, "autocast_handler is 'fp16'; .*AutocastKw"),
+        (lambda a, m: a.verify_device_map(3), TypeError, "was given 3 .*its model; .*nn.Module"),
+        (lambda a, m: a.save(1, 5), TypeError, "f is 5; it must be a path or a file"),
+        (lambda a, m: a.prepare(m, device_placement=True), TypeError, r"is True; .*list.*\[True\]"),
+        (
+            lambda a, m: a.prepare(nn.ReLU(), m, device_placement=[True, "b"]),
+            TypeError,
+            r"device_placement\[1\] is 'b'; it must be True or False",
+        ),
+        (lambda a, m: a.prepare_model(m, "cpu"), TypeError, "device_placement is 'cpu'; .* True"),
+        (lambda a, m: a.unscale_gradients(m), TypeError, "given Linear.*its optimizer; it must be"),
+        (lambda a, m: a.unscale_gradients("x"), TypeError, "given 'x' .*its optimizer; it must be"),
+        (lambda a, m: a.unscale_gradients([3]), TypeError, "given 3 .*its optimizer; it must be"),
+        (lambda a, m: a.save(1, "f", "no"), TypeError, "safe_serialization is 'no'; .* True or"),
+        (lambda a, m: a.save_model(m, "f", "1GB", "no"), TypeError, "safe_serialization is 'no'"),
+        (lambda a, m: a.save_state("f", "no"), TypeError, "safe_serialization is 'no'"),
+        (lambda a, m: a.save_state(""), ValueError, "output_dir is ''; .*Pass '.'"),
+        (lambda a, m: a.register_save_state_pre_hook(3), TypeError, "given 3 .*hook; .*a function"),
+        (lambda a, m: a.register_load_state_pre_hook(3), TypeError, "given 3 .*hook; .*a function"),
+        (
+            lambda a, m: setattr(a, "sync_gradients", "x"),
+            TypeError,
+            "sync_gradients is 'x'; .*True",
+        ),
+        (
+            lambda a, m: a.split_between_processes([1], "x").__enter__(),
+            TypeError,
+            "apply_padding is 'x'; it must be True or False",
+        ),
+        (
+            lambda a, m: a.clip_grad_norm_(m.parameters(), 1.0, norm_type=0),
+            ValueError,
+            "norm_type is 0, which counts",
+        ),
+        (lambda a, m: a.join_uneven_inputs([m], "x"), TypeError, "even_batches is 'x'; .*True or"),
+        (lambda a, m: a.join_uneven_inputs([m, 3]), TypeError, "given 3 .*joinable; .*a model or"),
+        (lambda a, m: a.join_uneven_inputs(m), TypeError, r"joinables is Linear.*inputs\(\[model"),
+        (
+            lambda a, m: a.pad_across_processes(torch.ones(1), dim="x"),
+            TypeError,
+            "dim is 'x'; it must be an int",
+        ),
+        (
+            lambda a, m: a.pad_across_processes(torch.ones(1), pad_first="no"),
+            TypeError,
+            "pad_first is 'no'; it must be True or False",
+        ),
+        (lambda a, m: a.reduce(torch.ones(1), scale="x"), TypeError, "scale is 'x'; .*a number"),
+    ],
+)
+def test_wrong_arguments_of_methods_are_refused(call, error, message):
+    accelerator, model = accelerate(), nn.Linear(1, 1)
+    with pytest.raises(error, match=message):
+        call(accelerator, model)
+    assert accelerator.sync_gradients is True
+    assert accelerator._models == []  # nothing was prepared by halves
+
+
+def test_right_arguments_of_methods_stay_allowed(tmp_path):
+    accelerator, (model, optimizer) = accelerate(), model_and_optimizer()
+    accelerator.unscale_gradients(iter([optimizer]))
+    with accelerator.join_uneven_inputs((model, optimizer), even_batches=False):
+        pass
+    assert accelerator.reduce(torch.ones(1), scale=torch.tensor(2.0)).item() == 2
+    with open(tmp_path / "f", "wb") as file:
+        accelerator.save([3], file)
+    assert load(tmp_path / "f") == [3]
+    model, _ = accelerator.prepare(model, optimizer, device_placement=(None, False))
+    (model(torch.ones(1, 3)) ** 2).sum().backward()
+    gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
+    # Torch takes orders below 0 too: they are no norms, but gradients are scaled to the limit.
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3, norm_type=-1)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(gradients, -1))
+
+
+def test_automatic_naming_needs_no_folder(tmp_path):
+    project = ProjectConfiguration(project_dir=tmp_path, automatic_checkpoint_naming=True)
+    saved = accelerate(project_config=project).save_state("")
+    assert saved == tmp_path / "checkpoints" / "checkpoint_0"
 
 
 def test_one_generator_may_be_named_without_a_list():

@@ -16,7 +16,7 @@ from trainer.data.own_generators import of_order
 from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.rebuild import users_kwargs, what_kwargs
 from trainer.data.rounds import ahead
-from trainer.rng import synchronize_rng_states
+from trainer.rng import as_types, synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import to_device
 
@@ -91,7 +91,7 @@ class PreparedLoader(DataLoader[Any]):
             "device": device,
             "non_blocking": non_blocking,
             "split_batches": split_batches,
-            "rng_types": None if rng_types is None else list(rng_types),
+            "rng_types": None if rng_types is None else as_types(rng_types),
             "skip_batches": skip_batches,
         }
         self.rank, self.world_size = rank, world_size

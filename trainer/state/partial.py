@@ -12,6 +12,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from callbacks.checks import expect_bools
 from trainer import environment
 from trainer.choices import DistributedType
 from trainer.distributed.control import going_first, run_where
@@ -274,7 +275,9 @@ class PartialState(Shared):
 
         Raises:
             ValueError: The values of a dictionary have different numbers of items.
+            TypeError: `apply_padding` is not a bool.
         """
+        expect_bools(apply_padding=apply_padding)
         yield split(
             inputs,
             rank=self.process_index,

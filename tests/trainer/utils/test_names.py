@@ -75,6 +75,21 @@ def test_a_model_comes_out_of_what_wraps_it():
         extract_model_from_parallel(model, recursive=True)
 
 
+def test_a_wrong_file_or_option_is_refused_by_every_process(tmp_path):
+    Accelerator(cpu=True)
+    for arguments, text in (
+        ((1, None), "f is None; it must be a path or a file"),
+        ((1, tmp_path / "f", "no"), "save_on_each_node is 'no'; it must be True or False"),
+        ((1, tmp_path / "f", False, "no"), "safe_serialization is 'no'; it must be True or False"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            utils.save(*arguments)
+    PartialState().__dict__.update(process_index=1, local_process_index=1)
+    with pytest.raises(TypeError, match="f is None"):
+        utils.save(1, None)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_bar_is_shown_once_a_machine():
     def shown(**kwargs):
         stream = io.StringIO()

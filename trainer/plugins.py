@@ -13,9 +13,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from callbacks.checks import expect_numbers
 from trainer import environment
 from trainer.choices import DynamoBackend
-from trainer.configuration import explains_itself
+from trainer.configuration import at_least, explains_itself
 from trainer.errors import choose, expect
 
 _MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead")
@@ -30,6 +31,8 @@ _FSDP_CHOICES = {
     "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
     "state_dict_type": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
 }
+# Names of wrap policies in the documented API, besides functions and torch's policies.
+_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 _SUPPORTED = (
     "This release trains on one device, or data parallel with DDP on several CPU processes, CUDA "
@@ -130,10 +133,12 @@ class FullyShardedDataParallelPlugin:
             ``"FULL_SHARD"``.
         backward_prefetch: When the next parameters are gathered; None takes
             ``FSDP_BACKWARD_PREFETCH``, else ``"NO_PREFETCH"``.
-        mixed_precision_policy: Torch's ``MixedPrecision``.
-        auto_wrap_policy: Decides which submodules are wrapped as separate units.
-        cpu_offload: Keep parameters on the host; None takes ``FSDP_OFFLOAD_PARAMS``, else False.
-        ignored_modules: Submodules that are not sharded.
+        mixed_precision_policy: Torch's ``MixedPrecision`` or ``MixedPrecisionPolicy``.
+        auto_wrap_policy: Decides which submodules are wrapped as separate units: a function, one of
+            torch's policies, ``"transformer_based_wrap"``, ``"size_based_wrap"`` or ``"no_wrap"``.
+        cpu_offload: Keep parameters on the host: a bool, or torch's ``CPUOffload`` or
+            ``CPUOffloadPolicy``; None takes ``FSDP_OFFLOAD_PARAMS``, else False.
+        ignored_modules: Submodules that are not sharded, or a regular expression for their names.
         state_dict_type: None takes ``FSDP_STATE_DICT_TYPE``, else ``"FULL_STATE_DICT"``.
         state_dict_config: Torch's configuration for it.
         optim_state_dict_config: The same for optimizers.
@@ -155,7 +160,7 @@ class FullyShardedDataParallelPlugin:
     sharding_strategy: Any = None
     backward_prefetch: Any = None
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Callable[..., Any] | None = None
+    auto_wrap_policy: Any = None
     cpu_offload: Any = None
     ignored_modules: Iterable[Any] | None = None
     state_dict_type: Any = None
@@ -191,6 +196,29 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, environment.read_flag(variable, otherwise))
         _expect(self, "limit_all_gathers use_orig_params sync_module_states", bool)
         _expect(self, "forward_prefetch activation_checkpointing", bool)
+        _expect(self, "ignored_modules", (Iterable, type(None)))
+        _expect(self, "param_init_fn", (Callable, type(None)))  # type: ignore[arg-type]  # an ABC
+        self._check_torch_objects()
+
+    def _check_torch_objects(self) -> None:
+        policy = self.auto_wrap_policy
+        if isinstance(policy, str):
+            if policy.upper() not in _WRAP_POLICIES:
+                names = [name.lower() for name in _WRAP_POLICIES]
+                raise ValueError(choose("auto_wrap_policy", policy, names))
+        elif not (policy is None or callable(policy) or hasattr(policy, "_run_policy")):
+            raise TypeError(
+                f"auto_wrap_policy is {policy!r}; it must be a function or a policy of "
+                "torch.distributed.fsdp.wrap."
+            )
+        precision, offload = self.mixed_precision_policy, self.cpu_offload
+        if precision is None and isinstance(offload, bool):
+            return
+        from torch.distributed import fsdp  # loaded already where objects of it were given
+
+        kinds = (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy, type(None))
+        _expect(self, "mixed_precision_policy", kinds)
+        _expect(self, "cpu_offload", (bool, fsdp.CPUOffload, fsdp.OffloadPolicy))
 
 
 @explains_itself
@@ -254,7 +282,7 @@ class DeepSpeedPlugin:
                 setattr(self, name, environment.read(f"ACCELERATE_{name.upper()}") or "auto")
         self.gradient_accumulation_steps = _number(self, "gradient_accumulation_steps", int)
         self.gradient_clipping = _number(self, "gradient_clipping", float)
-        if isinstance(self.zero_stage, bool) or self.zero_stage not in range(4):
+        if type(self.zero_stage) is not int or self.zero_stage not in range(4):
             raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3.")
         for name in ("offload_optimizer_device", "offload_param_device"):
             if (value := getattr(self, name)) not in _OFFLOAD_DEVICES:
@@ -284,7 +312,7 @@ class MegatronLMPlugin:
     Of the first seven, each that is None takes the environment variable ``MEGATRON_LM_<NAME>``.
 
     Raises:
-        ValueError: A number is below 1, or a name is unknown.
+        ValueError: A number is too small, or a name is unknown.
         TypeError: A value has the wrong type.
     """
 
@@ -345,12 +373,24 @@ class MegatronLMPlugin:
         ):
             if getattr(self, name) is None:
                 setattr(self, name, _named(f"MEGATRON_LM_{name.upper()}", default))
-        for name in ("tp_degree", "pp_degree", "num_micro_batches"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}; it must be an int.")
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1.")
+        for names, least in (
+            ("tp_degree pp_degree num_micro_batches eval_interval", 1),
+            ("pipeline_model_parallel_split_rank num_layers_per_virtual_pipeline_stage", 1),
+            ("train_iters train_samples lr_decay_iters lr_decay_samples", 1),
+            ("seq_length encoder_seq_length decoder_seq_length", 1),
+            ("eval_iters lr_warmup_iters lr_warmup_samples", 0),
+        ):
+            for name in names.split():
+                if (value := getattr(self, name)) is not getattr(type(self), name):  # the default
+                    at_least(least, name, value)
+        for name in (
+            *("gradient_clipping", "start_weight_decay", "end_weight_decay"),
+            *("lr_warmup_fraction", "min_lr", "lr_mult"),
+        ):
+            if (value := getattr(self, name)) is not getattr(type(self), name):
+                expect_numbers(**{name: value})
+                if value < 0:
+                    raise ValueError(f"{name} is {value}; it must be 0 or more.")
         for name, choices in (
             ("weight_decay_incr_style", ("constant", "linear", "cosine")),
             ("lr_decay_style", ("constant", "linear", "cosine")),
@@ -358,6 +398,8 @@ class MegatronLMPlugin:
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(choose(name, value, choices))
         _expect(self, "sequence_parallelism recompute_activations use_distributed_optimizer", bool)
+        _expect(self, "is_train_batch_min megatron_dataset_flag set_all_logging_options", bool)
+        _expect(self, "return_logits", bool)
 
 
 def refuse_engine(
@@ -429,10 +471,12 @@ def _number(plugin: object, name: str, kind: type[int] | type[float]) -> Any:
     value = getattr(plugin, name)
     if value == "auto":
         return value
+    fits = kind is float or not isinstance(value, float)  # 1.5 would become 1
     try:
-        number = kind(value)
+        number = kind(value) if fits else 0
     except (TypeError, ValueError):
         number = 0
-    if isinstance(value, bool) or number <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be above 0, or 'auto'.")
+    if isinstance(value, bool) or not number > 0:
+        what = "an int" if kind is int else "a number"
+        raise ValueError(f"{name} is {value!r}; it must be {what} above 0, or 'auto'.")
     return number

@@ -433,6 +433,14 @@ def test_a_backend_that_torch_lacks_is_refused():
         trained(Net(), "fx2trt")
 
 
+def test_an_option_that_inductor_lacks_is_refused_before_training():
+    plugin = TorchDynamoPlugin(backend="inductor", options={"nonsense": 1})
+    losses = Losses()
+    with pytest.raises(ValueError, match="inductor has no 'nonsense'"):
+        trained(Net(), dynamo_plugin=plugin, callbacks=[losses])
+    assert losses.seen == []
+
+
 def test_inductor_without_a_compiler_is_refused_before_anything_runs():
     from torch._inductor import config
 

@@ -11,7 +11,12 @@ from torch import nn
 
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
-from trainer.strategies.compile import compile_model, is_compiled, uncompiled
+from trainer.strategies.compile import (
+    compile_model,
+    is_compiled,
+    torch_arguments,
+    uncompiled,
+)
 from trainer.strategies.model import (
     find_ddp,
     get_state_dict,
@@ -171,6 +176,22 @@ def test_a_disabled_plugin_compiles_nothing():
 def test_a_backend_that_this_torch_lacks_is_told_with_those_it_has():
     with pytest.raises(ValueError, match=r"dynamo backend is 'fx2trt'; .*'aot_eager'.*'inductor'"):
         prepare(network(), dynamo_plugin=TorchDynamoPlugin(backend="fx2trt"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"nonsense": 1}, r"options={'nonsense': 1}, but inductor has no 'nonsense'\. torch\._ind"),
+        ({"max_autotun": True}, r"no 'max_autotun'\. Did you mean 'max_autotune'\?"),
+        ({"max_autotune": "x"}, r"Unexpected type of attr max_autotune, got str should be bool\."),
+    ],
+)
+def test_an_option_that_inductor_lacks_is_refused_before_anything_compiles(options, text):
+    plugin = TorchDynamoPlugin(backend="inductor", options=options)
+    with pytest.raises(ValueError, match=text):
+        prepare(network(), dynamo_plugin=plugin)
+    known = {"max-autotune": True}  # torch takes both spellings
+    assert torch_arguments(TorchDynamoPlugin(backend="inductor", options=known))["options"] == known
 
 
 def test_a_model_that_the_user_compiled_is_not_compiled_again_and_has_bare_names():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -45,14 +46,32 @@ def torch_arguments(plugin: TorchDynamoPlugin) -> dict[str, Any]:
     """Return the arguments for ``torch.compile``.
 
     Raises:
-        ValueError: This torch does not have the backend.
+        ValueError: This torch does not have the backend, or inductor does not have an option.
     """
     arguments = plugin.to_kwargs()
     dynamo = importlib.import_module("torch._dynamo")  # takes seconds: only if needed
     known = dynamo.list_backends(exclude_tags=())
     if arguments["backend"] not in known:
         raise ValueError(choose("The dynamo backend", arguments["backend"], known))
+    if plugin.backend == DynamoBackend.INDUCTOR and plugin.options:
+        _check_options(plugin.options, arguments)
     return arguments
+
+
+def _check_options(options: dict[str, Any], arguments: dict[str, Any]) -> None:
+    known = importlib.import_module("torch._inductor").list_options()
+    for name in options:
+        if str(name).replace("-", "_") not in known:  # hundreds: too many to list
+            near = get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"TorchDynamoPlugin has options={options!r}, but inductor has no {name!r}.{hint} "
+                "torch._inductor.list_options() returns those that it has."
+            )
+    try:
+        torch.compile(lambda: None, **arguments)  # compiles nothing before it is called
+    except RuntimeError as error:
+        raise ValueError(f"TorchDynamoPlugin has options={options!r}. {error}.") from error
 
 
 def is_compiled(model: nn.Module) -> bool:

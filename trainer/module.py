@@ -78,7 +78,10 @@ class TrainModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # A copy made during a run (for weight averaging, or pickled for a worker) leaves the run.
         kept: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]  # torch's
-        return {**kept, "_trainer": None}
+        # Methods compiled for the run cannot be pickled, and are bound to this module.
+        compiled, before = kept.pop("_compiled_for_run", ((), {}))
+        own = {name: value for name, value in kept.items() if name not in compiled}
+        return {**own, **before, "_trainer": None}
 
     # -- hyper-parameters ----------------------------------------------------------------------
 

@@ -7,7 +7,9 @@ equal means to the last bit.
 from __future__ import annotations
 
 import copy
+import io
 import logging
+import pickle
 import shutil
 from typing import Any
 
@@ -356,6 +358,41 @@ def test_nothing_is_left_on_the_module_and_in_torch():
     assert not {"training_step", "validation_step", "log"} & set(vars(module))
     assert vars(module)["log_dict"] is kept  # what the user had put there
     assert looks.twin.training_step.__self__ is looks.twin  # and not what runs this module
+
+
+@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "save"])
+def test_a_duplicate_made_during_a_run_is_not_compiled_and_goes_its_own_way(duplicate):
+    def made(module: Any) -> Any:
+        if duplicate == "deepcopy":
+            return copy.deepcopy(module)
+        if duplicate == "pickle":
+            return pickle.loads(pickle.dumps(module))
+        torch.save(module, file := io.BytesIO())
+        # What is read back was written here.
+        return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+    class Duplicates(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            module.step_of_mine = module.training_step  # compiled
+
+        def on_boundary(self, trainer: Any, module: Any) -> None:
+            self.twin, self.weights = made(module), copy_of(module)
+
+    module, seen = Net(), Duplicates()
+    kept = module.log_dict = len
+    trained(module, "eager", callbacks=[seen], max_steps=2)
+    twin = seen.twin
+    assert_same(copy_of(twin), seen.weights)
+    assert not {"training_step", "validation_step", "log", "_compiled_for_run"} & set(vars(twin))
+    assert vars(twin)["log_dict"] is kept  # what the user had put there
+    assert twin.step_of_mine == twin.training_step
+    assert twin.log.__self__ is twin
+    before = graphs()
+    expected = trained(copy.deepcopy(module))[:2]
+    assert graphs() == before  # no compiled code runs in a copy
+    continued = trained(twin)
+    assert_same(continued[0], expected[0])
+    assert continued[1] == expected[1]
 
 
 def test_an_error_leaves_nothing_on_the_module_either():

@@ -7,7 +7,6 @@ the batches seen before, and a resumed run has the same code as the run it resum
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import inspect
@@ -85,11 +84,12 @@ def compiled_steps(
     with ExitStack() as settings:
         for patch in _settings(steps.values()):
             settings.enter_context(patch)
-        module.__dict__.update(ours)
+        # Under this name the module finds what copies and pickles of it must not hold.
+        module.__dict__.update(ours, _compiled_for_run=(tuple(ours), before))
         try:
             yield
         finally:
-            for name in ours:
+            for name in (*ours, "_compiled_for_run"):
                 module.__dict__.pop(name, None)
             module.__dict__.update(before)
 
@@ -195,9 +195,9 @@ class _CompiledStep:
         self._dynamo = importlib.import_module("torch._dynamo")
         self._records = importlib.import_module("torch._dynamo.utils")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy of the module needs a step of its own; the compiled one is bound to this module.
-        return copy.deepcopy(self.__wrapped__, memo)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles of what refers to the step hold the user's, which is not compiled.
+        return _itself, (self.__wrapped__,)
 
     def __call__(self, batch: Any, *where: int) -> Any:
         if self._marks:
@@ -281,6 +281,10 @@ class _CompiledStep:
             cause,
             self._dynamo.config.recompile_limit,
         )
+
+
+def _itself(step: Callable[..., Any]) -> Callable[..., Any]:
+    return step
 
 
 def _first_lines(reason: str) -> str:

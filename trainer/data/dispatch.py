@@ -238,6 +238,15 @@ class DataLoaderDispatcher(PreparedLoader):
         return self.feed.sampler is not None and type(self.source.batch_sampler) is BatchSampler
 
     def __len__(self) -> int:
+        """Return the number of batches of this process in a pass.
+
+        With `even_batches`, or batches of one size before the last, it is exact. Otherwise the
+        samples that earlier rounds leave over decide who gets a batch of the last round, and they
+        are known only once read: a process may get one batch more, or one fewer.
+
+        Raises:
+            TypeError: The loader reads a stream that has no length.
+        """
         total = self.feed.num_batches
         if total is None:
             raise TypeError("The loader reads a stream that has no length.")

@@ -695,7 +695,9 @@ class Accelerator:
         """Count a micro-batch; in the block, synchronise gradients only if it ends its window.
 
         The last batch of the prepared loader being read also ends the window. With
-        ``static_graph``, the first micro-batch of all is synchronised too, with the same sum.
+        ``static_graph``, the first micro-batch of a process is synchronised too, with the same sum
+        but another rounding: a resumed run on several processes then equals the uninterrupted one
+        only up to rounding.
         """
         state = self.gradient_state
         if state.sync_with_dataloader and state.end_of_dataloader:

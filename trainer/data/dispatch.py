@@ -103,7 +103,7 @@ class DataLoaderDispatcher(PreparedLoader):
             message, batch = self._exchange(plans)
             if self.rank < message.present:
                 last = self.rank >= message.following
-                yield Given(self._own(batch, message.size), last, message.real)
+                yield self._own(batch, message.size), last, message.real, None
             following = message.following
 
     def _own(self, batch: Any, size: int) -> Any:

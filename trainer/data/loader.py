@@ -6,7 +6,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,22 +20,13 @@ from trainer.rng import as_types, synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import to_device
 
+Given: TypeAlias = "tuple[Any, bool, int | None, int | None]"
+"""A batch of this process, and what is known of its round.
 
-class Given(NamedTuple):
-    """A batch of this process, and what is known of its round.
-
-    Attributes:
-        batch: The batch, on the device.
-        last: Whether this process has no further batch.
-        real_samples: The samples in the round that are not repeated; None if unknown.
-        real_batches: How many processes, from rank 0 on, have a batch that is not repeated whole,
-            if others have one that is and `real_samples` is None.
-    """
-
-    batch: Any
-    last: bool
-    real_samples: int | None
-    real_batches: int | None = None
+Whether it is the last one here; the samples in the round that are not repeated, None if unknown;
+and how many processes, from rank 0 on, have a batch that is not repeated whole, if others have one
+that is and the samples are unknown.
+"""
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -136,7 +127,9 @@ class PreparedLoader(DataLoader[Any]):
         state._add_dataloader(self)
         try:
             for batch, last, real, real_batches in self._batches():
-                self.end_of_dataloader, self._real_batches = last, real_batches
+                self.end_of_dataloader = last
+                if real_batches is not self._real_batches:  # a DataLoader is slow to set
+                    self._real_batches = real_batches
                 if last and real is not None and not self._drops_last:
                     self.remainder = 0 if real == self.total_batch_size else real
                 yield batch
@@ -341,4 +334,4 @@ class DataLoaderShard(PreparedLoader):
                 batch = current.batch if streams is None else current.batch.arrive()
                 real, whole = current.real_samples, current.real_batches
                 repeats = real is None and whole is not None and whole < current.batches
-                yield Given(batch, last, real, whole if repeats else None)
+                yield batch, last, real, whole if repeats else None

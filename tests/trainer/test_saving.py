@@ -514,6 +514,65 @@ def test_another_batch_size_inside_a_pass_of_a_stream_is_refused():
     run(4, 4)
 
 
+class Buckets:
+    """Makes batches of its own, without saying their size: in odd epochs of twice the size."""
+
+    def __init__(self, size, *, known="at once"):
+        self.size, self.known, self.epoch = size, known, 0
+        self.batches = self.made()
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        if self.known == "at once":
+            self.batches = self.made()
+
+    def made(self):
+        size = self.size * (1 + self.epoch % 2)
+        return [list(range(at, at + size)) for at in range(0, 24, size)]
+
+    def __len__(self):
+        if self.known == "never":
+            raise TypeError("unknown")
+        return len(self.batches)
+
+    def __iter__(self):
+        self.batches = self.made()
+        return iter(self.batches)
+
+
+def bucketed(steps, batches, **limits):
+    trainer = Trainer(
+        max_steps=steps, max_epochs=3, project_dir="run", progress_bar=False, cpu=True, **limits
+    )
+    data = DataLoader(TensorDataset(torch.ones(24, 3)), batch_sampler=batches)
+    trainer.fit(Net(), data, ckpt_path="auto")
+    return trainer.global_step
+
+
+def test_another_number_of_batches_of_unknown_size_inside_an_epoch_is_refused():
+    bucketed(2, Buckets(4))
+    with pytest.raises(CheckpointError, match=r"in 6 batches of 24.*now has 12 batches of 24 sam"):
+        bucketed(8, Buckets(2))
+    with pytest.raises(CheckpointError, match=r"in 6 batches of 24.*now has 3 batches of 24 sam"):
+        bucketed(8, Buckets(8))
+    assert bucketed(6, Buckets(4), limit_train_batches=5) == 6  # a limit is not the data's
+    assert bucketed(8, Buckets(4, known="never"), limit_train_batches=5) == 8
+
+
+@pytest.mark.parametrize("known", ["at once", "when begun"])
+def test_the_number_of_batches_may_change_from_epoch_to_epoch(known):
+    for steps in (7, 10, 15):  # inside the second and the third epoch, and at the end
+        assert bucketed(steps, Buckets(4, known=known)) == steps
+
+
+def test_a_checkpoint_without_the_number_of_batches_is_resumed(monkeypatch):
+    snapshot = import_module("trainer.loops.snapshot")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(snapshot, "data_of", lambda run: [None, 24])
+        bucketed(2, Buckets(4))
+    assert bucketed(4, Buckets(4)) == 4
+
+
 def test_a_sound_checkpoint_in_another_folder_is_found_where_one_is_damaged():
     best = ModelCheckpoint(every=4, save_top_k=-1, dirpath="best")
     fit("run", ModelCheckpoint(every=6), best)

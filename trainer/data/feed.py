@@ -201,11 +201,18 @@ class Feed:
         """The number of batches in the epoch over all processes; None if unknown until read."""
         if self.sampler is not None:
             return self.sampler.num_batches
+        total = self.num_all_batches
+        limits = [each for each in (total, self._limit) if each is not None]
+        return min(limits, default=None)
+
+    @property
+    def num_all_batches(self) -> int | None:
+        """The number of batches in the epoch without a limit; None if unknown."""
+        source: Any = self.loader if self.sampler is None else self.sampler.batch_sampler
         try:
-            total = len(self.loader)
+            return len(source)
         except (TypeError, NotImplementedError, ValueError, RuntimeError):
-            return self._limit  # ways in which loaders report that they have none yet
-        return total if self._limit is None else min(total, self._limit)
+            return None  # ways in which loaders report that they have none yet
 
     @property
     def num_samples(self) -> int | None:

@@ -216,23 +216,41 @@ def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:
     """Refuse to resume inside an epoch of other batches: samples would be left out or seen twice.
 
     Raises:
-        CheckpointError: The batch size or the number of samples differs.
+        CheckpointError: The batch size, the number of samples or that of batches differs.
     """
-    inside = run.counters.epoch_batches > 0 and not run.counters.epoch_complete
+    if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
+        return
+    saved = [*saved, None][:3]  # an earlier release did not save the number of batches
     here = data_of(run)
+    if None in (saved[2], here[2]):
+        here[2] = saved[2]
+    elif here[2] != saved[2]:
+        here[2] = _batches_of_epoch(run)
     of_streams = saved[1] is here[1] is None
-    same = here == saved or (of_streams and None in (saved[0], here[0]))
-    if inside and not same:
-        before, now = (
-            (saved[0], here[0])
-            if of_streams
-            else [f"{size} of {samples} samples" for size, samples in (saved, here)]
-        )
-        raise CheckpointError(
-            f"The checkpoint was saved inside an epoch in batches of {before}, but the training "
-            f"loader now has batches of {now}. Use the same, even with another number of "
-            "processes, or resume from a checkpoint at the end of an epoch."
-        )
+    if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
+        return
+    raise CheckpointError(
+        f"The checkpoint was saved inside an epoch in {_described(saved)}, but the training "
+        f"loader now has {_described(here)}. Use the same, even with another number of "
+        "processes, or resume from a checkpoint at the end of an epoch."
+    )
+
+
+def _batches_of_epoch(run: FitRun) -> int | None:
+    """Return the number of batches of the epoch, which a sampler may know only once it has begun.
+
+    It may change from epoch to epoch; the sampler is at the first one, since nothing was read yet.
+    """
+    assert run.feed.sampler is not None
+    with run.feed.apart(run.counters.epoch):
+        next(iter(run.feed.sampler), None)
+        return data_of(run)[2]
+
+
+def _described(data: Sequence[int | None]) -> str:
+    size, samples, batches = data
+    words = f"batches of {size}" if batches is None else f"{batches} batches"
+    return words if samples is None else f"{words} of {samples} samples"
 
 
 def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:

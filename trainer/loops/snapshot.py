@@ -335,13 +335,15 @@ def has_state(datamodule: Any) -> bool:
 
 
 def data_of(run: FitRun) -> list[int | None]:
-    """Return what a position in an epoch depends on: the batch size and the number of samples.
+    """Return what a position in an epoch depends on: batch size, number of samples and of batches.
 
-    Either is None where it is unknown.
+    Each is None where it is unknown. The number of batches, which may change with the epoch, is
+    only given for batches of a sampler that does not tell their size.
     """
     sampler = run.feed.sampler
     if sampler is None:
         size = getattr(run.feed.loader, "batch_size", None)
-        return [size if isinstance(size, int) else None, None]
-    data = run.feed.dataset
-    return [sampler.batch_size, len(data) if hasattr(data, "__len__") else None]
+        return [size if isinstance(size, int) else None, None, None]
+    data, size = run.feed.dataset, sampler.batch_size
+    samples = len(data) if hasattr(data, "__len__") else None
+    return [size, samples, run.feed.num_all_batches if size is None else None]

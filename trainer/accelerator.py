@@ -615,7 +615,7 @@ class Accelerator:
         for each in joinables:
             fits = isinstance(each, (nn.Module, Joinable)) or hasattr(each, "param_groups")
             _expect_of("join_uneven_inputs", "joinable", each, fits)
-        return join.join_uneven_inputs(joinables, self._dataloaders, even_batches)
+        return join.join_uneven_inputs(joinables, self._dataloaders, even_batches, self)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has already spread the model over several devices."""
@@ -694,19 +694,21 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Count a micro-batch; in the block, synchronise gradients only if it ends its window.
 
-        The last batch of the prepared loader being read also ends the window. With
-        ``static_graph``, the first micro-batch of a process is synchronised too, with the same sum
-        but another rounding: a resumed run on several processes then equals the uninterrupted one
-        only up to rounding.
+        The last batch of the prepared loader being read also ends the window; inside
+        `join_uneven_inputs`, where processes end apart, the last batch over all processes does.
+        With ``static_graph``, the first micro-batch of a process is synchronised too, with the same
+        sum but another rounding: a resumed run on several processes then equals the uninterrupted
+        one only up to rounding.
         """
         state = self.gradient_state
-        if state.sync_with_dataloader and state.end_of_dataloader:
+        if state._data_end_window:
             self.step = 0
             state.sync_gradients = True
         else:
             self.step += 1
             state.sync_gradients = self.step % state.num_steps == 0
-        if state.sync_gradients or state.sync_each_batch:
+        # Who joins later cannot follow means that change within a window: only its end is reduced.
+        if state.sync_gradients or (state.sync_each_batch and not state._joins):
             yield
             return
         with ExitStack() as stack:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import RankError
+from trainer import Accelerator, GradientAccumulationPlugin
+from trainer.data.prepare import prepare_data_loader
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision
-from trainer.state import PartialState
+from trainer.state import AcceleratorState, GradientState, PartialState
 from trainer.strategies.join import join_uneven_inputs
 from trainer.strategies.model import no_sync, prepare_model, unwrap_model
 
@@ -252,6 +257,121 @@ def test_what_reduces_nothing_needs_no_joining(ranks2):
             return len([frozen(rows(0, n)) for n in range(dist.get_rank())])
 
     assert ranks2(run) == [0, 1]
+
+
+# -- windows of `accumulate`
+
+
+def trained(source: Any, steps: int, epochs: int = 2, **options: Any) -> tuple[Any, Any]:
+    """Train, and forget the `Accelerator`; return the weights and the position in the window."""
+    plugin = GradientAccumulationPlugin(num_steps=steps, **options)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, sgd, source)
+    for _ in range(epochs):
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+    position = accelerator.step, accelerator.sync_gradients
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return weights(model), position
+
+
+def accumulated(
+    rounds: list[list[torch.Tensor]], steps: int, world: int, *, ends: bool, epochs: int = 2
+) -> list[torch.Tensor]:
+    """What one process makes of the rounds; `ends`: the last one ends its window."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = 0
+    for _ in range(epochs):
+        for number, batches in enumerate(rounds, start=1):
+            for batch in batches:
+                (model(batch).square().mean() / steps / world).backward()
+            step += 1
+            if ends and number == len(rounds):
+                step = 0
+            if step % steps == 0:
+                sgd.step()
+                sgd.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def of_all(counts: Sequence[int]) -> list[list[torch.Tensor]]:
+    """The rounds of processes that have so many batches."""
+    return [
+        [rows(rank, number) for rank, count in enumerate(counts) if number < count]
+        for number in range(max(counts))
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("mode", [{}, {"sync_each_batch": True}, {"sync_with_dataloader": False}])
+def test_windows_end_together_where_the_loader_was_dealt(ranks, size, mode):
+    if size == 3 and "sync_each_batch" in mode:
+        mode = {**mode, "sync_with_dataloader": False}
+    totals = range(1, 11) if size == 2 else (1, 4, 5, 7, 8)
+
+    def run(totals: Sequence[int], mode: dict[str, Any]) -> list[Any]:
+        found = []
+        for total, steps in product(totals, (1, 2, 3)):
+            data = torch.cat([rows(0, number) for number in range(total)])
+            found.append(trained(DataLoader(data, 2), steps, **mode))
+        return found
+
+    found = ranks(size)(run, totals, mode)
+    for number, (total, steps) in enumerate(product(totals, (1, 2, 3))):
+        whole = [rows(0, each) for each in range(total)]
+        rounds = [whole[start : start + size] for start in range(0, total, size)]
+        ends = mode.get("sync_with_dataloader", True)
+        assert_all_have(
+            [own[number][0] for own in found], accumulated(rounds, steps, size, ends=ends)
+        )
+        assert len({own[number][1] for own in found}) == 1  # all are in step
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_windows_stay_in_step_where_each_process_reads_its_own(ranks, size):
+    all_counts = list(product(range(1, 6), repeat=2))
+    if size == 3:
+        all_counts = [(1, 2, 3), (5, 1, 4), (2, 2, 5), (3, 1, 1), (4, 4, 4)]
+
+    def run(all_counts: Sequence[Sequence[int]]) -> list[Any]:
+        found = []
+        rank = dist.get_rank()
+        for counts, steps in product(all_counts, (1, 2, 3)):
+            own = DataLoader(
+                torch.cat([rows(rank, number) for number in range(counts[rank])]), batch_size=2
+            )
+            alone = {"num_processes": 1, "process_index": 0}
+            found.append(trained(prepare_data_loader(own, **alone), steps))
+        return found
+
+    found = ranks(size)(run, all_counts)
+    for number, (counts, steps) in enumerate(product(all_counts, (1, 2, 3))):
+        expected = accumulated(of_all(counts), steps, size, ends=False)
+        assert_all_have([own[number][0] for own in found], expected)
+        assert len({own[number][1] for own in found}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.[a-z]+. is deprecated")
+def test_an_optimizer_that_joins_is_refused_with_windows(ranks2):
+    def run() -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = accelerator.prepare(network())
+        inner = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        with accelerator.join_uneven_inputs([model, accelerator.prepare(inner)]):
+            pass
+
+    with pytest.raises(RankError, match=r"ValueError: .*given a ZeroRedundancyOptimizer, with"):
+        ranks2(run)
 
 
 def test_what_cannot_join_is_refused(ranks2):

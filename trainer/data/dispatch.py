@@ -103,7 +103,8 @@ class DataLoaderDispatcher(PreparedLoader):
             message, batch = self._exchange(plans)
             if self.rank < message.present:
                 last = self.rank >= message.following
-                yield self._own(batch, message.size), last, message.real, None
+                over = not message.following
+                yield self._own(batch, message.size), last, over, message.real, None
             following = message.following
 
     def _own(self, batch: Any, size: int) -> Any:

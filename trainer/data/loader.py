@@ -20,12 +20,12 @@ from trainer.rng import as_types, synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import to_device
 
-Given: TypeAlias = "tuple[Any, bool, int | None, int | None]"
+Given: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 """A batch of this process, and what is known of its round.
 
-Whether it is the last one here; the samples in the round that are not repeated, None if unknown;
-and how many processes, from rank 0 on, have a batch that is not repeated whole, if others have one
-that is and the samples are unknown.
+Whether it is the last one here, and whether it is of the last round of all processes; the samples
+in the round that are not repeated, None if unknown; and how many processes, from rank 0 on, have a
+batch that is not repeated whole, if others have one that is and the samples are unknown.
 """
 
 
@@ -92,6 +92,7 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self._real_batches: int | None = None  # at the last batch, see `Given`
+        self._all_end = False  # whether the current batch is of the last round of all processes
         self._unfinished = False
         self._reader: PreparedLoader | None = (
             None  # which loader reads the pass: this one or one that skips
@@ -123,12 +124,15 @@ class PreparedLoader(DataLoader[Any]):
         self._read_by(self)
         self.feed.set_epoch(self.iteration)
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
+        self._all_end = False
         state = self.gradient_state
         state._add_dataloader(self)
         try:
-            for batch, last, real, real_batches in self._batches():
+            for batch, last, over, real, real_batches in self._batches():
                 self.end_of_dataloader = last
-                if real_batches is not self._real_batches:  # a DataLoader is slow to set
+                if over is not self._all_end:  # a DataLoader is slow to set
+                    self._all_end = over
+                if real_batches is not self._real_batches:
                     self._real_batches = real_batches
                 if last and real is not None and not self._drops_last:
                     self.remainder = 0 if real == self.total_batch_size else real
@@ -334,4 +338,5 @@ class DataLoaderShard(PreparedLoader):
                 batch = current.batch if streams is None else current.batch.arrive()
                 real, whole = current.real_samples, current.real_batches
                 repeats = real is None and whole is not None and whole < current.batches
-                yield batch, last, real, whole if repeats else None
+                over = following is None
+                yield batch, last, over, real, whole if repeats else None

@@ -6,6 +6,7 @@ import weakref
 from typing import Any, ClassVar
 
 from trainer.configuration import GradientAccumulationPlugin
+from trainer.state.partial import PartialState
 from trainer.state.shared import Shared
 
 
@@ -37,6 +38,7 @@ class GradientState(Shared):
     plugin: GradientAccumulationPlugin
     _loaders: list[weakref.ref[Any]]
     _kept_end: tuple[int, int | None] | None
+    _joins: bool  # inside a block in which processes without a batch join the others' reductions
 
     def __init__(
         self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -51,6 +53,7 @@ class GradientState(Shared):
             self.sync_gradients = True
             self._loaders = []
             self._kept_end = None
+            self._joins = False
             self.plugin = GradientAccumulationPlugin(num_steps=1)
         if gradient_accumulation_plugin is not None:
             self.plugin = gradient_accumulation_plugin
@@ -106,6 +109,21 @@ class GradientState(Shared):
         return bool(loader is not None and loader.end_of_dataloader)
 
     @property
+    def _data_end_window(self) -> bool:
+        """Whether the data end the window with this batch, told alike on all that have a batch.
+
+        Where processes join, a process's own end would end its window before the others'. There it
+        is the last batch of all, if the loader was dealt to all: a process cannot see the end of
+        those that others read by themselves.
+        """
+        loader = self.active_dataloader
+        if loader is None or not self.sync_with_dataloader:
+            return False
+        if not self._joins:
+            return bool(loader.end_of_dataloader)
+        return bool(loader._all_end) and loader.world_size == PartialState().num_processes
+
+    @property
     def remainder(self) -> int:
         """The number of samples in the last global batch that are not repeats; -1 if unknown."""
         loader = self.active_dataloader
@@ -159,7 +177,7 @@ class GradientState(Shared):
 
     def _picklable(self) -> dict[str, Any]:
         # No loader is being read in the process that unpickles it.
-        nothing: dict[str, Any] = {"_loaders": [], "_kept_end": None}
+        nothing: dict[str, Any] = {"_loaders": [], "_kept_end": None, "_joins": False}
         return {**self.__dict__, **nothing} if self.initialized else {}
 
     @staticmethod

@@ -5,18 +5,37 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, Joinable, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+from torch.nn.parallel import DistributedDataParallel
 
-from trainer.state import PartialState
+from trainer.state import GradientState, PartialState
 from trainer.strategies.compile import uncompiled
+
+
+class Window(Protocol):
+    """The position in a window of micro-batches, as the `Accelerator` has it."""
+
+    step: int
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the latest micro-batch ended its window."""
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None: ...
 
 
 @contextmanager
 def join_uneven_inputs(
-    joinables: Sequence[Any], loaders: Sequence[Any], even_batches: bool | None = None
+    joinables: Sequence[Any],
+    loaders: Sequence[Any],
+    even_batches: bool | None = None,
+    window: Window | None = None,
 ) -> Iterator[None]:
     """Let a process that runs out of batches take part in the others' reductions.
 
@@ -24,15 +43,25 @@ def join_uneven_inputs(
     by the number of all processes, and at the end all take the weights of the last active one. With
     one process it does nothing.
 
+    With `Accelerator.accumulate`, a process that runs out inside a window contributes what it has
+    accumulated when the others reach the window's end. That is `num_steps` micro-batches of the
+    process with the most, or the last batch over all processes. If that batch is unknown, since
+    each process reads a loader of its own or leaves its loop early, or with
+    ``sync_with_dataloader=False``, the window stays open on all processes and continues with their
+    next batches.
+
     Args:
         joinables: Models in DDP and optimizers that are ``Joinable``, such as
             ``ZeroRedundancyOptimizer``, as `prepare` returned them.
         loaders: The prepared loaders.
         even_batches: Overrides the loaders' setting inside the block; None keeps it. With True
             every process has the same number of batches, and joining is not needed.
+        window: The position in the window of micro-batches, put in step when the block ends.
 
     Raises:
         TypeError: One of `joinables` cannot take part.
+        ValueError: It is an optimizer and gradients are accumulated: a process that has run out
+            steps it in every round, the others at the end of a window.
     """
     if PartialState().num_processes == 1:
         yield
@@ -44,12 +73,100 @@ def join_uneven_inputs(
         if even_batches or not taking_part:
             yield
             return
+        if window is not None:
+            _refuse_optimizers(taking_part)
+            taking_part.append(_InStep(window, taking_part[0]))
         stack.callback(_disable, taking_part)
         join = Join(taking_part)
+        state = GradientState()
+        stack.callback(setattr, state, "_joins", state._joins)
+        state._joins = True
         yield
         # Not after an error, when the others may not answer. It changes the warning filters.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ExitStack() as sending:
+            if window is not None and not window.sync_gradients:
+                for each in taking_part:
+                    if isinstance(each, DistributedDataParallel):
+                        sending.enter_context(_sends_what_it_has(each))
             join.__exit__(None, None, None)
+
+
+class _InStep(Joinable, JoinHook):
+    """Gives all processes the position in the window of the last that had a batch."""
+
+    def __init__(self, window: Window, beside: Joinable) -> None:
+        super().__init__()
+        self._window = window
+        self._device, self._group = beside.join_device, beside.join_process_group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:  # noqa: ARG002 - torch's signature
+        return self
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._group
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        window = self._window
+        own = [window.step, window.sync_gradients] if is_last_joiner else [0, 0]
+        position = torch.tensor(own, dtype=torch.long).to(self._device)
+        dist.all_reduce(position, dist.ReduceOp.MAX, group=self._group)
+        step, sync = position.tolist()
+        window.step, window.sync_gradients = step, bool(sync)
+
+
+@contextmanager
+def _sends_what_it_has(model: DistributedDataParallel) -> Iterator[None]:
+    """Let a process that has run out contribute its gradients to the next reduction, then none.
+
+    Torch's shadow contributes zeros: what was accumulated before the window's end would be lost.
+    """
+    contributed = False
+
+    def reduce() -> None:
+        nonlocal contributed
+        works = []
+        for bucket in model.reducer._get_zeros_like_grad_buckets():
+            if not contributed:
+                _fill(model, bucket)
+            works.append(model.reducer._run_comm_hook(bucket))
+        for work in works:
+            work.wait()
+        if not contributed:  # as after the update, which the others make
+            for parameter in model.parameters():
+                parameter.grad = None
+        contributed = True
+
+    vars(model)["_match_all_reduce_for_bwd_pass"] = reduce
+    try:
+        yield
+    finally:
+        del vars(model)["_match_all_reduce_for_bwd_pass"]
+
+
+def _fill(model: DistributedDataParallel, bucket: Any) -> None:
+    """Add the accumulated gradients to a ``GradBucket`` of zeros, divided as DDP divides."""
+    # A communication hook divides by itself.
+    divisor = 1 if model._comm_hooks else dist.get_world_size(model.process_group)
+    for sent, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        if parameter.grad is not None:
+            sent.add_(parameter.grad, alpha=1 / divisor)
+
+
+def _refuse_optimizers(joinables: Sequence[Joinable]) -> None:
+    steps = GradientState().num_steps
+    for each in joinables:
+        if steps > 1 and not isinstance(each, DistributedDataParallel):
+            raise ValueError(
+                f"join_uneven_inputs was given a {type(each).__name__}, with "
+                f"gradient_accumulation_steps={steps}. A process that has run out of batches would "
+                "step it in every round, the others only at the end of a window. Use "
+                "gradient_accumulation_steps=1, or leave it out and pass even_batches=True."
+            )
 
 
 def _joinable(candidate: Any) -> Joinable | None:

@@ -981,7 +981,10 @@ class Accelerator:
         )
         # Resume inside the saved window, so that its restored gradients are not zeroed.
         self.sync_gradients = self.step % self.gradient_state.num_steps == 0
-        self._steps_at_backward = list(map(_STEPS, self._optimizers))  # gradients may be restored
+        self._steps_at_backward = [
+            each.steps if any(p.grad is not None for p in parameters_of([each])) else -1
+            for each in self._optimizers
+        ]
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too, in this order.
@@ -1027,10 +1030,10 @@ class Accelerator:
         return self.is_main_process
 
     @property
-    def _awaits_step(self) -> bool:
-        """Whether an optimizer has not stepped since the last backward."""
+    def _waiting(self) -> list[AcceleratedOptimizer]:
+        """The optimizers that have not stepped since the last backward."""
         then = zip(self._optimizers, self._steps_at_backward, strict=False)  # one may be newer
-        return any(optimizer.steps == steps for optimizer, steps in then)
+        return [optimizer for optimizer, steps in then if optimizer.steps == steps]
 
     def _prepared(self) -> Prepared:
         return Prepared(
@@ -1041,7 +1044,8 @@ class Accelerator:
             custom_objects=self._custom_objects,
             scaler=None if self.scaler is None else self.precision,
             step=self.step,
-            window_open=not self.sync_gradients or self._awaits_step,
+            window_open=not self.sync_gradients,
+            waiting=self._waiting,
             communication=[hook for hook in map(models.communication_of, self._models) if hook],
         )
 

@@ -212,11 +212,15 @@ class FullyShardedDataParallelPlugin:
                 "torch.distributed.fsdp.wrap."
             )
         precision, offload = self.mixed_precision_policy, self.cpu_offload
+        if isinstance(precision, str):
+            if precision not in (known := ("no", "fp32", "fp16", "bf16")):
+                raise ValueError(choose("mixed_precision_policy", precision, known))
+            precision = None
         if precision is None and isinstance(offload, bool):
             return
         from torch.distributed import fsdp  # loaded already where objects of it were given
 
-        kinds = (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy, type(None))
+        kinds = (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy, dict, str, type(None))
         _expect(self, "mixed_precision_policy", kinds)
         _expect(self, "cpu_offload", (bool, fsdp.CPUOffload, fsdp.OffloadPolicy))
 
@@ -471,7 +475,7 @@ def _number(plugin: object, name: str, kind: type[int] | type[float]) -> Any:
     value = getattr(plugin, name)
     if value == "auto":
         return value
-    fits = kind is float or not isinstance(value, float)  # 1.5 would become 1
+    fits = kind is float or not isinstance(value, float) or value.is_integer()  # not 1.5
     try:
         number = kind(value) if fits else 0
     except (TypeError, ValueError):

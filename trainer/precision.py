@@ -58,6 +58,8 @@ class Scaler(torch.amp.GradScaler):
 
     def _adapted(self) -> Scaler:
         """Return this scaler, or an adapted copy if an optimizer has stepped under its scale."""
+        if not self._enabled:  # it has no states
+            return self
         states = self._per_optimizer_states
         if not any(each["stage"] is OptState.STEPPED for each in states.values()):
             return self

@@ -662,6 +662,18 @@ def test_the_scaler_says_after_each_step_what_torchs_own_does():
         sgd.zero_grad()
 
 
+def test_a_scaler_that_is_switched_off_is_saved_and_loaded():
+    handlers = [GradScalerKwargs(enabled=False)]
+    accelerator = accelerate(mixed_precision="fp16", kwargs_handlers=handlers)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert (accelerator.scaler.get_scale(), accelerator.scaler.state_dict()) == (1.0, {})
+    accelerator.save_state("saved")
+    accelerator.load_state("saved")
+
+
 def test_reading_the_scale_between_two_optimizers_changes_no_update():
     def train(*, reads: bool) -> list[object]:
         AcceleratorState._reset_state()

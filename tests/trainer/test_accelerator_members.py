@@ -734,6 +734,28 @@ def test_gradients_that_an_optimizer_has_not_used_yet_are_saved_without_a_window
     assert b"gradients" not in Path("idle/random_states_0.safetensors").read_bytes()
 
 
+def test_gradients_that_nobody_may_want_do_not_hinder_another_precision(caplog):
+    def make(precision: str) -> Any:
+        accelerator, nets = accelerate(mixed_precision=precision), [network(), network()]
+        return accelerator, *accelerator.prepare(
+            *nets, *(torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+        )
+
+    accelerator, first, second, one, two = make("no")
+    for net, optimizer in ((first, one), (second, two)):  # zeroed at the start, as many loops do
+        optimizer.zero_grad()
+        accelerator.backward((first(torch.ones(1, 1)) + net(torch.ones(1, 1))).sum())
+        optimizer.step()
+    accelerator.save_state("saved")
+    AcceleratorState._reset_state()
+    again, first, *_ = make("fp16")
+    again.load_state("saved", strict=False)
+    assert "has not used yet are not scaled as in fp16, and are left out" in caplog.text
+    assert first.weight.grad is None
+    again.save_state("again")
+    assert b"gradients" not in Path("again/random_states_0.safetensors").read_bytes()
+
+
 def test_gradients_of_a_window_belong_to_parameters_of_models_and_of_optimizers():
     def make() -> tuple[Accelerator, nn.Parameter, nn.Module, torch.optim.Optimizer]:
         accelerator = accelerate(gradient_accumulation_steps=2)
@@ -778,9 +800,7 @@ def test_gradients_of_a_window_need_the_precision_they_were_saved_in():
     AcceleratorState._reset_state()
     again = accelerate(gradient_accumulation_steps=2, mixed_precision="fp16")
     again.prepare(model := network(), torch.optim.SGD(model.parameters()))
-    with pytest.raises(
-        CheckpointError, match="gradients of an update to come, which are not scaled"
-    ):
+    with pytest.raises(CheckpointError, match="gradients are not scaled as in fp16"):
         again.load_state("saved", strict=False)
 
 

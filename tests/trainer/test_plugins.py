@@ -152,11 +152,8 @@ def test_an_fsdp_plugin_reads_the_environment(monkeypatch):
         ({"auto_wrap_policy": "size"}, ValueError, "auto_wrap_policy is 'size'; .*'no_wrap'"),
         ({"ignored_modules": 5}, TypeError, "ignored_modules is 5; it must be Iterable or None"),
         ({"param_init_fn": 3}, TypeError, "param_init_fn is 3; it must be Callable or None"),
-        (
-            {"mixed_precision_policy": "bf16"},
-            TypeError,
-            "mixed_precision_policy is 'bf16'; it must be MixedPrecision or MixedPrecisionPolicy",
-        ),
+        ({"mixed_precision_policy": "bf17"}, ValueError, "mixed_precision_policy.*'bf17'.*'bf16'"),
+        ({"mixed_precision_policy": 16}, TypeError, "mixed_precision_policy is 16; it must be"),
     ],
 )
 def test_wrong_arguments_of_fsdp_are_told(arguments, error, text):
@@ -170,6 +167,8 @@ def test_wrong_arguments_of_fsdp_are_told(arguments, error, text):
         ("cpu_offload", True),
         ("cpu_offload", CPUOffload(offload_params=True)),
         ("cpu_offload", CPUOffloadPolicy()),
+        ("mixed_precision_policy", "bf16"),
+        ("mixed_precision_policy", {"param_dtype": "bfloat16"}),
         ("mixed_precision_policy", MixedPrecision()),
         ("mixed_precision_policy", MixedPrecisionPolicy()),
         ("auto_wrap_policy", lambda **_: True),

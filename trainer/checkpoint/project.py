@@ -202,12 +202,8 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
     def step(work: Callable[[], T]) -> list[T]:
         return together(what, work, processes, operation="load_state (choose)")
 
-    def found() -> set[int] | None:
-        if main:
-            sweep(root)
-        return set(_numbered(root)) if main else None
-
-    listed = [numbers for numbers in step(found) if numbers is not None]
+    found = step(lambda: set(_numbered(root)) if main else None)
+    listed = [numbers for numbers in found if numbers is not None]
     common = set.intersection(*listed)
     for number in sorted(common, reverse=True):
         path = root / f"checkpoint_{number}"

@@ -47,6 +47,7 @@ class Prepared:
         scaler: The gradient scaler, if there is one.
         step: The `Accelerator`'s count of micro-batches.
         window_open: Whether gradients have been accumulated for an update that is still to come.
+        waiting: Those of the optimizers whose gradients wait for a later step.
         communication: Communication hooks with state on this process that later averages need.
     """
 
@@ -58,6 +59,7 @@ class Prepared:
     scaler: Stateful | None = None
     step: int = 0
     window_open: bool = False
+    waiting: Sequence[Any] = ()
     communication: Sequence[Stateful] = ()
 
 
@@ -78,8 +80,10 @@ class Stored:
             none.
         first_rng: The first rank's RNG states.
         step: See `Prepared`.
-        gradients: Those of an open window, see `trainer.checkpoint.gradients`; None if there was
-            no open window, or the folder's format does not have them.
+        gradients: Those of an open window or of waiting optimizers, see
+            `trainer.checkpoint.gradients`; None if there were none, or the folder's format does not
+            have them.
+        window_open: Whether they are those of an open window.
         communication: This rank's states of the communication hooks.
         lost: Warnings about contents of the folder that cannot be restored.
     """
@@ -95,6 +99,7 @@ class Stored:
     first_rng: dict[str, Any] | None
     step: int
     gradients: dict[str, torch.Tensor] | None = None
+    window_open: bool = True
     communication: list[Any] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
 

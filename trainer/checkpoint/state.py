@@ -37,6 +37,7 @@ from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, load_weights, separate_tied
 from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.optim.optimizer import parameters_of
 from trainer.rng import rng_state
 
 SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
@@ -295,7 +296,8 @@ def _own_state(prepared: Prepared) -> dict[str, Any]:
     return {
         "step": prepared.step,
         "rng": rng_state(),
-        "gradients": gradients.take(_named(prepared)) if prepared.window_open else None,
+        "gradients": _gradients_of(prepared),
+        "window_open": prepared.window_open,
         "communication": [hook.state_dict() for hook in prepared.communication],
     }
 
@@ -340,12 +342,24 @@ def _refused_as(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be saved. {error}") from error
 
 
+def _gradients_of(prepared: Prepared) -> dict[str, Any] | None:
+    """Return the gradients that a later update needs; those of a window even if there are none."""
+    named = _named(prepared)
+    if prepared.window_open:
+        return gradients.take(named)
+    ours = set(map(id, parameters_of(prepared.waiting)))
+    return gradients.take({name: p for name, p in named.items() if id(p) in ours}) or None
+
+
 def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
     if (stored.scaler is None) != (prepared.scaler is None):
+        how = f"{'not ' if stored.scaler is None else ''}scaled as in fp16"
+        if not stored.window_open:  # perhaps nobody wants them: they may be zeroed next
+            stored.gradients = None
+            return [f"the gradients that an optimizer has not used yet are {how}, and are left out"]
         raise CheckpointError(
-            f"{stored.path} was saved with gradients of an update to come, which are "
-            f"{'not ' if stored.scaler is None else ''}scaled as in fp16. Load it with the "
-            "precision it was saved with."
+            f"{stored.path} was saved inside a window of micro-batches, whose gradients are {how}. "
+            "Load it with the precision it was saved with."
         )
     return gradients.check(_named(prepared), stored.gradients or {})
 
@@ -390,5 +404,6 @@ def _read(
         first_rng=first["rng"],
         step=first["step"],
         gradients=ranks.gradients_of(loading),
+        window_open=first.get("window_open", True),
         communication=ranks.communication_of(loading) if hooked else [],
     )

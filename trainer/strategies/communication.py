@@ -69,7 +69,8 @@ class Hook:
         """Restore it; the state of other options or other buckets is ignored with a warning."""
         if self._state is None or not saved:
             return
-        if saved["made_by"] != self._made_by:
+        # An earlier release did not name the parameters.
+        if {**self._made_by, **saved["made_by"]} != self._made_by:
             logger.warning(
                 "PowerSGD starts afresh: the checkpoint has its state for %s, this run uses %s.",
                 saved["made_by"],
@@ -167,11 +168,11 @@ def _mended(state: powerSGD_hook.PowerSGDState, index: int) -> powerSGD_hook.Pow
     if kept:
         sound = torch.stack([each.isfinite().all() for each in kept]).all()
     if error is not None:
-        state.error_dict[index] = torch.where(sound, error, torch.zeros_like(error))
+        error.masked_fill_(~sound, 0)
     if factor is not None:
         generator = torch.Generator(factor.device).manual_seed(state.iter)
         anew = torch.empty_like(factor).normal_(generator=generator)
-        state.q_memory_dict[index] = torch.where(sound, factor, anew)
+        factor.copy_(torch.where(sound, factor, anew))
     return state
 
 

@@ -12,10 +12,10 @@ import signal
 import socket
 import sys
 import tempfile
-import time
+import threading
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -158,43 +158,34 @@ class _Agent(LocalElasticAgent):
         hurried = False
         while True:
             try:
-                if timeout == self._shutdown_timeout:  # not those that end because one has failed
-                    timeout = self._wait_for_ends(death_sig, timeout)
-                super()._shutdown(death_sig, timeout)
+                with self._telling(death_sig, timeout):
+                    super()._shutdown(death_sig, timeout)
                 return
             except SignalException as again:
                 # A second Ctrl-C asks to end now, a third one to end whatever is lost.
                 death_sig = signal.SIGKILL if hurried else again.sigval
                 timeout, hurried = _PATIENCE, True
 
-    def _wait_for_ends(self, number: signal.Signals, seconds: int) -> int:
-        """Signal the processes and wait for them, but not long once one of them has failed.
+    @contextmanager
+    def _telling(self, number: signal.Signals, seconds: int) -> Iterator[None]:
+        timer = threading.Timer(_PATIENCE, self._tell_who_goes_on, (number, seconds))
+        if seconds > _PATIENCE:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
-        The others cannot save without it. One that has missed the signal would wait for it.
-
-        Returns:
-            The seconds to wait after a second signal.
-        """
+    def _tell_who_goes_on(self, number: signal.Signals, seconds: int) -> None:
+        """Say what is waited for: Python loses an interrupt that comes while it finalizes."""
         processes = getattr(self._pcontext, "subprocess_handlers", {})
-        running = {rank: each for rank, each in processes.items() if each.proc.poll() is None}
-        for each in running.values():
-            each.close(death_sig=number)
-        now = time.monotonic()
-        end, failed = now + seconds, False
-        while now < end and any(each.proc.poll() is None for each in running.values()):
-            if not failed and any(each.proc.poll() for each in running.values()):
-                end, failed = min(end, now + _PATIENCE), True
-            time.sleep(self._worker_group.spec.monitor_interval)
-            now = time.monotonic()
-        late = [str(rank) for rank, each in running.items() if each.proc.poll() is None]
-        if failed and late:
-            print(
-                f"Others have failed after {number.name}, but local rank {', '.join(late)} goes "
-                f"on: it gets the signal again, and is killed {_PATIENCE} seconds later.",
-                file=sys.stderr,
-                flush=True,
+        late = [str(rank) for rank, each in processes.items() if each.proc.poll() is None]
+        if late:
+            sys.stderr.write(
+                f"trainer launch: local rank {', '.join(late)} goes on after {number.name}, for at "
+                f"most {seconds - _PATIENCE} more seconds. Another signal ends it at once.\n"
             )
-        return _PATIENCE if failed else 0
+            sys.stderr.flush()
 
 
 class _Logs(DefaultLogsSpecs):

@@ -473,8 +473,7 @@ def test_an_overflow_on_one_process_skips_the_update_and_the_tick_on_all(ranks, 
                 seen.append((skipped, weights(model).item(), rate, accelerator.scaler.get_scale()))
         return seen
 
-    # The scale is adapted when the next backward begins.
-    expected = [(False, 0.5, 0.25, 4.0), (True, 0.5, 0.25, 4.0), (False, 0.25, 0.125, 2.0)]
+    expected = [(False, 0.5, 0.25, 4.0), (True, 0.5, 0.25, 2.0), (False, 0.25, 0.125, 2.0)]
     assert on_processes(ranks, world, loop) == [expected] * world
 
 

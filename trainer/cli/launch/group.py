@@ -12,10 +12,9 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,7 @@ from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
 from trainer.state.network import reachable_from
 
-_PATIENCE = (
-    10  # seconds after a second signal, then the processes are killed; and before it, if one
-)
-# of them has failed: Python loses an interrupt that arrives in a finalizer, as during an import
+_PATIENCE = 10  # seconds after a second signal; then the processes are killed
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP", "SIGQUIT")
 
 
@@ -158,34 +154,12 @@ class _Agent(LocalElasticAgent):
         hurried = False
         while True:
             try:
-                with self._telling(death_sig, timeout):
-                    super()._shutdown(death_sig, timeout)
+                super()._shutdown(death_sig, timeout)
                 return
             except SignalException as again:
                 # A second Ctrl-C asks to end now, a third one to end whatever is lost.
                 death_sig = signal.SIGKILL if hurried else again.sigval
                 timeout, hurried = _PATIENCE, True
-
-    @contextmanager
-    def _telling(self, number: signal.Signals, seconds: int) -> Iterator[None]:
-        timer = threading.Timer(_PATIENCE, self._tell_who_goes_on, (number, seconds))
-        if seconds > _PATIENCE:
-            timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _tell_who_goes_on(self, number: signal.Signals, seconds: int) -> None:
-        """Say what is waited for: Python loses an interrupt that comes while it finalizes."""
-        processes = getattr(self._pcontext, "subprocess_handlers", {})
-        late = [str(rank) for rank, each in processes.items() if each.proc.poll() is None]
-        if late:
-            sys.stderr.write(
-                f"trainer launch: local rank {', '.join(late)} goes on after {number.name}, for at "
-                f"most {seconds - _PATIENCE} more seconds. Another signal ends it at once.\n"
-            )
-            sys.stderr.flush()
 
 
 class _Logs(DefaultLogsSpecs):

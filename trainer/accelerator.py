@@ -52,7 +52,7 @@ from trainer.data.skip import skip_first_batches
 from trainer.distributed import collectives
 from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
-from trainer.errors import expect, expect_file
+from trainer.errors import expect
 from trainer.memory import release_memory
 from trainer.optim.bare_backward import backward
 from trainer.optim.clipping import as_list, clip_
@@ -890,8 +890,6 @@ class Accelerator:
             f: The file, written atomically.
             safe_serialization: Write safetensors, a format that cannot contain code.
         """
-        expect_file("f", f)
-        expect_bools(safe_serialization=safe_serialization)
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(

@@ -12,7 +12,6 @@ that occur later::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from difflib import get_close_matches
 from signal import Signals
@@ -88,17 +87,3 @@ def expect(what: str, value: object, kind: type, fix: str = "") -> None:
     if not isinstance(value, (kind, type(None))):
         told = f" {fix}" if fix else ""
         raise TypeError(f"{what} is {value!r}; it must be a {kind.__name__}.{told}")
-
-
-def expect_file(what: str, value: object) -> None:
-    """Raise if a value is neither a path nor a file that can be written.
-
-    Args:
-        what: The user's name of the value.
-        value: The value given.
-
-    Raises:
-        TypeError: It is something else.
-    """
-    if not isinstance(value, (str, os.PathLike)) and not hasattr(value, "write"):
-        raise TypeError(f"{what} is {value!r}; it must be a path or a file opened with 'wb'.")

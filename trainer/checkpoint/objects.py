@@ -9,6 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from callbacks.checks import expect_bools
 from trainer.checkpoint.atomic import write_whole
 from trainer.checkpoint.jointly import keeps
 from trainer.checkpoint.tensors import read_tensors
@@ -36,8 +37,12 @@ def save(
         safe_serialization: Write safetensors instead of using ``torch.save``.
 
     Raises:
-        TypeError: If safetensors cannot hold the object.
+        TypeError: If `f` is neither a path nor a file, or an option is not a bool, on every
+            process; or if safetensors cannot hold the object.
     """
+    if not isinstance(f, (str, os.PathLike)) and not hasattr(f, "write"):
+        raise TypeError(f"f is {f!r}; it must be a path or a file opened with 'wb'.")
+    expect_bools(save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
     if not keeps(PartialState(), save_on_each_node):
         return
     if not isinstance(f, (str, os.PathLike)):

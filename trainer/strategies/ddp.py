@@ -34,8 +34,8 @@ from trainer.strategies.zeros import (
     zeros_for,
 )
 
-# The dtypes that DDP can send with every backend.
 _SENT_AT_ONCE = 250 * 2**20  # bytes, as in DDP
+# The dtypes that DDP can send with every backend.
 _SENDABLE = {
     torch.float64,
     torch.float32,

@@ -4,17 +4,14 @@ Most are defined in other modules; only `probes` (availability of packages and d
 (nested containers) are here, for scripts. No other module of Cadence imports this package.
 """
 
-import os
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch import Generator, nn
 
-from callbacks.checks import expect_bools
 from trainer.checkpoint import load_checkpoint_in_model
 from trainer.checkpoint.model import BIN_NAME as WEIGHTS_NAME
 from trainer.checkpoint.model import INDEX_SUFFIX
-from trainer.checkpoint.objects import load
-from trainer.checkpoint.objects import save as _save
+from trainer.checkpoint.objects import load, save
 from trainer.checkpoint.weights import WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from trainer.choices import (
     DDPCommunicationHookType,
@@ -39,7 +36,7 @@ from trainer.distributed.collectives import broadcast, gather, pad_across_proces
 from trainer.distributed.collectives import reduce as _reduce
 from trainer.distributed.objects import broadcast_object_list, gather_object
 from trainer.environment import clear_environment, patch_environment
-from trainer.errors import DistributedOperationException, expect_file
+from trainer.errors import DistributedOperationException
 from trainer.launchers import debug_launcher, notebook_launcher
 from trainer.memory import find_executable_batch_size, release_memory
 from trainer.plugins import (
@@ -167,22 +164,6 @@ SAFE_WEIGHTS_INDEX_NAME = SAFE_WEIGHTS_NAME + INDEX_SUFFIX
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """As `Accelerator.reduce`, except that the mean is the default."""
     return _reduce(tensor, reduction, scale)
-
-
-def save(
-    obj: Any,
-    f: str | os.PathLike[str] | BinaryIO,
-    save_on_each_node: bool = False,
-    safe_serialization: bool = False,
-) -> None:
-    """As `trainer.checkpoint.objects.save`; wrong arguments raise on every process.
-
-    Raises:
-        TypeError: `f` is neither a path nor a file, or an option is not a bool.
-    """
-    expect_file("f", f)
-    expect_bools(save_on_each_node=save_on_each_node, safe_serialization=safe_serialization)
-    _save(obj, f, save_on_each_node, safe_serialization)
 
 
 def wait_for_everyone() -> None:

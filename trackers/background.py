@@ -173,23 +173,24 @@ class BackgroundTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The underlying SDK object. Waits for `start` to end, at most `finish_timeout`.
+        """The underlying SDK object, as all calls queued by now have left it.
+
+        Waits for `start` and these calls, at most `finish_timeout` each.
 
         Raises:
             concurrent.futures.TimeoutError: `start` has not ended in that time.
             Exception: what the last attempt of `start` raised.
         """
-        if self._started is not None:
-            self._started.result(self.finish_timeout)
-        return self.wrapped.tracker
+        return self._settled().tracker
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapped tracker's attribute; methods of it run on the calling thread."""
+        """Return the wrapped tracker's attribute; methods of it run on the calling thread.
+
+        Waits as `tracker` does.
+        """
         if name.startswith("_"):  # Python's own protocols, and what is missing before `__init__`
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if self._started is not None:
-            self._started.result(self.finish_timeout)
-        return getattr(self.wrapped, name)
+        return getattr(self._settled(), name)
 
     @property
     def run_id(self) -> str | None:  # type: ignore[override]  # the tracker sets it
@@ -336,6 +337,13 @@ class BackgroundTracker(GeneralTracker):
                 self.failures,
                 f"; it is left behind in {at}" if hangs else "",
             )
+
+    def _settled(self) -> GeneralTracker:
+        """Return the wrapped tracker once it has started and made the calls queued by now."""
+        if self._started is not None:
+            self._started.result(self.finish_timeout)
+            self.settle(self.finish_timeout)
+        return self.wrapped
 
     def _begin(self, tracker: GeneralTracker) -> None:
         if self._started is None or self._started.done():  # a retry

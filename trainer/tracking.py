@@ -150,7 +150,8 @@ class RunTrackers:
 
         Args:
             name: The `name` of the tracker.
-            unwrap: Return the SDK's own object. This waits until the tracker has started.
+            unwrap: Return the SDK's own object. This waits until the tracker has started and has
+                recorded everything up to this call, the configuration included.
 
         Returns:
             The tracker or the SDK's object; on processes that do not run it, and without

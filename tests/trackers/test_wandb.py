@@ -71,6 +71,14 @@ def test_where_nobody_says_how_it_ended_it_is_a_success(tracker, tmp_path):
     assert "status" not in run.summary
 
 
+def test_a_large_configuration_is_there_when_the_run_is_handed_out(tmp_path):
+    background = BackgroundTracker(WandBTracker("project", dir=str(tmp_path), **QUIET))
+    background.start()
+    background.store_init_configuration({f"option_{n}": n for n in range(3000)} | {"lr": 0.1})
+    assert background.run.config["lr"] == 0.1
+    background.finish()
+
+
 def test_values_that_arrive_late_are_kept_under_their_own_step(tracker, tmp_path):
     tracker.log({"loss": 1.0}, 10)
     tracker.log({"slow": 2.0}, 4)

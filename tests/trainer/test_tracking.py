@@ -442,6 +442,18 @@ def test_a_tracker_is_found_by_name_and_unwrapped_to_the_object_of_its_sdk(tmp_p
     tracking.end_training()
 
 
+def test_the_unwrapped_object_has_what_was_recorded_before():
+    tracking = RunTrackers([Images], None)
+    tracking.init_trackers("project", {"lr": 0.1})
+    tracking.log({"x": 1}, 1)
+    tracking.log({"x": [1]}, 1, method="log_images")
+    seen = list(tracking.get_tracker("images", unwrap=True))
+    assert [call[0] for call in seen[1:]] == ["config", "log", "images"]
+    tracking.log({"x": 2}, 2)
+    assert tracking.get_tracker("images").seen[-1] == ("log", {"x": 2}, 2, None)
+    tracking.end_training()
+
+
 def test_the_list_is_the_callers():
     tracking = RunTrackers([Listed], None)
     assert tracking.trackers == []

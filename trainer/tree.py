@@ -7,9 +7,9 @@ anything else is a leaf that passes through untouched.
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -18,12 +18,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to every leaf; containers keep their types.
+    """Apply `function` to every leaf; containers keep their classes and attributes.
 
     Args:
         function: Takes a leaf, returns its replacement.
-        tree: The nested containers; they are not changed. A dataclass instance is copied without
-            calling its constructor, which may take other arguments or reject the new values.
+        tree: The nested containers; they are not changed. See `rebuild` for how they are copied.
     """
     if isinstance(tree, PackedSequence):  # batch_sizes must stay on the host
         indices = map(function, (tree.sorted_indices, tree.unsorted_indices))
@@ -51,24 +50,82 @@ def children(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(like: Any, values: Sequence[Any]) -> Any:
-    """Return a copy of the container `like` with `values` in place of its `children`."""
+    """Return a copy of the container `like` with `values` in place of its `children`.
+
+    The copy has the same class and attributes. Its constructor, which may take other arguments, is
+    called only where neither the class nor an attribute says how else to store the values.
+    """
+    kind: Any = type(like)
+    if kind in (list, tuple):
+        return kind(values)
     if isinstance(like, Mapping):
         items = dict(zip(like.keys(), values, strict=True))  # iterating a TensorDict yields rows
-        if type(like) is dict:
-            return items
-        if isinstance(like, defaultdict):
-            return type(like)(like.default_factory, items)
-        return type(like)(items)  # type: ignore[call-arg]  # Mapping declares no constructor
-    if isinstance(like, tuple) and hasattr(like, "_make"):
-        return like._make(values)
-    if isinstance(like, (list, tuple)):
-        return type(like)(values)
-    made = object.__new__(type(like))
-    if hasattr(like, "__dict__"):
-        made.__dict__.update(like.__dict__)
+        return items if kind is dict else _rebuild_mapping(like, items)
+    if isinstance(like, tuple):
+        if hasattr(like, "__dict__"):
+            return _copy_attributes(like, tuple.__new__(kind, values))
+        return like._make(values) if hasattr(like, "_make") else kind(values)
+    if isinstance(like, list):
+        made: Any = _copy_attributes(like, kind.__new__(kind))
+        list.extend(made, values)
+        return made
+    made = _copy_attributes(like, object.__new__(kind))
     for (name, _), value in zip(children(like) or (), values, strict=True):
         object.__setattr__(made, name, value)  # setattr fails for a frozen dataclass
     return made
+
+
+def _rebuild_mapping(like: Any, items: dict[Any, Any]) -> Any:
+    kind: Any = type(like)
+    if isinstance(like, dict):
+        made = _copy_attributes(like, kind.__new__(kind))
+    else:
+        store = _store(like)
+        if store is None:
+            return kind(items)
+        made = _copy_attributes(like, object.__new__(kind))
+        object.__setattr__(made, store, rebuild(getattr(like, store), list(items.values())))
+    if isinstance(like, MutableMapping):
+        try:
+            for key, value in items.items():
+                made[key] = value  # it may be stored as an attribute as well
+        except (TypeError, RuntimeError):  # it is read-only, or the shapes in a TensorDict changed
+            return kind(items)
+    return made
+
+
+def _store(mapping: Any) -> str | None:
+    """Return the name of the attribute in which a mapping that is no dict stores its items."""
+    values = [value for _, value in mapping.items()]
+    names: list[str] = [*getattr(mapping, "__dict__", ()), *_slots(type(mapping))]
+    for name in names:
+        held = getattr(mapping, name, None)
+        if isinstance(held, Mapping) and len(held) == len(values):
+            same = (one is other for (_, one), other in zip(held.items(), values, strict=True))
+            if all(same):
+                return name
+    return None
+
+
+def _copy_attributes(like: Any, made: Any) -> Any:
+    """Give a new object the attributes of another, and return it."""
+    if getattr(like, "__dict__", None) is like:  # a dict whose items are its attributes
+        made.__dict__ = made
+    elif hasattr(like, "__dict__"):
+        vars(made).update(vars(like))
+    for name in _slots(type(like)):
+        if hasattr(like, name):
+            object.__setattr__(made, name, getattr(like, name))
+    return made
+
+
+def _slots(kind: type) -> list[str]:
+    return [
+        name
+        for base in kind.__mro__
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType)
+    ]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -108,7 +165,8 @@ def send_to_device(
             return [send(value) for value in tree]
         parts = children(tree)
         keeps = bool(skipped and parts and any(key in skipped for key, _ in parts))
-        if not keeps and not isinstance(tree, type) and callable(getattr(tree, "to", None)):
+        owner = tree if parts is None else type(tree)  # keys may be attributes of a mapping
+        if not keeps and not isinstance(tree, type) and callable(getattr(owner, "to", None)):
             return _send_by_itself(tree, device, non_blocking=non_blocking)
         if parts is None:
             return tree

@@ -139,6 +139,160 @@ def test_a_read_only_mapping_is_made_anew():
     assert result["a"] == "1"
 
 
+# Containers with attributes, whose constructors take other arguments
+
+
+class Named:
+    """Sets an attribute, which the constructor requires."""
+
+    __slots__ = ()
+
+    def __init__(self, *items: Any, name: str) -> None:
+        super().__init__(*items)
+        self.name = name
+
+
+class NamedDict(Named, dict):
+    pass
+
+
+class NamedOrderedDict(Named, collections.OrderedDict):
+    pass
+
+
+class NamedDefaultDict(Named, collections.defaultdict):
+    pass
+
+
+class NamedUserDict(Named, collections.UserDict):
+    pass
+
+
+class NamedList(Named, list):
+    pass
+
+
+class SlottedList(list):
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class NamedTuple_(tuple):
+    def __new__(cls, items: Any, name: str):
+        made = super().__new__(cls, items)
+        made.name = name
+        return made
+
+
+class NamedPair(Pair):
+    def __new__(cls, items: Any, name: str):
+        made = super().__new__(cls, *items)
+        made.name = name
+        return made
+
+
+class ReadOnly(collections.abc.Mapping):
+    def __init__(self, name: str, items: dict[str, Any]) -> None:
+        self.name, self.units, self._items = name, dict.fromkeys(items, "m"), items
+
+    def __getitem__(self, key):
+        return self._items[key]
+
+    def __iter__(self):
+        return iter(self._items)
+
+    def __len__(self):
+        return len(self._items)
+
+
+class Writable(ReadOnly, collections.abc.MutableMapping):
+    def __setitem__(self, key, value):
+        self._items[key] = value
+
+    def __delitem__(self, key):
+        del self._items[key]
+
+
+class AttributeDict(dict):
+    """Its items are its attributes, as in many configurations."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class GetAttributeDict(dict):
+    """It has an attribute for each key, and a KeyError for every other."""
+
+    def __getattr__(self, key):
+        return self[key]
+
+
+def containers() -> list[Any]:
+    table = {"a": torch.ones(1), "b": torch.ones(2)}
+    pair = list(table.values())
+    slotted = SlottedList("given")
+    slotted.extend(pair)
+    return [
+        *(NamedDict(table, name="given"), NamedOrderedDict(table, name="given")),
+        *(NamedDefaultDict(list, table, name="given"), NamedUserDict(table, name="given")),
+        *(ReadOnly("given", table), Writable("given", table)),
+        *(NamedList(pair, name="given"), slotted),
+        *(NamedTuple_(pair, "given"), NamedPair(pair, "given")),
+    ]
+
+
+@pytest.mark.parametrize("before", containers(), ids=lambda each: type(each).__name__)
+def test_a_copy_has_the_class_and_the_attributes(before):
+    before.name = "changed since"
+    if hasattr(before, "__dict__"):
+        before.later = [1]
+    values = [value for _, value in tree.children(before)]
+    after = tree.map_tree(lambda leaf: leaf + 1, before)
+    assert type(after) is type(before)
+    assert after.name == "changed since"
+    assert not hasattr(before, "__dict__") or after.later is before.later
+    assert [value.tolist() for _, value in tree.children(after)] == [[2], [2, 2]]
+    assert [key for key, _ in tree.children(after)] == [key for key, _ in tree.children(before)]
+    assert all(old is new for old, (_, new) in zip(values, tree.children(before), strict=True))
+    if isinstance(before, NamedDefaultDict):
+        assert after["other"] == []
+    if isinstance(before, ReadOnly):
+        assert after.units == {"a": "m", "b": "m"}
+    moved = tree.send_to_device(before, "meta")
+    assert (type(moved), moved.name) == (type(before), "changed since")
+    assert {leaf.device.type for leaf in tree.leaves(moved)} == {"meta"}
+
+
+def test_items_that_are_attributes_stay_so():
+    for kind in (AttributeDict, GetAttributeDict):
+        moved = tree.send_to_device(kind(x=torch.ones(1), y=kind(z=torch.ones(1))), "meta")
+        assert type(moved) is type(moved.y) is kind
+        assert moved.x is moved["x"]
+        assert moved.x.device.type == moved.y.z.device.type == "meta"
+        moved.x = 3
+        assert kind is GetAttributeDict or moved["x"] == 3
+
+
+def test_a_mapping_that_takes_no_other_values_is_made_from_its_items():
+    class Sized(collections.UserDict):  # as a TensorDict, whose tensors have the same rows
+        def __init__(self, items):
+            self.rows = len(next(iter(items.values())))
+            super().__init__(items)
+
+        def __setitem__(self, key, value):
+            if len(value) != self.rows:
+                raise RuntimeError("batch dimension mismatch")
+            super().__setitem__(key, value)
+
+    before = Sized({"x": torch.arange(3), "y": torch.arange(3)})
+    after = tree.slice_tensors(before, slice(2))
+    assert type(after) is Sized
+    assert (after.rows, before.rows, after["y"].tolist()) == (2, 3, [0, 1])
+
+
 # Dataclasses
 
 

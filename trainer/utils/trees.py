@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.tree import convert_to_fp32, leaves, map_tree, rebuild
+from trainer.tree import children, convert_to_fp32, leaves, map_tree, rebuild
 
 
 @dataclass
@@ -27,10 +27,8 @@ def is_tensor(value: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Return a generator's items in a container of the type of `obj`: list, tuple, named tuple."""
-    if isinstance(obj, tuple) and hasattr(obj, "_make"):
-        return obj._make(generator)
-    return type(obj)(generator)
+    """Return a generator's items in a list or tuple with the class and attributes of `obj`."""
+    return rebuild(obj, list(generator))
 
 
 def recursively_apply(
@@ -66,9 +64,7 @@ def recursively_apply(
                 **kwargs,
             )
 
-        if isinstance(data, Mapping):
-            return rebuild(data, list(map(again, data.values())))
-        return honor_type(data, map(again, data))
+        return rebuild(data, [again(value) for _, value in children(data) or ()])
     if test_type(data):
         return func(data, *args, **kwargs)
     if error_on_other_type:

@@ -3,19 +3,17 @@
 import io
 import json
 import logging
-import math
 import os
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from time import time
 from typing import Any
 
-from trackers.base import GeneralTracker, python_number
+from trackers.base import GeneralTracker
+from trackers.strict_json import dumps, from_json
 
 _logger = logging.getLogger("trackers")
 
-# JSON has no such numbers: they are written as these strings, which `float` parses.
-_NON_FINITE = {"NaN", "Infinity", "-Infinity"}
 FIELDS = frozenset({"step", "epoch", "time"})  # in every record, beside its metrics
 
 
@@ -50,34 +48,10 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
         ValueError: the line is not JSON; the message says where it is.
     """
     try:
-        record: dict[str, Any] = _from_json(json.loads(line))
+        record: dict[str, Any] = from_json(json.loads(line))
     except (ValueError, RecursionError) as error:  # the latter for excessively nested brackets
         raise ValueError(f"{where} is not JSON ({error}): {line!r}") from error
     return record
-
-
-def to_json(value: Any) -> Any:
-    """Return a value as JSON represents it: non-finite numbers as strings, arrays as lists."""
-    value = python_number(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    # Arrays and tensors become lists. What JSON cannot represent is recorded as its `str`, rather
-    # than losing the other metrics of the record.
-    return to_json(value.tolist()) if hasattr(value, "tolist") else str(value)
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _from_json(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_from_json(item) for item in value]
-    return float(value) if isinstance(value, str) and value in _NON_FINITE else value
 
 
 def unused_name(path: Path) -> Path:
@@ -111,8 +85,9 @@ def append_whole(file: io.FileIO, record: bytes) -> None:
 class JsonlTracker(GeneralTracker):
     """Appends `{"step", "epoch", "time", name: value, ...}` to a file, one JSON object per line.
 
-    Every line is valid JSON: non-finite numbers are the texts "NaN", "Infinity" and "-Infinity",
-    tensors and arrays of one element are numbers, longer ones lists, and other objects their `str`.
+    Every line is JSON that any parser reads, see `trackers.strict_json.to_json`: non-finite numbers
+    are the texts "NaN", "Infinity" and "-Infinity", tensors and arrays of one element are numbers,
+    longer ones lists. Other objects are their `str`, rather than losing the record's other metrics.
     Each record is one write to the operating system, so a crash can tear only the last line, and
     `start` cuts off a torn one. If the file is deleted or moved away meanwhile, the next record
     begins a new one, with a warning.
@@ -174,7 +149,7 @@ class JsonlTracker(GeneralTracker):
                 f"The metrics {sorted(clash)} have the names of record fields "
                 f"({sorted(FIELDS | fields.keys())}). Log them under other names."
             )
-        line = json.dumps(to_json({**fields, **values}), allow_nan=False).encode() + b"\n"
+        line = dumps({**fields, **values}, default=str).encode() + b"\n"
         file = self._opened()
         self._lacks = True
         append_whole(file, line)

@@ -6,16 +6,20 @@ import json
 import logging
 import os
 import platform
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback, ModelCheckpoint
+from callbacks import Callback, ModelCheckpoint, PredictionWriter
+from trackers import read_metrics
 from trainer import Preempted, Trainer, TrainModule
 from trainer.loops.about import AboutRun, Listener
 
@@ -323,3 +327,115 @@ def test_a_start_clears_what_killed_ones_have_left(tmp_path):
     other.touch()
     AboutRun(tmp_path / "run.json").begin({"run_id": "1"}, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [other.name, "run.json"]
+
+
+NAN, INF, BAD_NAME, HUGE = float("nan"), float("inf"), "caf\udce9/\ud800", -(10**40)
+STRANGE = {
+    "numbers": (NAN, INF, -INF, HUGE, 2**64 - 1, True, None),
+    "texts": ["NaN", "Infinity", BAD_NAME, "\x00"],
+    "keys": {1: "int", "1": "str", None: 0, (2, NAN): 2},
+    BAD_NAME: {"$": BAD_NAME},
+}
+
+
+class Strange(Net):
+    """Logs, keeps and predicts what JSON cannot represent."""
+
+    def __init__(self, strange=None, number=np.float32(2.5)):  # noqa: B008 - not mutable
+        super().__init__()
+        self.save_hyperparameters()
+
+    def training_step(self, batch, batch_idx):
+        self.log_dict({"nan": NAN, "inf": -INF, "none": torch.tensor([INF]), "ok": 1.5})
+        return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        rows = len(batch[0])
+        return {"score": [NAN] * rows, "name": [BAD_NAME] * rows, 1: [np.float32(INF)] * rows}
+
+
+class Remembers(Callback):
+    """Has a state with tensors under the same names."""
+
+    def __init__(self):
+        self.seen = STRANGE | {"tensors": {BAD_NAME: torch.tensor([INF])}}
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state_dict):
+        self.seen = state_dict
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def unique(pairs):
+    assert len({name for name, _ in pairs}) == len(pairs)
+    return dict(pairs)
+
+
+def test_every_file_of_a_run_is_json_for_strict_parsers():
+    trainer = Trainer(
+        max_epochs=1,
+        cpu=True,
+        progress_bar=False,
+        project_dir="run",
+        log_every=1,
+        profile="simple",
+        callbacks=[
+            Remembers(),
+            ModelCheckpoint(every=2, background=False),
+            PredictionWriter("run/joined"),
+        ],
+    )
+    module = Strange({**STRANGE, "path": Path(BAD_NAME)})
+    trainer.fit(module, loader())
+    trainer.predict(module, loader(), return_predictions=False)
+    trainer.accelerator.save_state("run/state")
+    trainer.accelerator.save_model(module, "run/model", max_shard_size=12)
+
+    lines = []
+    for file in sorted(Path("run").rglob("*.json*")):
+        text = file.read_text(encoding="utf-8")
+        for line in text.splitlines() if file.suffix == ".jsonl" else [text]:
+            json.loads(line, parse_constant=refuse, object_pairs_hook=unique)
+            json.dumps(json.loads(line), ensure_ascii=False).encode()  # no lone surrogates
+            lines.append(line)
+    names = {file.name for file in Path("run").rglob("*.json*")}
+    assert names >= {
+        "manifest.json",
+        "metrics.jsonl",
+        "model.safetensors.index.json",
+        "predictions.jsonl",
+        "profile-fit.json",
+        "run.json",
+        "trainer.json",
+    }
+    if node := shutil.which("node"):
+        script = "for (const t of JSON.parse(require('fs').readFileSync(0))) JSON.parse(t)"
+        subprocess.run([node, "-e", script], input=json.dumps(lines), text=True, check=True)
+
+    (record, *_) = read_metrics("run/metrics.jsonl")
+    assert np.isnan(record["nan"])
+    assert (record["inf"], record["none"], record["ok"]) == (-INF, INF, 1.5)
+
+
+def test_what_json_cannot_represent_is_restored_exactly():
+    fit(Remembers(), max_epochs=1)
+    again = Remembers()
+    again.seen = None
+    trainer = Trainer(
+        max_epochs=1, cpu=True, progress_bar=False, project_dir="run", callbacks=[again]
+    )
+    trainer.fit(Net(), loader(), ckpt_path="last")
+    tensors = again.seen.pop("tensors")
+    assert repr(again.seen) == repr(STRANGE)  # NaN is not equal to itself
+    assert torch.equal(tensors[BAD_NAME], torch.tensor([INF]))
+
+    trainer = Trainer(max_epochs=1, cpu=True, progress_bar=False, project_dir="strange")
+    trainer.fit(Strange(STRANGE), loader())
+    loaded = Strange.load_from_checkpoint("strange/checkpoints/step-00000004")
+    assert repr(loaded.hparams["strange"]) == repr(STRANGE)
+    assert loaded.hparams["number"] == 2.5

@@ -107,14 +107,14 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
     Args:
         staging: The folder from :func:`open_staging`, complete except for its manifest.
         target: The checkpoint's final path. A committed checkpoint there is replaced.
-        manifest: The caller's fields; values must be valid JSON.
+        manifest: The caller's fields; values as `to_json` takes them.
 
     Returns:
         ``target``.
 
     Raises:
         CheckpointError: If ``target`` exists and is not a checkpoint of this format.
-        TypeError: If a field of ``manifest`` is not valid JSON.
+        TypeError: If a field of ``manifest`` has no form in JSON.
         ValueError: If the name of a field is reserved by the format.
         OSError: If the disk fails; ``target`` is then unchanged.
     """
@@ -135,7 +135,7 @@ def seal(staging: Path, manifest: Mapping[str, Any]) -> None:
     """Complete a staging folder with its manifest, after syncing every file in it to disk.
 
     Raises:
-        TypeError: If a field of ``manifest`` is not valid JSON.
+        TypeError: If a field of ``manifest`` has no form in JSON.
         ValueError: If the name of a field is reserved by the format.
         OSError: If the disk fails.
     """

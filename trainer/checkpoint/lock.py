@@ -24,6 +24,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from trackers.strict_json import dumps
+
 LOCK = ".cadence-lock"
 
 _ATTEMPTS = 10  # `holder_of` in another process holds the lock for a moment
@@ -133,7 +135,7 @@ def _tell(descriptor: int | None, run_id: str | None) -> None:
     told = {"host": socket.gethostname(), "pid": os.getpid(), "since": now, "run_id": run_id}
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(told).encode(), 0)
+        os.pwrite(descriptor, dumps(told).encode(), 0)
     except OSError as error:  # the lock is held nevertheless
         logger.warning("The holder could not be written to the lock file: %s.", error)
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trackers.strict_json import dumps, to_json
 from trainer.errors import CheckpointError
 
 FORMAT_VERSION = 1
@@ -21,15 +22,15 @@ def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
     """Write the manifest of a folder's files, and sync it to disk.
 
     Raises:
-        TypeError: If a field is not valid JSON.
+        TypeError: If a field has no form in JSON.
         ValueError: If the name of a field is reserved by the format.
     """
     taken = [field for field in _OWN_FIELDS if field in fields]
     if taken:
         raise ValueError(f"The manifest's fields {taken} are reserved; use other names.")
     own = {"format_version": FORMAT_VERSION, **fields, "files": describe_files(staging)}
-    manifest = json.loads(json.dumps(own))  # as a reader will parse it: string keys, lists
-    text = json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
+    manifest = to_json(own)  # as a reader will parse it
+    text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     with open(staging / MANIFEST, "x", encoding="utf-8") as stream:
         stream.write(text + "\n")
         stream.flush()

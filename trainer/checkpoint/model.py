@@ -13,7 +13,6 @@ A tensor with several names is stored once, see :mod:`trainer.checkpoint.weights
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from callbacks.folder import with_home
+from trackers.strict_json import dumps
 from trainer.checkpoint.atomic import sync, write_aside
 from trainer.checkpoint.tensors import portable
 from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, separate_tied, write_weights
@@ -180,8 +180,8 @@ def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
 
 
 def _write_index(file: Path, total: int, places: Mapping[str, str]) -> None:
-    index = {"metadata": {"total_size": total}, "weight_map": dict(places)}
-    file.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    file.write_text(dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:

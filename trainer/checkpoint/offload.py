@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trackers.strict_json import dumps
 from trainer.checkpoint.atomic import write_whole
 from trainer.checkpoint.tensors import portable
 from trainer.errors import CheckpointError
@@ -44,7 +45,7 @@ def save_offload_index(index: Mapping[str, Any], folder: str | os.PathLike[str])
     """Add entries to a folder's index file, created if needed; do nothing without entries."""
     if index:
         known = _load_index(folder)
-        text = json.dumps({**known, **index}, indent=2)
+        text = dumps({**known, **index}, indent=2)
         write_whole(Path(folder) / _INDEX, lambda path: path.write_text(text, encoding="utf-8"))
 
 

@@ -1,7 +1,7 @@
 """Save trees of state as JSON, with their tensors in a safetensors file, without pickle.
 
-Values that JSON supports are written unchanged; others as an object whose key ``$`` names the
-type::
+Values that every JSON parser reads back are written unchanged; others as an object whose key ``$``
+names the type::
 
     {"$": "tensor", "name": "state.0.exp_avg"}          # the bytes are in <stem>.safetensors
     {"$": "dict", "items": [[0, …], [1, …]]}            # keys that are not strings keep their type
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from trackers.strict_json import fits_64_bits, is_unicode
 from trainer.errors import CheckpointError
 
 # The dtypes that safetensors supports; it has no quantized types or wider complex numbers.
@@ -216,6 +217,16 @@ def _encode_float(value: float) -> Any:
     return {"$": "float", "bits": struct.pack("<d", value).hex()}
 
 
+def _encode_int(value: int) -> Any:
+    return value if fits_64_bits(value) else {"$": "int", "hex": hex(value)}
+
+
+def _encode_str(value: str) -> Any:
+    if is_unicode(value):
+        return value
+    return {"$": "str", "hex": value.encode("utf-8", "surrogatepass").hex()}
+
+
 def _encode_list(value: Iterable[Any], place: _Place, tensors: _Tensors) -> list[Any]:
     return [_encode(item, place / index, tensors) for index, item in enumerate(value)]
 
@@ -232,7 +243,7 @@ def _encode_mapping(value: Mapping[Any, Any], place: _Place, tensors: _Tensors) 
 
 
 def _encode_dict(value: dict[Any, Any], place: _Place, tensors: _Tensors) -> Any:
-    if all(type(key) is str for key in value) and "$" not in value:
+    if all(type(key) is str and is_unicode(key) for key in value) and "$" not in value:
         return {key: _encode(item, place / key, tensors) for key, item in value.items()}
     return _encode_mapping(value, place, tensors)
 
@@ -258,7 +269,7 @@ def _encode_set(value: Iterable[Any], place: _Place, tensors: _Tensors) -> Any:
 
 
 def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any:
-    name = place.name()
+    name = place.name().encode(errors="backslashreplace").decode()
     while name in tensors or name == "__metadata__":  # keys 0 and "0"; a name safetensors reserves
         name = f"{name}#{len(tensors)}"
     tensors[name] = stored = portable(value, place)
@@ -305,8 +316,10 @@ def _refusal(value: object, place: _Place) -> str:
 
 
 _LEAVES: dict[type, Callable[[Any], Any]] = {
-    **dict.fromkeys((type(None), bool, int, str), lambda value: value),
+    **dict.fromkeys((type(None), bool), lambda value: value),
+    int: _encode_int,
     float: _encode_float,
+    str: _encode_str,
     bytes: lambda value: {"$": "bytes", "base64": base64.b64encode(value).decode()},
     torch.dtype: lambda value: {"$": "dtype", "name": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"$": "device", "name": str(value)},
@@ -375,6 +388,8 @@ def _decode_namedtuple(_: object, name: str, fields: list[str], items: list[Any]
 
 _DECODERS: dict[str, Callable[..., Any]] = {
     "float": lambda _, bits: struct.unpack("<d", bytes.fromhex(bits))[0],
+    "int": lambda _, **fields: int(fields["hex"], 16),
+    "str": lambda _, **fields: bytes.fromhex(fields["hex"]).decode("utf-8", "surrogatepass"),
     "bytes": lambda _, **fields: base64.b64decode(fields["base64"], validate=True),
     "tuple": lambda _, items: tuple(items),
     "dict": lambda _, items: dict(items),

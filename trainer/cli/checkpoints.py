@@ -8,13 +8,13 @@ read.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from trackers.strict_json import dumps
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import holder_of
 from trainer.checkpoint.manifest import strangers
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             gone = [entry for entry in plan.removed if entry.name not in plan.failed]
             entries = [entry for entry in entries if entry not in gone]
     if arguments.json:
-        print(json.dumps({"root": str(root), **shown}, indent=1, allow_nan=False))
+        print(dumps({"root": str(root), **shown}, indent=1))
     failed = plan is not None and bool(plan.failed)
     return int(failed or any(entry.is_bad for entry in entries))
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trackers.strict_json import from_json
 from trainer.checkpoint import layout
 from trainer.checkpoint.folder import STAGING as INNER_STAGING
 from trainer.checkpoint.manifest import (
@@ -97,7 +98,7 @@ class Entry:
     @property
     def metrics(self) -> dict[str, float]:
         """The numeric metrics that were saved with it."""
-        values = self.manifest.get("metrics") or {}
+        values = from_json(self.manifest.get("metrics") or {})
         return {name: value for name, value in values.items() if isinstance(value, (int, float))}
 
 

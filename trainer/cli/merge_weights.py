@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from trackers.strict_json import dumps
 from trainer.cli.parsing import CommandError, command_parser
 from trainer.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             "size": merged.size,
             "sha256": merged.sha256,
         }
-        print(json.dumps(report, indent=1))
+        print(dumps(report, indent=1))
         return 0
     tied = f" (and {merged.tied} more names for them)" if merged.tied else ""
     count = len(merged.files)

@@ -29,8 +29,7 @@ import torch
 
 from trackers.base import Status
 from trackers.code import git_commit
-from trackers.jsonl import to_json
-from trackers.media import plain
+from trackers.strict_json import dumps, to_json
 from trainer.checkpoint.atomic import sweep_aside, write_whole
 
 logger = logging.getLogger(__name__)
@@ -59,14 +58,14 @@ class AboutRun:
         """Add a start, after the earlier ones of the same run.
 
         Args:
-            description: What the file says of the run; values without a form in JSON as strings.
+            description: What the file says of the run; what has no form in JSON becomes its `str`.
             step: The number of updates before it.
         """
         earlier = self._earlier(description["run_id"])
         start = {"begin": time.time(), "step": step, "end": None, "status": "running"}
         self._document = {
             "format_version": FORMAT_VERSION,
-            **plain(description),
+            **to_json(description, str),
             "code": git_commit("."),
             "starts": [*earlier.get("starts", ()), {**start, "error": None}],
             "warnings": earlier.get("warnings", []),
@@ -100,8 +99,7 @@ class AboutRun:
             return {}
 
     def _write(self, *, sweeps: bool = False) -> None:
-        # Non-finite numbers are strings, as in metrics.jsonl.
-        text = json.dumps(to_json(self._document), indent=1, allow_nan=False)
+        text = dumps(self._document, indent=1)
         try:
             if sweeps:
                 sweep_aside(self._path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -14,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from trackers.strict_json import dumps
 from trainer.accelerator import Accelerator
 from trainer.checkpoint.atomic import write_whole
 from trainer.choices import DynamoBackend
@@ -117,7 +117,7 @@ def _report(
 
 
 def _write(path: Path, report: Report) -> None:
-    text = json.dumps(report.record(), indent=2) + "\n"
+    text = dumps(report.record(), indent=2) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda file: file.write_text(text, encoding="utf-8"))

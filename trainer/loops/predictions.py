@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trackers.strict_json import dumps, to_json
 from trainer.checkpoint.tensors import portable, write_tensors
 from trainer.distributed.control import on_main
 from trainer.distributed.objects import all_gather_object
@@ -120,7 +121,7 @@ class PredictionFiles:
         for tensor in tensors.values():
             self._tensors.write(_bytes_of(tensor))
         if plain:
-            self._plain.write(json.dumps(plain).encode() + b"\n")
+            self._plain.write(dumps(plain).encode() + b"\n")
 
     def finish(self) -> None:
         """Merge what all processes have written; collective.
@@ -240,10 +241,9 @@ def columns_of(prediction: Any, batch_number: int) -> tuple[dict[str, Tensor], P
             tensors[name] = portable(value, what)
         elif isinstance(value, list):
             try:
-                json.dumps(value)
-            except (TypeError, ValueError) as error:
+                plain[name] = to_json(value)
+            except (TypeError, RecursionError) as error:
                 raise TypeError(f"{what} cannot be written as JSON: {error}.") from error
-            plain[name] = value
         else:
             raise TypeError(
                 f"{what} is {value!r} of type {type(value).__name__}; return tensors, arrays and "
@@ -278,7 +278,7 @@ def _is_rich(value: Any) -> bool:
 def _lines_of(plain: Plain) -> Iterator[bytes]:
     """Yield one JSON object per sample."""
     for values in zip(*plain.values(), strict=True):
-        yield json.dumps(dict(zip(plain, values, strict=True))).encode() + b"\n"
+        yield dumps(dict(zip(plain, values, strict=True))).encode() + b"\n"
 
 
 def _bytes_of(tensor: Tensor) -> Any:
@@ -367,7 +367,7 @@ def _merge_tensors(
             "shape": [count, *shape],
             "data_offsets": [begin, end],
         }
-    text = json.dumps(header).encode()
+    text = dumps(header).encode()
     text += b" " * (-len(text) % 8)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in order:

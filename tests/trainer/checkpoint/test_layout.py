@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -72,9 +73,16 @@ def test_a_manifest_describes_every_file_and_keeps_the_callers_fields(tmp_path):
 
 def test_a_metric_that_is_not_a_number_does_not_stop_a_save(tmp_path):
     path = make(tmp_path, metrics={"loss": float("nan"), 3: (float("inf"), None)})
-    metrics = verify(path)["metrics"]
-    assert metrics["loss"] != metrics["loss"]
-    assert metrics["3"] == [float("inf"), None]
+    assert verify(path)["metrics"] == {"loss": "NaN", "3": ["Infinity", None]}
+
+
+def test_a_manifest_with_nan_itself_as_once_written_is_read(tmp_path):
+    path = make(tmp_path, metrics={"loss": 0.0})
+    manifest = read_manifest(path)
+    manifest["metrics"]["loss"] = float("nan")
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
+    assert math.isnan(verify(path)["metrics"]["loss"])
 
 
 @pytest.mark.parametrize(

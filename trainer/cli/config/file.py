@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from trackers.strict_json import dumps
 from trainer import environment
 from trainer.choices import DynamoBackend, PrecisionType
 from trainer.configuration import refuse_fp8
@@ -343,7 +344,7 @@ def write_file(path: Path, configuration: LaunchConfiguration) -> None:
             kept[field.name] = value
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".json":
-        text = json.dumps(kept, indent=2) + "\n"
+        text = dumps(kept, indent=2) + "\n"
     else:
         text = yaml.safe_dump(kept)
     path.write_text(text, encoding="utf-8")

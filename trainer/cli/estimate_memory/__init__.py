@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from trackers.strict_json import dumps
 from trainer.cli.parsing import (
     CommandError,
     command_parser,
@@ -174,7 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         names = ("parameters", "trained", "buffers")
         report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
-        print(json.dumps({**report, "optimizer": optimizer, "rows": rows}, indent=1))
+        print(dumps({**report, "optimizer": optimizer, "rows": rows}, indent=1))
         return 0
     total, trained, buffers = numbers
     print(f"{arguments.model}: {total:,} parameters, {trained:,} trained; {buffers:,} in buffers")

@@ -1,0 +1,80 @@
+"""What we write as JSON: text that every parser accepts (RFC 8259, and I-JSON, RFC 7493).
+
+JSON has no NaN and no infinity, and parsers differ over integers of more than 64 bits and over
+strings that are not Unicode. In records for people and other programs these are texts, see
+`to_json`; a state that is restored exactly is encoded by `trainer.checkpoint.tensors`.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from trackers.base import python_number
+
+# The texts of numbers that JSON does not have; `float` parses them.
+_NON_FINITE = {"NaN", "Infinity", "-Infinity"}
+
+
+def dumps(
+    value: Any, *, indent: int | None = None, default: Callable[[Any], Any] | None = None
+) -> str:
+    """Return a value as JSON, in ASCII; the arguments are those of `json.dumps` and `to_json`."""
+    return json.dumps(to_json(value, default), indent=indent, allow_nan=False)
+
+
+def to_json(value: Any, default: Callable[[Any], Any] | None = None) -> Any:
+    """Return a value as every parser reads it back.
+
+    Non-finite floats are the texts "NaN", "Infinity" and "-Infinity", integers of more than 64 bits
+    their digits. Tensors and arrays of one element are numbers, longer ones lists. Keys are
+    strings. Lone surrogates in strings, as in file names that are not UTF-8, are escaped.
+
+    Args:
+        value: the value.
+        default: called with anything else, for a value to encode in its place.
+
+    Raises:
+        TypeError: there is anything else, and no `default`.
+    """
+    value = python_number(value)
+    if isinstance(value, str):
+        return value if is_unicode(value) else value.encode(errors="backslashreplace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, int) and not fits_64_bits(value):
+        return str(value)
+    if value is None or isinstance(value, (int, float)):
+        return value
+    if isinstance(value, dict):
+        return {to_json(str(key)): to_json(item, default) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item, default) for item in value]
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist(), default)
+    if default is None:
+        raise TypeError(f"{value!r} of type {type(value).__name__} has no form in JSON")
+    return to_json(default(value))
+
+
+def from_json(value: Any) -> Any:
+    """Return a value that `to_json` encoded, with its non-finite numbers as floats."""
+    if isinstance(value, dict):
+        return {key: from_json(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_json(item) for item in value]
+    return float(value) if isinstance(value, str) and value in _NON_FINITE else value
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a string has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def fits_64_bits(value: int) -> bool:
+    """Return whether an integer is one of 64 bits, signed or not."""
+    return -(2**63) <= value < 2**64

@@ -14,6 +14,7 @@ from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
     from trainer import Trainer, TrainModule
 
@@ -29,10 +30,11 @@ class BaseFinetuning(Callback):
     """The base of callbacks that freeze and unfreeze parts of a model.
 
     Override :meth:`freeze_before_training` and :meth:`finetune_function`, and use :meth:`freeze`,
-    :meth:`make_trainable` and :meth:`unfreeze_and_add_param_group` in them. Frozen modules are in
-    evaluation mode too: no dropout, and the running statistics of normalisations do not change. A
-    checkpoint holds what is frozen and the groups that were added, so that a resumed run continues
-    exactly. After the fit, the module is as trainable as it was before.
+    :meth:`make_trainable` and :meth:`unfreeze_and_add_param_group` in them. Frozen batch
+    normalisation uses its running statistics and does not update them; other modules keep their
+    mode, so that dropout between frozen layers stays on. A checkpoint holds what is frozen and the
+    groups that were added, so that a resumed run continues exactly. After the fit, the module is as
+    trainable as it was before.
     """
 
     _trainer: Trainer | None = None  # while a fit runs
@@ -45,7 +47,7 @@ class BaseFinetuning(Callback):
         """Unfreeze parts; called for each optimizer at the beginning of each epoch (from 0)."""
 
     def freeze(self, modules: Modules, train_bn: bool = False) -> None:
-        """Freeze the parameters, and keep the modules in evaluation mode during epochs.
+        """Freeze the parameters, and the running statistics of batch normalisation.
 
         Args:
             modules: A module, or an iterable of modules, nested to any depth.
@@ -55,7 +57,7 @@ class BaseFinetuning(Callback):
             if not (train_bn and isinstance(module, _BatchNorm)):
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad = False
-                self._asleep[module] = None
+                self._freeze_statistics(module)
 
     def make_trainable(self, modules: Modules, train_bn: bool = True) -> None:
         """Undo :meth:`freeze`; what the user had frozen, or put into evaluation mode, stays so.
@@ -68,8 +70,7 @@ class BaseFinetuning(Callback):
             if train_bn or not isinstance(module, _BatchNorm):
                 for parameter in module.parameters(recurse=False):
                     parameter.requires_grad = self._trainable.get(parameter, True)
-                self._asleep.pop(module, None)
-                module.training = self._modes.get(module, True)
+                self._unfreeze_statistics(module)
 
     def unfreeze_and_add_param_group(
         self,
@@ -114,11 +115,10 @@ class BaseFinetuning(Callback):
         """Return what is frozen, by name, and the last epoch that was begun."""
         if self._trainer is None:
             return getattr(self, "_final", {})
-        names = {part: name for name, part in self._module.named_modules()}
         return {
             "epoch": self._epoch,
             "frozen": [n for n, p in self._module.named_parameters() if not p.requires_grad],
-            "asleep": [names[part] for part in self._asleep if part in names],
+            "norms": [name for name, part in self._module.named_modules() if part in self._norms],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,8 +131,9 @@ class BaseFinetuning(Callback):
             return
         self._trainer, self._module = trainer, module
         self._trainable = {p: p.requires_grad for p in module.parameters()}
-        self._modes = {part: part.training for part in module.modules()}
-        self._asleep: dict[nn.Module, None] = {}
+        # If the whole module is in evaluation mode, `fit` puts all of it into training mode.
+        self._modes = {part: part.training or not module.training for part in module.modules()}
+        self._norms: dict[nn.Module, RemovableHandle] = {}
         self._epoch = -1
         self._loaded = {}
         self.freeze_before_training(module)
@@ -144,16 +145,14 @@ class BaseFinetuning(Callback):
         if not self._loaded:
             return
         self._epoch = self._loaded["epoch"]
-        frozen, asleep = set(self._loaded["frozen"]), set(self._loaded["asleep"])
+        frozen, norms = set(self._loaded["frozen"]), set(self._loaded["norms"])
         for name, parameter in module.named_parameters():
             parameter.requires_grad = name not in frozen
         for name, part in module.named_modules():
-            part.training = self._modes.get(part, True) and name not in asleep
-        self._asleep = {part: None for name, part in module.named_modules() if name in asleep}
-
-    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Restore evaluation mode: the fit may have put the whole module into training mode."""
-        self._sleep()
+            if name in norms:
+                self._freeze_statistics(part)
+            else:
+                self._unfreeze_statistics(part)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Call `finetune_function`, unless the run resumes in the middle of the epoch."""
@@ -161,7 +160,6 @@ class BaseFinetuning(Callback):
             self._epoch = trainer.current_epoch
             for optimizer in trainer.optimizers:
                 self.finetune_function(module, trainer.current_epoch, optimizer)
-        self._sleep()
 
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         """Leave the module as it was found."""
@@ -170,13 +168,23 @@ class BaseFinetuning(Callback):
         self._final = self.state_dict()  # for a checkpoint that is saved after the fit
         for parameter, trainable in self._trainable.items():
             parameter.requires_grad = trainable
-        for part in self._asleep:
-            part.training = self._modes.get(part, True)
+        for norm in list(self._norms):
+            self._unfreeze_statistics(norm)
         self._trainer = None
 
-    def _sleep(self) -> None:
-        for part in self._asleep:
-            part.training = False
+    def _freeze_statistics(self, module: nn.Module) -> None:
+        if isinstance(module, _BatchNorm) and module not in self._norms:
+            # A hook, as the user's code may call `train()` of a parent at any time.
+            self._norms[module] = module.register_forward_pre_hook(_enter_evaluation_mode)
+
+    def _unfreeze_statistics(self, module: nn.Module) -> None:
+        if handle := self._norms.pop(module, None):
+            handle.remove()
+            module.training = self._modes.get(module, True) and self._module.training
+
+
+def _enter_evaluation_mode(module: nn.Module, _: Any) -> None:
+    module.training = False
 
 
 def _expect_positive(name: str, value: float) -> None:
@@ -187,8 +195,8 @@ def _expect_positive(name: str, value: float) -> None:
 class BackboneFinetuning(BaseFinetuning):
     """Train the head alone, then the backbone too, with a smaller learning rate that grows.
 
-    The backbone is frozen, and in evaluation mode, from the start to ``unfreeze_backbone_at_epoch``
-    (from 0). Then it joins the (first) optimizer in a group of its own, whose learning rate is a
+    The backbone is frozen from the start to ``unfreeze_backbone_at_epoch`` (from 0); its dropout
+    stays on. Then it joins the (first) optimizer in a group of its own, whose learning rate is a
     fraction of the first group's. The fraction is multiplied by ``lambda_func(epoch)`` at each
     further epoch until it is 1. A schedule of the optimizer continues for both.
 

@@ -111,6 +111,14 @@ def test_saves_are_due_by_updates_and_the_final_one_is_always_saved():
     assert on_disk() == [3, 6, 8]
 
 
+def test_scores_that_are_not_finite_are_never_the_best():
+    scores = [float("nan"), float("inf"), 3.0, float("-inf")]
+    best = ModelCheckpoint(monitor="score", save_top_k=-1)
+    trainer = fit(Net(scores), best, max_epochs=4)
+    assert on_disk() == [2, 4, 6, 8]
+    assert trainer._parts.choose("best") == Path("run/checkpoints/step-00000006").absolute()
+
+
 def test_two_checkpoint_callbacks_with_two_folders():
     by_score = ModelCheckpoint(monitor="score", save_last=False, dirpath="best")
     fit(Net([3.0, 1.0, 2.0]), by_score, ModelCheckpoint(), max_epochs=3)

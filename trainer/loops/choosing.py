@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from trackers.strict_json import from_json
 from trainer import checkpoint as disk
 from trainer.checkpoint.manifest import MANIFEST, peek
 from trainer.errors import CheckpointError, LaterReleaseError, choose
@@ -163,7 +164,7 @@ def scores_of(root: Path, monitor: str) -> dict[str, float]:
     scores = {}
     for path in disk.committed(root):
         try:
-            value = disk.read_manifest(path)["metrics"].get(monitor)
+            value = from_json(disk.read_manifest(path)["metrics"].get(monitor))
         except CheckpointError as error:
             logger.warning("%s is not used: %s", path, error)
             continue

@@ -10,6 +10,7 @@ from torch.profiler import profile, schedule
 from callbacks.base import Callback
 from callbacks.checks import expect_bools, expect_counts
 from callbacks.folder import given_folder
+from trackers.files import regular
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -147,6 +148,8 @@ class Profiler(Callback):
         averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])
         where = "cpu" if trainer.accelerator.device.type == "cpu" else "device"
         table = averages.table(sort_by=f"self_{where}_time_total", row_limit=self.top_operators)
-        (folder / f"operators-{name}.txt").write_text(table, encoding="utf-8")
+        operators = folder / f"operators-{name}.txt"
+        with open(operators, "w", encoding="utf-8", opener=regular) as file:
+            file.write(table)
         self.traces.append(trace)
         trainer.accelerator.print(f"{table}\nThe trace is in {trace}.")

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
+import re
+from pathlib import Path, PurePosixPath
+
+from trackers.files import read_bytes
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_LARGEST = 1 << 26  # bytes of the packed references
 
 _logger = logging.getLogger("trackers")
 
@@ -12,20 +18,22 @@ _logger = logging.getLogger("trackers")
 def git_commit(folder: str | os.PathLike[str]) -> str | None:
     """Return the commit of the git repository around a folder; git need not be installed.
 
-    Uncommitted changes are not detected.
+    Uncommitted changes are not detected. As git does, it leaves out a repository of another user:
+    whoever can write to a folder above this one can put one there.
 
     Args:
         folder: a folder in the working tree.
 
     Returns:
         The hash in hexadecimal digits; None without a repository, before its first commit, and,
-        with a warning, if its files cannot be read.
+        with a warning, if its files cannot be read or are another user's.
     """
     try:
-        return _commit(folder)
-    except OSError as error:  # somebody else's files, or a folder that is gone
+        found = _commit(folder)
+    except (OSError, ValueError) as error:  # somebody else's files, or a folder that is gone
         _logger.warning("The commit of the code cannot be read: %s.", error)
         return None
+    return found if found and _HASH.fullmatch(found) else None
 
 
 def _commit(folder: str | os.PathLike[str]) -> str | None:
@@ -33,8 +41,10 @@ def _commit(folder: str | os.PathLike[str]) -> str | None:
     for parent in (here, *here.parents):
         git = parent / ".git"
         if git.is_file():  # in a submodule or another working tree, it points to the real folder
+            _expect_own(git)
             git = parent / _text(git).removeprefix("gitdir:").strip()
         if (git / "HEAD").is_file():
+            _expect_own(git)
             return _resolve(git)
     return None
 
@@ -44,6 +54,8 @@ def _resolve(git: Path) -> str | None:
     if not head.startswith("ref:"):
         return head
     name = head.removeprefix("ref:").strip()
+    if not name.startswith("refs/") or ".." in PurePosixPath(name).parts:
+        return None
     link = git / "commondir"
     common = git / _text(link).strip() if link.is_file() else git
     for path in (git / name, common / name):
@@ -56,4 +68,10 @@ def _resolve(git: Path) -> str | None:
 
 def _text(path: Path) -> str:
     """Return the text of a file, decoded as file names are, since it may be a path."""
-    return os.fsdecode(path.read_bytes())
+    return os.fsdecode(read_bytes(path, _LARGEST))
+
+
+def _expect_own(path: Path) -> None:
+    """Raise if a file or folder belongs to another user; of a link, the link itself counts."""
+    if hasattr(os, "geteuid") and path.lstat().st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user")

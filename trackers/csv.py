@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trackers.base import GeneralTracker
+from trackers.files import hidden_beside, regular
 from trackers.jsonl import is_at, unused_name
 from trackers.media import one_level
 from trackers.registry import register_tracker
@@ -172,20 +173,21 @@ class CSVTracker(GeneralTracker):
     def _write_anew(self, rows: list[dict[str, Any]], columns: list[str]) -> None:
         """Replace the table with these rows under these columns."""
         lines = [_line(row, columns) for row in ({name: name for name in columns}, *rows)]
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}.new")
+        beside = hidden_beside(self.path)
         try:
             beside.write_bytes(b"".join(lines))
             self.finish()
             os.replace(beside, self.path)
         finally:
             beside.unlink(missing_ok=True)  # on a full disk
-        self._file, self._columns = io.FileIO(self.path, "r+"), columns
+        self._file, self._columns = io.FileIO(self.path, "r+", opener=regular), columns
         self._last = rows[-1] if rows else {}
         self._end = sum(map(len, lines))
         self._last_at = self._end - len(lines[-1]) if rows else 0
 
     def _read(self) -> list[dict[str, Any]]:
-        text = self.path.read_bytes().decode()  # keeps line ends inside texts as they are
+        with open(self.path, "rb", opener=regular) as file:
+            text = file.read().decode()  # keeps line ends inside texts as they are
         whole = text[: text.rfind("\n") + 1]  # a crash may have torn the last row
         limit = csv.field_size_limit(sys.maxsize)  # texts may be longer than the default for cells
         try:
@@ -206,7 +208,7 @@ class CSVTracker(GeneralTracker):
                 self.path,
             )
             return
-        other = io.FileIO(self.path, "r+")
+        other = io.FileIO(self.path, "r+", opener=regular)
         self.finish()
         self._file = other
         self._read()
@@ -227,7 +229,7 @@ def _locked(table: Path) -> Iterator[None]:
         yield
         return
     lock = table.with_name(f".{table.name}.lock")
-    with open(lock, "ab", buffering=0) as file, contextlib.ExitStack() as held:
+    with open(lock, "ab", buffering=0, opener=regular) as file, contextlib.ExitStack() as held:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             # Closing the file is not enough: a process that was forked meanwhile has it open too.

@@ -19,6 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 
+from trackers.files import regular
 from trackers.jsonl import append_whole, is_at
 
 _VERSION = "brain.Event:2"  # since 2 a reader drops steps again only where a file says so
@@ -74,7 +75,7 @@ class EventFile:
         second, fraction = f"{time():017.6f}".split(".")
         place = f"{second}.{socket.gethostname()}.{os.getpid()}"
         path = self._folder / f"events.out.tfevents.{place}.us{fraction}{self._suffix}"
-        file = io.FileIO(path, "a")
+        file = io.FileIO(path, "a", opener=regular)
         try:
             append_whole(file, _record(Event(wall_time=time(), file_version=_VERSION)))
             if self._purge_step is not None:

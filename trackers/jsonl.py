@@ -10,6 +10,7 @@ from time import time
 from typing import Any
 
 from trackers.base import GeneralTracker
+from trackers.files import regular
 from trackers.strict_json import dumps, from_json
 
 _logger = logging.getLogger("trackers")
@@ -33,7 +34,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         FileNotFoundError: there is no such file.
         ValueError: a whole line is not JSON; the message gives its number.
     """
-    with open(path, "rb") as lines:
+    with open(path, "rb", opener=regular) as lines:
         return [
             parse_record(line, f"{path}, line {number}")
             for number, line in enumerate(lines, start=1)
@@ -57,7 +58,7 @@ def parse_record(line: bytes, where: str) -> dict[str, Any]:
 def unused_name(path: Path) -> Path:
     """Return an unused numbered name to keep another run's file under: ``metrics.1.jsonl``."""
     number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.stem}.{number}{path.suffix}")):
         number += 1
     return aside
 
@@ -117,7 +118,7 @@ class JsonlTracker(GeneralTracker):
     def start(self) -> None:
         """Open the file for appending, after cutting off a last line that a crash tore."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = io.FileIO(self.path, "a+")
+        self._file = io.FileIO(self.path, "a+", opener=regular)
         size = self.offset
         if size == 0:  # an empty file cannot be mapped
             return
@@ -175,7 +176,7 @@ class JsonlTracker(GeneralTracker):
         """Return whether a record ends at an offset in bytes, or the first one begins there (0)."""
         if not 0 < offset <= self.offset:
             return offset == 0
-        with open(self.path, "rb") as content:
+        with open(self.path, "rb", opener=regular) as content:
             content.seek(offset - 1)
             return content.read(1) == b"\n"
 
@@ -201,7 +202,8 @@ class JsonlTracker(GeneralTracker):
                 f"{self.path} of {size} bytes has no record that ends at byte {offset}. It is not "
                 f"the file that the offset refers to: put that one back or move this one away."
             )
-        os.truncate(self.path, offset)
+        with open(self.path, "r+b", opener=regular) as file:
+            file.truncate(offset)
 
     def offset_behind(self, step: int) -> int:
         """Return the offset at which records of later steps begin, in bytes, for `truncate`.
@@ -210,7 +212,7 @@ class JsonlTracker(GeneralTracker):
             step: the last step whose records are wanted.
         """
         offset = 0
-        with open(self.path, "rb") as lines:
+        with open(self.path, "rb", opener=regular) as lines:
             for number, line in enumerate(lines, start=1):
                 if (parse_record(line, f"{self.path}, line {number}")["step"] or 0) > step:
                     break

@@ -6,6 +6,7 @@ from collections.abc import Generator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trackers.files import regular
 from trackers.jsonl import FIELDS, parse_record
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Missed:
         self._record.settle(_PATIENCE)
         if self._offset is None:
             self._offset = self._begin.result(_PATIENCE)
-        with open(self.path, "rb") as lines:
+        with open(self.path, "rb", opener=regular) as lines:
             lines.seek(self._offset)
             for line in lines:
                 if not line.endswith(b"\n"):  # being written, so later than `last`

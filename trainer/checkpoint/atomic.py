@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-_TEMPORARY = ".cadence-writing-"
+from trackers.files import hidden_beside
 
 
 def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
@@ -19,8 +19,7 @@ def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
     Returns:
         The hidden file. If ``write`` fails, it is removed.
     """
-    # The name includes the process id, since another process may write the same file.
-    temporary = file.with_name(f"{_TEMPORARY}{os.getpid()}-{file.name}")
+    temporary = hidden_beside(file)
     try:
         write(temporary)
         sync(temporary)
@@ -34,12 +33,6 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     """Write a file atomically, replacing an existing one."""
     os.replace(write_aside(file, write), file)
     sync(file.parent)
-
-
-def sweep_aside(file: Path) -> None:
-    """Remove hidden files that killed processes left; no other process may be writing this file."""
-    for left in file.parent.glob(f"{_TEMPORARY}*-{file.name}"):
-        left.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,6 @@ process opens and closes the file, for example a backup.)
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import socket
@@ -24,6 +23,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+from trackers.files import read_json, regular
 from trackers.strict_json import dumps
 
 LOCK = ".cadence-lock"
@@ -142,7 +142,7 @@ def _tell(descriptor: int | None, run_id: str | None) -> None:
 
 def _named(file: Path) -> str:
     try:
-        told = json.loads(file.read_bytes())
+        told = read_json(file)
         run = f", run {told['run_id']}" if told["run_id"] else ""
         return f"process {told['pid']} on {told['host']} (since {told['since']}{run})"
     except (OSError, ValueError, KeyError, TypeError):  # it is just being written or deleted
@@ -166,7 +166,7 @@ def _is(file: Path, descriptor: int) -> bool:
 
 
 def _opened(file: Path, flags: int) -> int:
-    descriptor = os.open(file, flags, 0o666)
+    descriptor = regular(file, flags)
     _open.add(descriptor)
     return descriptor
 

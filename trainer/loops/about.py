@@ -16,7 +16,6 @@ killed has no end and stays ``"running"``. Nothing else is read from the file to
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -29,8 +28,9 @@ import torch
 
 from trackers.base import Status
 from trackers.code import git_commit
+from trackers.files import read_json, sweep_hidden
 from trackers.strict_json import dumps, to_json
-from trainer.checkpoint.atomic import sweep_aside, write_whole
+from trainer.checkpoint.atomic import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class AboutRun:
 
     def _earlier(self, run_id: str) -> dict[str, Any]:
         try:
-            document: dict[str, Any] = json.loads(self._path.read_bytes())
+            document: dict[str, Any] = read_json(self._path)
             return document if document["run_id"] == run_id else {}
         except FileNotFoundError:
             return {}
@@ -102,7 +102,7 @@ class AboutRun:
         text = dumps(self._document, indent=1)
         try:
             if sweeps:
-                sweep_aside(self._path)
+                sweep_hidden(self._path)
             write_whole(self._path, lambda file: file.write_text(f"{text}\n", encoding="utf-8"))
         except OSError as error:
             if not self._failed:

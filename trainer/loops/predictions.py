@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trackers.files import regular
 from trackers.strict_json import dumps, to_json
 from trainer.checkpoint.tensors import portable, write_tensors
 from trainer.distributed.control import on_main
@@ -95,8 +96,10 @@ class PredictionFiles:
         if merge:  # a folder that the processes do not share is detected when merging
             self._parts.mkdir(parents=True, exist_ok=True)
             tensors, plain = self._part_files(rank)
-            self._tensors = self._own.enter_context(tensors.open("wb"))
-            self._plain = self._own.enter_context(plain.open("wb"))
+            for part in (tensors, plain):  # of an interrupted prediction
+                part.unlink(missing_ok=True)
+            self._tensors = self._own.enter_context(tensors.open("xb"))
+            self._plain = self._own.enter_context(plain.open("xb"))
         else:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -166,6 +169,8 @@ class PredictionFiles:
     def _write_whole(self, name: str, write: Callable[[Path], object]) -> None:
         """Write a file that appears whole or, if writing fails, not at all."""
         staged = self.folder / f".{name}"
+        staged.unlink(missing_ok=True)  # of an interrupted prediction
+        staged.touch(exist_ok=False)  # a link in its place is not followed
         try:
             write(staged)
         except BaseException:
@@ -195,18 +200,21 @@ class PredictionFiles:
         try:
             with ExitStack() as stack:
                 opened = [
-                    [stack.enter_context(part.open("rb")) for part in self._part_files(rank)]
+                    [
+                        stack.enter_context(open(part, "rb", opener=regular))
+                        for part in self._part_files(rank)
+                    ]
                     for rank in range(self._world_size)
                 ]
                 tensors, plain = zip(*opened, strict=True)
                 if merged.columns:
                     staged = self._parts / "merged.safetensors"
-                    with staged.open("wb") as file:
+                    with staged.open("xb") as file:
                         _merge_tensors(file, merged.columns, rows, tensors)
                     os.replace(staged, self.folder / f"{NAME}.safetensors")
                 if merged.plain:
                     staged = self._parts / "merged.jsonl"
-                    with staged.open("wb") as file:
+                    with staged.open("xb") as file:
                         for line in _in_turn(plain, sum(map(len, rows))):
                             file.writelines(_lines_of(json.loads(line)))
                     os.replace(staged, self.folder / f"{NAME}.jsonl")

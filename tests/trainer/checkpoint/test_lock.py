@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -222,3 +223,16 @@ def test_two_who_look_at_once_do_not_take_each_other_for_a_run():
     with (RUN / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         assert holder_of(RUN) is None
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_planted_lock_is_neither_written_through_nor_waited_for(tmp_path, caplog, kind):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    plant = partial(os.symlink, victim) if kind == "link" else os.mkfifo
+    plant(tmp_path / ".cadence-lock")
+    with alone_in(tmp_path) as tell:
+        tell("run")
+        assert holder_of(tmp_path) is None
+    assert "cannot be locked against other runs" in caplog.text
+    assert victim.read_text() == "precious"

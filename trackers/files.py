@@ -1,0 +1,93 @@
+"""Open files by a known name, in a folder where somebody else may have put something else there."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import stat
+import uuid
+from pathlib import Path
+from typing import Any
+
+_HIDDEN = ".cadence-writing-"
+
+
+def regular(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file; to be passed to `open` and `io.FileIO` as their ``opener``.
+
+    A link in the file's place is not followed, and a pipe is not waited for. The folders on the way
+    may be links.
+
+    Args:
+        path: the file.
+        flags: as for `os.open`.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: it is a link, a folder, a device or a pipe, or it cannot be opened.
+    """
+    if os.path.islink(path):
+        raise OSError(errno.ELOOP, "It is a link, which is not followed", os.fspath(path))
+    safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags & ~os.O_TRUNC | safe, 0o666)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "It is not a regular file", os.fspath(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def hidden_beside(file: Path) -> Path:
+    """Create an empty file beside another, under an unused name, to be renamed to it."""
+    hidden = file.with_name(f"{_HIDDEN}{os.getpid()}-{uuid.uuid4().hex[:12]}-{file.name}")
+    hidden.touch(exist_ok=False)  # exclusive: neither a link nor a file of somebody else is used
+    return hidden
+
+
+def sweep_hidden(file: Path) -> None:
+    """Remove what killed processes left of `hidden_beside`; no other may be writing this file."""
+    for left in file.parent.glob(f"{_HIDDEN}*-{glob.escape(file.name)}"):
+        left.unlink(missing_ok=True)
+
+
+def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Read a regular file.
+
+    Args:
+        path: the file.
+        limit: the size in bytes up to which it is read.
+
+    Raises:
+        OSError: it cannot be opened, see `regular`.
+        ValueError: it is larger.
+    """
+    with open(path, "rb", opener=regular) as stream:
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than the {limit:,} bytes that are read")
+    return content
+
+
+def read_json(path: str | os.PathLike[str], limit: int = 1 << 24) -> Any:
+    """Read a regular file of JSON.
+
+    Args:
+        path: the file.
+        limit: the size in bytes up to which it is read.
+
+    Raises:
+        OSError: it cannot be opened, see `regular`.
+        ValueError: it is larger, not JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(read_bytes(path, limit))
+    except RecursionError as error:
+        raise ValueError(f"its brackets are nested too deeply ({error})") from error

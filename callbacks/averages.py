@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainer.names import bare_names
+
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -50,12 +52,16 @@ class Averages:
     def begin_at(
         self, module: nn.Module, names: Iterable[str], values: Mapping[str, Tensor]
     ) -> None:
-        """Set the averages of ``names`` to what the module holds, or to those in ``values``."""
+        """Set the averages of ``names`` to what the module holds, or to those in ``values``.
+
+        Names are the user's own, as those of `exact`.
+        """
         named = _named(module)
-        self._begin(named, [name for name in names if name in named])
+        own = dict(bare_names(module, zip(named, named, strict=True)))
+        self._begin(named, [own[name] for name in names if name in own])
         for name, value in values.items():
-            if name in self.values:
-                self.values[name] = value.to(self.values[name])
+            if (here := own.get(name)) in self.values:
+                self.values[here] = value.to(self.values[here])
 
     @torch.no_grad()
     def put_in(self, module: nn.Module, *, keep_buffers: bool = False) -> None:
@@ -104,11 +110,12 @@ class Averages:
             only_narrow: Only those of 16-bit weights, which are more precise than the weights.
         """
         named = _named(module)
-        return {
-            name: named[name].detach() if self.in_place and name not in self._aside else value
+        exact = (
+            (name, named[name].detach() if self.in_place and name not in self._aside else value)
             for name, value in self.values.items()
             if not only_narrow or value.dtype != named[name].dtype
-        }
+        )
+        return dict(bare_names(module, exact))
 
     def state_dicts(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's ``state_dict()`` with the averages, and with the trained weights."""

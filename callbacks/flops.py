@@ -15,6 +15,8 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.names import bare_names
+
 if TYPE_CHECKING:
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -120,7 +122,7 @@ def flops_of(module: nn.Module) -> Iterator[Flops]:
         uncounted = contexts.enter_context(_Uncounted({}))
         counter = contexts.enter_context(counting_flops())
         uncounted._formulas = counter.flop_registry
-        for name, part in module.named_modules():
+        for name, part in dict(bare_names(module, module.named_modules())).items():
             before, after = _hooks(seen, name, counter)
             contexts.callback(part.register_forward_pre_hook(before).remove)
             contexts.callback(part.register_forward_hook(after).remove)

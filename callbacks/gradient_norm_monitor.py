@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from callbacks.base import Callback
+from trainer.names import bare_names
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -103,7 +104,7 @@ class GradientNormMonitor(Callback):
                         name = f"{own}/{name}"
                     parts.setdefault(name, []).extend(group["params"])
         elif self.per is not None:
-            for name, parameter in module.named_parameters():
+            for name, parameter in bare_names(module, module.named_parameters()):
                 path = name.split(".")
                 depth = min(self.depth, max(len(path) - 1, 1))
                 part = name if self.per == "parameter" else ".".join(path[:depth])

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from callbacks.base import Callback
 from callbacks.checks import expect_bools, expect_numbers
 from callbacks.flops import Flops, flops_of
+from trainer.names import bare_names
 
 if TYPE_CHECKING:
     from trainer import Trainer, TrainModule
@@ -53,7 +54,7 @@ def _rows(module: nn.Module, max_depth: int, flops: Flops | None) -> Iterator[Ro
     # what the module holds itself is in none of its children's rows
     for name, parameter in module.named_parameters(recurse=False):
         yield _row(name, type(parameter).__name__, [parameter], flops)
-    for name, child in module.named_modules():
+    for name, child in dict(bare_names(module, module.named_modules())).items():
         if name and (max_depth == -1 or name.count(".") < max_depth):
             yield _row(name, type(child).__name__, list(child.parameters()), flops)
 

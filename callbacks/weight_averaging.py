@@ -114,7 +114,7 @@ class WeightAveraging(Callback):
             return {"num_updates": 0}
         return {
             "num_updates": self.num_updates,
-            "names": list(self._averages.values),
+            "names": list(self._averages.exact(self._module)),
             "exact": self._averages.exact(self._module, only_narrow=True),
         }
 

@@ -22,6 +22,7 @@ PACKAGES = ("callbacks", "trackers", "trainer")
 FLOORS = {
     "callbacks": 0,
     "trackers": 0,
+    "trainer.names": 0,
     "trainer._siblings": 1,
     "trainer.choices": 1,
     "trainer.environment": 1,

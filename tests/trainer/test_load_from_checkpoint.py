@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainer import Trainer, TrainModule
 from trainer import checkpoint as disk
 from trainer.checkpoint.fitting import load_into
-from trainer.checkpoint.weights import bare_names, load_weights, save_weights
+from trainer.checkpoint.weights import load_weights, save_weights
 from trainer.errors import CheckpointError
 from trainer.hparams import to_manifest
+from trainer.names import bare_state_dict
 
 # Torch's own, while it compiles.
 SCRIPT = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
@@ -487,9 +488,9 @@ def test_names_on_the_disk_are_those_without_compile():
     save_weights(wrapped.state_dict(), Path.cwd())
     save_weights(plain.state_dict(), "plain.safetensors")
     assert set(load_file("model.safetensors")) == set(load_file("plain.safetensors"))
-    assert list(bare_names(wrapped.state_dict())) == list(plain.state_dict())
+    assert list(bare_state_dict(wrapped)) == list(plain.state_dict())
     plain.load_state_dict(load_weights(Path.cwd()))
-    assert_equal(plain.state_dict(), bare_names(wrapped.state_dict()))
+    assert_equal(plain.state_dict(), bare_state_dict(wrapped))
 
 
 @compiles
@@ -500,14 +501,14 @@ def test_a_file_with_the_names_of_compile_is_read_by_all(whole):
     wrapped[0] = compiled(wrapped[0])
     for model in (plain, wrapped):
         load_into(compiled(model) if whole else model, weights, where="file")
-        assert_equal(bare_names(model.state_dict()), nn.Sequential(source).state_dict())
+        assert_equal(bare_state_dict(model), nn.Sequential(source).state_dict())
 
 
 @compiles
 @pytest.mark.parametrize("strict", [True, False])
 def test_what_does_not_fit_a_compiled_module_is_told_by_its_names(strict):
     model = nn.Sequential(compiled(nn.Linear(3, 3)))
-    with pytest.raises(CheckpointError, match=r"0\._orig_mod\.weight \(\[4, 2\] in the file"):
+    with pytest.raises(CheckpointError, match=r" 0\.weight \(\[4, 2\] in the file"):
         load_into(model, nn.Sequential(encoder()).state_dict(), where="file", strict=strict)
 
 
@@ -534,23 +535,23 @@ def run_as(kind, pool, work, *args):
 def saved_by(cls):
     torch.manual_seed(7)
     module, path = trained("source", cls(encoder(), 4, lr=0.01))
-    return bare_names(module.state_dict()), str(path)
+    return bare_state_dict(module), str(path)
 
 
 def seen_by(cls, path):
     """The weights that a module and a run begin with."""
     torch.manual_seed(8)
-    made = bare_names(cls.load_from_checkpoint(path, encoder=encoder()).state_dict())
+    made = bare_state_dict(cls.load_from_checkpoint(path, encoder=encoder()))
     seen = {}
 
     class Watched(cls):
         def on_fit_start(self):
-            seen.update({name: value.clone() for name, value in self.state_dict().items()})
+            seen.update({name: value.clone() for name, value in bare_state_dict(self).items()})
 
     trainer = trainer_of(project_dir="target", max_steps=3)
     trainer.fit(Watched(encoder(), 4, lr=0.01), loader(), ckpt_path=path)
     assert trainer.global_step == 3
-    return made, bare_names(seen)
+    return made, seen
 
 
 @compiles

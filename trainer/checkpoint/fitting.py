@@ -11,6 +11,7 @@ import torch
 
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
+from trainer.names import bare_names
 
 _SHOWN = 20  # names of each kind listed in an error
 
@@ -36,6 +37,14 @@ class Misfits:
             for name, (saved, here) in self.misshaped.items()
         ]
         return "; ".join(parts)
+
+    def bare(self, model: torch.nn.Module) -> Misfits:
+        """Return the same under the user's own names of the model's weights, for messages."""
+        missing, unexpected = (
+            [name for name, _ in bare_names(model, zip(names, names, strict=True))]
+            for names in (self.missing, self.unexpected)
+        )
+        return Misfits(missing, unexpected, dict(bare_names(model, self.misshaped.items())))
 
 
 def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Misfits:
@@ -100,7 +109,7 @@ def load_into(
             "%s does not fit %s completely; only what fits was loaded.\n%s",
             os.fspath(where),
             type(module).__name__,
-            _grouped(misfits),
+            _grouped(misfits.bare(module)),
         )
 
 
@@ -145,7 +154,8 @@ def _refuse(
         )
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
-            f"{_grouped(misfits)}\nCreate the module as it was when the file was saved, {fix}."
+            f"{_grouped(misfits.bare(module))}\n"
+            f"Create the module as it was when the file was saved, {fix}."
         )
 
 

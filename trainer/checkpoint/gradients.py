@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from trainer.checkpoint.weights import bare_names
 from trainer.errors import CheckpointError
+from trainer.names import bare_names
 
 
 def named_parameters(
@@ -29,8 +29,8 @@ def named_parameters(
     """
     named: dict[str, Parameter] = {}
     for number, model in enumerate(models):
-        own = bare_names(dict(model.named_parameters()))
-        named |= {f"{number}.{name}": parameter for name, parameter in own.items()}
+        own = bare_names(model, model.named_parameters())
+        named |= {f"{number}.{name}": parameter for name, parameter in own}
     known = set(map(id, named.values()))
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     loose = (each for group in groups for each in group["params"] if id(each) not in known)

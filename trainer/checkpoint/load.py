@@ -16,6 +16,7 @@ from trainer.checkpoint.offload import offload_weight, save_offload_index
 from trainer.checkpoint.weightfiles import find_weight_files, read_each, read_shapes
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
+from trainer.names import bare_names
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ def load_checkpoint_in_model(
             disk_buffers=offload_buffers,
         )
         found = place.load(model, files)
-    _tell(found if renames(model) else misfits, checkpoint, strict=strict)
+    _tell(found.bare(model) if renames(model) else misfits, checkpoint, strict=strict)
 
 
 @dataclass(kw_only=True)
@@ -172,7 +173,7 @@ def _check(
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         shapes |= own_names(model, read_shapes(file))
-    misfits = compare(model, shapes)
+    misfits = compare(model, shapes).bare(model)
     for name, (saved, here) in misfits.misshaped.items():
         raise ValueError(
             f"The weight {name!r} has shape {saved} in {checkpoint} and {here} in the model; "
@@ -227,11 +228,12 @@ def _devices(
         )
     places = {module: _parse_place(module, place) for module, place in device_map.items()}
     devices: dict[str, str | torch.device] = {}
-    for name in model.state_dict():
-        fitting = [module for module in places if not module or f"{name}.".startswith(f"{module}.")]
+    names = model.state_dict().keys()
+    for bare, name in bare_names(model, zip(names, names, strict=True)):
+        fitting = [module for module in places if not module or f"{bare}.".startswith(f"{module}.")]
         if not fitting:
             raise ValueError(
-                f"{name} doesn't have any device set: device_map names {sorted(places)}. Add its "
+                f"{bare} doesn't have any device set: device_map names {sorted(places)}. Add its "
                 "module, or '' for all others."
             )
         devices[name] = places[max(fitting, key=len)]

@@ -26,7 +26,8 @@ from callbacks.folder import with_home
 from trackers.strict_json import dumps
 from trainer.checkpoint.atomic import sync, write_aside
 from trainer.checkpoint.tensors import portable
-from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, separate_tied, write_weights
+from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
+from trainer.names import bare_state_dict
 
 BIN_NAME = "pytorch_model.bin"
 INDEX_SUFFIX = ".index.json"
@@ -48,8 +49,7 @@ def save_model(
     the earlier weights or, if killed between the renames, shards without an index.
 
     Args:
-        model: The bare module; its ``state_dict()`` gives the tensors and their names, from which
-            the prefixes that ``torch.compile`` adds for compiled submodules are removed.
+        model: Its ``state_dict()`` gives the tensors, under the user's own names.
         save_directory: A folder; it is created if needed.
         max_shard_size: Bytes, or a number with a unit: ``"5MB"`` (10^6), ``"5MiB"`` (2^20). A
             larger tensor gets its own file.
@@ -66,7 +66,7 @@ def save_model(
     folder = Path(with_home("save_directory", save_directory))
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; save_directory must be a folder.")
-    state = bare_names(model.state_dict())
+    state = bare_state_dict(model)
     _refuse_meta(state)
     tensors, tied = separate_tied(state)
     folder.mkdir(parents=True, exist_ok=True)

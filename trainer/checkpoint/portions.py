@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.tensors import encode_tree, portable, write_tree
-from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, separate_tied, write_weights
+from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
 
 Write = Callable[[Path], None]
 Encoded = tuple[str, dict[str, Tensor]]  # see `trainer.checkpoint.tensors.encode_tree`
@@ -47,7 +47,7 @@ def weights_portion(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) 
     Raises:
         TypeError: A value cannot be saved.
     """
-    tensors, tied = separate_tied(bare_names(state_dict))
+    tensors, tied = separate_tied(state_dict)
     return Portion(
         {name: portable(tensor, f"The weight {name!r}") for name, tensor in tensors.items()},
         lambda values, folder: write_weights(values, tied, folder / name),

@@ -206,7 +206,8 @@ def _check_model(
         misfits.missing, misfits.unexpected = [], []
     if misfits:
         raise CheckpointError(
-            f"{what} does not fit the one prepared: {misfits}. Recreate it as it was when saved."
+            f"{what} does not fit the one prepared: {misfits.bare(model)}. Recreate it as it was "
+            "when saved."
         )
 
 

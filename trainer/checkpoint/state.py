@@ -35,9 +35,11 @@ from trainer.checkpoint.model import BIN_NAME, INDEX_SUFFIX, write_weights_file
 from trainer.checkpoint.restore import Prepared, Stored, apply, check, logger
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.torchfile import read_torch_file
-from trainer.checkpoint.weights import WEIGHTS_NAME, bare_names, load_weights, separate_tied
+from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights, separate_tied
 from trainer.errors import CheckpointError, DistributedOperationException
+from trainer.names import bare_state_dict
 from trainer.optim.optimizer import parameters_of
+from trainer.optim.state import state_of
 from trainer.rng import rng_state
 
 SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
@@ -90,7 +92,7 @@ def save_state(
         return together(what, work, processes, operation=f"save_state ({name})")
 
     def begin() -> int:
-        weights.extend(model.state_dict() for model in models)
+        weights.extend(map(bare_state_dict, models))
         return len(hooks)
 
     def open_() -> tuple[Path, Path, Path] | None:
@@ -311,7 +313,9 @@ def _trees(prepared: Prepared) -> dict[str, tuple[str, Any]]:
         owners[f"custom_checkpoint_{number}"] = obj
     if prepared.scaler is not None:
         owners["scaler"] = prepared.scaler
-    trees = {stem: (type(obj).__name__, obj.state_dict()) for stem, obj in owners.items()}
+    trees = {
+        stem: (type(obj).__name__, state_of(obj, prepared.models)) for stem, obj in owners.items()
+    }
     loaders = [{"state": loader.state_dict()} for loader in prepared.dataloaders]
     return {**trees, "sampler": ("prepared loaders", loaders)}
 
@@ -326,7 +330,7 @@ def _write_all(
     name, suffix = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     for number, state in enumerate(weights):
         with _refused_as(f"Model {number}"):
-            tensors, tied = separate_tied(bare_names(state))
+            tensors, tied = separate_tied(state)
             write_weights_file(tensors, tied, staging / f"{_numbered(name, number)}.{suffix}")
     for stem, (owner, tree) in trees.items():
         with _refused_as(f"The state of {stem} ({owner})"):

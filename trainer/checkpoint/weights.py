@@ -1,8 +1,8 @@
 """Weights as one safetensors file that any tool can read, including tied names.
 
-The file uses the module's own names, without the prefixes that ``torch.compile`` adds for compiled
-submodules. A tensor with several names is stored once, under the first; every other name is an
-entry ``other: first`` of the file's metadata, as ``safetensors.torch.save_model`` records it.
+The file uses the user's own names, see :mod:`trainer.names`. A tensor with several names is stored
+once, under the first; every other name is an entry ``other: first`` of the file's metadata, as
+``safetensors.torch.save_model`` records it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from trainer.checkpoint.tensors import portable, read_tensors, write_tensors
+from trainer.names import COMPILED, bare_names
 
 WEIGHTS_NAME = "model.safetensors"
-_COMPILED = "_orig_mod"  # the child under which torch.compile(module) holds the module
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
 
     Args:
         state_dict: Tensors by name. Views that overlap but are not identical are stored separately;
-            names are converted by :func:`bare_names`.
+            names lose the prefixes that ``torch.compile`` adds.
         path: A file ending in ``.safetensors``, or a folder for ``model.safetensors``.
 
     Returns:
@@ -37,23 +37,19 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
         TypeError: If a value is not a plain dense tensor, for example the result of
             ``get_extra_state``.
     """
-    tensors, tied = separate_tied(bare_names(state_dict))
+    tensors, tied = separate_tied({_bare(name): value for name, value in state_dict.items()})
     file = _file(path)
     write_weights(tensors, tied, file)
     return file
 
 
-def bare_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ``state_dict()`` under the names that it has without ``torch.compile``."""
-    return {_bare(name): value for name, value in state_dict.items()}
-
-
 def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
-    """Rename entries to the module's own names, whichever parts of either are compiled.
+    """Rename entries to those of the module's ``state_dict()``, whatever wraps parts of either.
 
     Names that the module does not have are left unchanged.
     """
-    own = {_bare(name): name for name in module.state_dict(keep_vars=True)}
+    here = module.state_dict(keep_vars=True)
+    own = dict(bare_names(module, zip(here, here, strict=True)))
     return {own.get(_bare(name), name): value for name, value in named.items()}
 
 
@@ -121,7 +117,7 @@ def tied_names(metadata: Mapping[str, str], stored: Container[str]) -> dict[str,
 
 
 def _bare(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    return ".".join(part for part in name.split(".") if part != COMPILED)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.errors import CheckpointError
 from trainer.metrics import EMPTY, Cell, MetricStore
+from trainer.names import bare_names
 from trainer.tree import map_tree, to_device
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def restore_accumulators(
     Raises:
         CheckpointError: The states of a metric object cannot be merged.
     """
-    objects = dict(metric_objects(module))
+    objects = dict(reversed([*metric_objects(module)]))  # a compiled one, not what is in it
     states = defaultdict(list)
     for part in parts:
         for phase, saved in part["epochs"].items():
@@ -136,7 +137,7 @@ def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the paths and metric objects of torchmetrics' kind in a module."""
-    for path, part in module.named_modules():
+    for path, part in bare_names(module, module.named_modules()):
         if hasattr(part, "metric_state") and hasattr(part, "merge_state"):
             yield path, part
 

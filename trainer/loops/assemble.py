@@ -40,6 +40,7 @@ from trainer.loops.settings import Settings
 from trainer.loops.switches import switches_of
 from trainer.metrics import MetricStore
 from trainer.module import TrainModule
+from trainer.names import bare_names
 from trainer.optim.clipping import NO_LIMITS, Limits
 from trainer.optim.configure import names_of
 from trainer.optim.finite import FiniteGuard
@@ -353,7 +354,7 @@ def _guard(
         settings.non_finite,
         settings.max_skipped_in_row,
         optimizers=optimizers,
-        named_parameters=module.named_parameters,
+        named_parameters=lambda: bare_names(module, module.named_parameters()),
         rank=accelerator.process_index,
         manual=not module.automatic_optimization,
     )

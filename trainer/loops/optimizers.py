@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainer.accelerator import Accelerator
 from trainer.distributed.control import on_all
 from trainer.module import TrainModule
+from trainer.names import bare_names
 from trainer.optim.configure import OptimizerEntry, SchedulerEntry, names_of, read_optimizers
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
 from trainer.strategies.averaging import average_gradients
@@ -141,7 +142,8 @@ def _check_apart(optimizers: list[Optimizer], names: list[str], module: TrainMod
         for parameter in parameters_of([optimizer]):
             other = owners.setdefault(id(parameter), number)
             if other != number:
-                name = next((n for n, p in module.named_parameters() if p is parameter), "?")
+                named = bare_names(module, module.named_parameters())
+                name = next((n for n, p in named if p is parameter), "?")
                 raise ValueError(
                     f"The optimizers {names[other]!r} and {names[number]!r} that "
                     f"configure_optimizers returned both have the parameter {name!r}. In "

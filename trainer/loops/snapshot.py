@@ -32,7 +32,9 @@ from trainer.loops.randomness import generators_of
 from trainer.loops.run import FitRun
 from trainer.loops.switches import switches_of
 from trainer.loops.untrained import share_untrained
+from trainer.names import bare_names, bare_state_dict
 from trainer.optim.groups import names_of_groups
+from trainer.optim.state import state_of
 from trainer.state import PartialState
 from trainer.strategies.ddp import DataParallel
 from trainer.strategies.static import StaticDataParallel
@@ -165,7 +167,7 @@ def _shared_portions(
     extra: Mapping[str, Any],
 ) -> list[Portion]:
     """Return what is the same on all processes, without the weights for use elsewhere."""
-    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optimizers]
     portions = [tree_portion(optimizers, OPTIMIZER)]
     if trained is not None:
         portions.append(weights_portion(trained, TRAINED_NAME))
@@ -230,7 +232,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         if not disk.keeps(state, on_each_node):
             return
         kept = [optimizer.state_dict() for optimizer in run.optimizers]
-        weights = {k: w for k, w in run.module.state_dict().items() if not is_lazy(w)}
+        weights = {k: w for k, w in bare_state_dict(run.module).items() if not is_lazy(w)}
         now = weights_portion(weights).size + tree_portion(kept, OPTIMIZER).size
         later = now + 2 * sum(
             p.nbytes for p in run.parameters if p.requires_grad and not is_lazy(p)
@@ -252,7 +254,7 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
         OSError: The weights cannot be written.
     """
     staging = disk.open_staging(target)
-    disk.save_weights(run.module.state_dict(), staging)
+    disk.save_weights(bare_state_dict(run.module), staging)
     return disk.commit(staging, target, _manifest_of(run, configuration) | {"weights_only": True})
 
 
@@ -271,7 +273,9 @@ def _weights_of(
             f"{' and '.join(key for key, _ in given)} both return weights_to_save; a checkpoint "
             "can hold those of only one. Leave out the others."
         )
-    return given[0][1] if given else (run.module.state_dict(), None)
+    others, trained = given[0][1] if given else (run.module.state_dict(), None)
+    bare = dict(bare_names(run.module, others.items()))
+    return bare, None if trained is None else dict(bare_names(run.module, trained.items()))
 
 
 def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,14 +13,22 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from trainer.names import bare_names
+
 logger = logging.getLogger(__name__)
 
 
 def switches_of(module: nn.Module) -> dict[str, list[str]]:
     """Return the names of frozen parameters and of modules in evaluation mode, as a tree."""
     return {
-        "frozen": [n for n, parameter in module.named_parameters() if not parameter.requires_grad],
-        "evaluating": [n for n, part in module.named_modules() if not part.training],
+        "frozen": [
+            n
+            for n, parameter in bare_names(module, module.named_parameters())
+            if not parameter.requires_grad
+        ],
+        "evaluating": [
+            n for n, part in bare_names(module, module.named_modules()) if not part.training
+        ],
     }
 
 
@@ -33,7 +41,7 @@ def tell_of_dropout_that_is_off(module: nn.Module) -> None:
         return
     parts = [
         name
-        for name, part in module.named_modules()
+        for name, part in bare_names(module, module.named_modules())
         if not part.training
         and any(
             parameter.requires_grad
@@ -72,7 +80,7 @@ def load_switches(
     before, now = saved["begun"], saved["now"]
     if begun["frozen"] == before["frozen"]:
         frozen = set(now["frozen"])
-        for name, parameter in module.named_parameters():
+        for name, parameter in bare_names(module, module.named_parameters()):
             parameter.requires_grad_(name not in frozen)
     elif tell and (others := set(begun["frozen"]) ^ set(now["frozen"])):
         logger.warning(
@@ -83,5 +91,5 @@ def load_switches(
     # The whole module is in training mode at a save, unless somebody has switched it since.
     if begun["evaluating"] == before["evaluating"] and "" not in now["evaluating"]:
         evaluating = set(now["evaluating"])
-        for name, part in module.named_modules():
+        for name, part in bare_names(module, module.named_modules()):
             part.training = name not in evaluating

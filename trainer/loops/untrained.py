@@ -13,6 +13,7 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.meeting import as_bytes, packed
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.run import FitRun
+from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ def share_untrained(run: FitRun) -> None:
     trained = set(map(id, parameters_of(run.optimizers)))
     frozen = {
         name: parameter
-        for name, parameter in run.module.named_parameters()
+        for name, parameter in bare_names(run.module, run.module.named_parameters())
         if not (parameter.requires_grad and id(parameter) in trained) and not is_lazy(parameter)
     }
     everybody = all_gather_object(_digests(frozen))

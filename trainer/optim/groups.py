@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer.errors import CheckpointError
+from trainer.names import bare_names
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # keys of a group; schedulers add all but lr
 _RATES_OF_GROUPS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")  # of a scheduler, one per group
@@ -74,7 +75,8 @@ def scale_group(
 
 def names_of_groups(optimizer: Optimizer, module: nn.Module) -> list[list[str | None]]:
     """Return the names of each group's parameters; None for one that is not the module's."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = bare_names(module, module.named_parameters())
+    names = {id(parameter): name for name, parameter in named}
     return [[names.get(id(p)) for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -91,7 +93,7 @@ def restore_groups(
         CheckpointError: The module has no parameter of that name, or the optimizer already has it.
     """
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = dict(module.named_parameters())
+    known = dict(bare_names(module, module.named_parameters()))
     schedulers = list(schedulers)
     for names in saved[len(optimizer.param_groups) :]:
         for name in names:

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer.names import WRAPPED_AS, bare_names
 from trainer.tree import leaves
+
+
+def state_of(optimizer: Any, modules: Iterable[nn.Module]) -> Any:
+    """Return ``optimizer.state_dict()``; if it names its parameters, without wrappers' names.
+
+    Args:
+        optimizer: The optimizer; of any other object, only its ``state_dict`` is called.
+        modules: The bare modules whose parameters it has.
+    """
+    state = optimizer.state_dict()
+    if not (isinstance(optimizer, Optimizer) and "param_names" in optimizer.param_groups[0]):
+        return state
+    named = chain.from_iterable(bare_names(one, one.named_parameters()) for one in modules)
+    known = {id(parameter): name for name, parameter in named}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        pairs = zip(group["params"], saved["param_names"], strict=True)
+        saved["param_names"] = [_bare(name, known.get(id(each))) for each, name in pairs]
+    return state
+
+
+def _bare(name: str, own: str | None) -> str:
+    """Return `own`, unless the user has named the parameter otherwise."""
+    ours, given = (
+        [part for part in each.split(".") if part not in WRAPPED_AS] for each in (own or "", name)
+    )
+    return own if own is not None and ours == given else name
 
 
 def load_state(

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.choices import DDPCommunicationHookType as Kind
 from trainer.configuration import DistributedDataParallelKwargs
+from trainer.names import bare_names
 from trainer.strategies.zeros import sparse_weights
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,11 @@ def register(
 
 def _digest(model: nn.Module) -> str:
     """Return a hash of the names and shapes of the trained parameters, in their order."""
-    named = [(name, *p.shape) for name, p in model.named_parameters() if p.requires_grad]
+    named = [
+        (name, *p.shape)
+        for name, p in bare_names(model, model.named_parameters())
+        if p.requires_grad
+    ]
     return hashlib.sha256(repr(named).encode()).hexdigest()[:16]
 
 
@@ -198,10 +203,10 @@ def _check_dimensions(model: nn.Module) -> None:
     Raises:
         ValueError: One is trained.
     """
-    numbers = [n for n, p in model.named_parameters() if p.requires_grad and p.dim() == 0]
+    named = bare_names(model, model.named_parameters())
+    numbers = [name for name, p in named if p.requires_grad and p.dim() == 0]
     if numbers:
-        prefix = "module."  # DDP's, and the engine's inside it
-        names = ", ".join(name.removeprefix(prefix).removeprefix(prefix) for name in numbers)
+        names = ", ".join(name.removeprefix("module.") for name in numbers)  # the engine's
         raise ValueError(
             f"PowerSGD fails inside torch at parameters without a dimension: {names}. Give each "
             "the shape (1,), or use comm_hook='fp16'."

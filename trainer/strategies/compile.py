@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from trainer.choices import DynamoBackend
 from trainer.errors import choose
+from trainer.names import COMPILED, is_compile_wrapper
 from trainer.plugins import TorchDynamoPlugin
 
 
@@ -81,8 +81,4 @@ def is_compiled(model: nn.Module) -> bool:
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the module inside a ``torch.compile(model)`` wrapper, or else the model itself."""
-    loaded = sys.modules.get("torch._dynamo.eval_frame")  # anything compiled has imported it
-    if loaded is not None and isinstance(model, loaded.OptimizedModule):
-        inner: nn.Module = model._orig_mod
-        return inner
-    return model
+    return model.get_submodule(COMPILED) if is_compile_wrapper(model) else model

@@ -20,6 +20,7 @@ from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.transport import sum_numbers
+from trainer.names import bare_names
 from trainer.optim.bare_backward import backward
 from trainer.state import PartialState
 from trainer.strategies import communication
@@ -263,7 +264,7 @@ class DataParallel:
         try:
             self._ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
-            named = list(self.module.named_parameters())
+            named = list(bare_names(self.module, self.module.named_parameters()))
             frozen = [n for n, p in named if id(p) in self._wrapped and not p.requires_grad]
             if frozen:
                 raise RuntimeError(
@@ -283,12 +284,13 @@ class DataParallel:
         Raises:
             RuntimeError: Some were: each process would train those parameters alone.
         """
-        names = [
-            name
+        unknown = [
+            (name, p)
             for name, p in self.module.named_parameters()
             if p.requires_grad and p.grad is not None and id(p) not in self._wrapped
         ]
-        if names:
+        if unknown:
+            names = dict(bare_names(self.module, unknown))
             raise RuntimeError(
                 f"{', '.join(names)} were added or unfrozen inside an epoch, {_AT_AN_EPOCH}"
             )

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import environment
 from trainer.configuration import DistributedDataParallelKwargs
+from trainer.names import bare_state_dict, wrapped_child
 from trainer.plugins import TorchDynamoPlugin
 from trainer.precision import Precision, unwrap_forward
 from trainer.state import PartialState
@@ -119,11 +120,8 @@ def unwrap_model(
         keep_fp32_wrapper: False permanently restores its own ``forward``, without autocast.
         keep_torch_compile: False permanently removes compiled code from it.
     """
-    while True:
-        model = uncompiled(model)
-        if not isinstance(model, (DistributedDataParallel, nn.DataParallel)):
-            break
-        model = model.module
+    while child := wrapped_child(model):
+        model = getattr(model, child)
     if not keep_fp32_wrapper:
         unwrap_forward(model)
     if not keep_torch_compile:
@@ -132,14 +130,16 @@ def unwrap_model(
 
 
 def get_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """Return the weights, under the user's own names with `unwrap`, else under the wrappers'.
+    """Return the weights: under the user's own names with `unwrap`, wherever a wrapper sits.
+
+    Without it they are those of ``model.state_dict()``.
 
     Raises:
         TypeError: `model` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"get_state_dict takes a model; it got {model!r}.")
-    return (unwrap_model(model) if unwrap else model).state_dict()
+    return bare_state_dict(model) if unwrap else model.state_dict()
 
 
 def accumulating(model: nn.Module) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from trainer.distributed.agreement import Agreement, Tally
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import all_gather_object
 from trainer.distributed.transport import sum_numbers
+from trainer.names import bare_names
 from trainer.strategies import communication
 from trainer.strategies.averaging import average_gradients_of
 from trainer.strategies.buckets import fix_layout
@@ -67,7 +68,8 @@ class StaticDataParallel(DataParallel):
         super().__init__(module, agreement, kwargs)
 
     def _names(self) -> list[str]:
-        return [name for name, p in self.module.named_parameters() if p.requires_grad]
+        named = bare_names(self.module, self.module.named_parameters())
+        return [name for name, p in named if p.requires_grad]
 
     def _wrap(self) -> None:
         self._told = set(self.graph) == set(self._names())

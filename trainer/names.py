@@ -1,0 +1,65 @@
+"""Names of a module's parts as its user gave them, without those that wrappers of torch add.
+
+A wrapper may sit anywhere: ``self.net = torch.compile(net)`` makes ``net.weight`` known to torch as
+``net._orig_mod.weight``, and `DistributedDataParallel` as ``net.module.weight``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+COMPILED = "_orig_mod"  # the child under which torch.compile(module) holds the module
+WRAPPED_AS = (COMPILED, "module")  # all names of such children; the latter may be a user's too
+
+T = TypeVar("T")
+
+
+def is_compile_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile(module)`` returns."""
+    loaded = sys.modules.get("torch._dynamo.eval_frame")  # anything compiled has imported it
+    return loaded is not None and isinstance(module, loaded.OptimizedModule)
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """Return the name under which a wrapper holds the user's module; None for other modules."""
+    if isinstance(module, (DistributedDataParallel, DataParallel)):
+        return "module"
+    return COMPILED if is_compile_wrapper(module) else None
+
+
+def bare_names(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Rename what torch has named by its place in a module to the user's own names.
+
+    Args:
+        module: The user's; wrappers may be inside it, or it may be one.
+        named: Names and values, for example of ``module.named_parameters()``, ``named_modules()``
+            (where a wrapper and what it wraps get the same name) or ``state_dict().items()``.
+
+    Yields:
+        The names and values.
+    """
+    modules = module.named_modules(remove_duplicate=False)
+    children = ((path, wrapped_child(part)) for path, part in modules)
+    added = {f"{path}.{child}".removeprefix(".") for path, child in children if child}
+    for name, value in named:
+        parts = name.split(".") if added else []
+        paths = accumulate(parts, "{}.{}".format)
+        kept = [part for part, path in zip(parts, paths, strict=True) if path not in added]
+        yield ".".join(kept) if added else name, value
+
+
+def bare_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return ``module.state_dict()`` under the user's own names."""
+    state = module.state_dict()
+    bare = OrderedDict(bare_names(module, state.items()))
+    # What `load_state_dict` reads: the version of each part's format.
+    versions = getattr(state, "_metadata", {})
+    vars(bare)["_metadata"] = OrderedDict(bare_names(module, versions.items()))
+    return bare

@@ -9,11 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import chain
 from types import MemberDescriptorType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -193,6 +195,29 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     except ValueError:  # a built-in without a signature
         return True
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the values as a new tensor would hold them, in the same memory if they lie so.
+
+    They are contiguous, conjugated and negated where that was still to be done, and without a
+    graph. This is the form in which tensors are sent and written.
+    """
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # A dimension of size 1 may have any stride, with which torch does not view values as bytes.
+    return values.as_strided((values.numel(),), (1,)).view(values.shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a dense tensor as bytes; shape [bytes]."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def own_memory(module: nn.Module) -> None:
+    """Give expanded parameters and buffers memory for each element, or they cannot be loaded."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        if not is_lazy(tensor) and tensor.layout == torch.strided and 0 in tensor.stride():
+            tensor.data = tensor.data.clone()
 
 
 def detach(tree: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pack_sequence
 
+from tests.helpers import layouts
 from tests.helpers.ranks import RankError
 from trainer.distributed import collectives, debug, meeting, transport
 from trainer.distributed.objects import (
@@ -307,6 +308,101 @@ def test_none_exchanges_nothing(ranks2):
         return result.tolist(), result is own
 
     assert ranks2(reduce) == [([0], True), ([0, 1], False)]
+
+
+# -- memory layouts
+
+WAYS: dict[str, Any] = {  # what arrives, and how many rows of rank 1 it holds
+    "gather": (collectives.gather, None),
+    "gather_uneven": (
+        lambda own: collectives.gather_uneven(without_last_row(own, dist.get_rank())),
+        -1,
+    ),
+    "pad_across_processes": (
+        lambda own: collectives.gather(
+            collectives.pad_across_processes(without_last_row(own, dist.get_rank()))
+        ),
+        0,
+    ),
+    "all_gather_object": (lambda own: joined(all_gather_object(own)), None),
+}
+
+
+def without_last_row(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    return {name: t[: len(t) - rank] if t.ndim else t for name, t in tensors.items()}
+
+
+def joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([torch.atleast_1d(part[name]) for part in parts]) for name in parts[0]}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_of_any_memory_layout_are_gathered(ranks2, way):
+    def gather() -> list[Any]:
+        function, changed = WAYS[way]
+        wrong = []
+        for layout in layouts.LAYOUTS:
+            found = function(layouts.tensors(layout, dist.get_rank()))
+            first, second = layouts.bits(layout, 0), layouts.bits(layout, 1)
+            for name, tensor in found.items():
+                parts = [first[name], second[name]]
+                if parts[0].ndim == 1:  # scalars have no rows
+                    parts = [each[None] for each in parts]
+                elif changed == 0 and len(parts[1]):
+                    parts[1][-1] = 0
+                elif changed == -1:
+                    parts[1] = parts[1][: len(parts[1]) - 1]
+                if not torch.equal(layouts.bits_of(tensor), torch.cat(parts)):
+                    wrong.append((layout, name))
+        return wrong
+
+    assert ranks2(gather) == [[], []]
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_tensors_of_any_memory_layout_take_what_is_broadcast(ranks2, source):
+    def broadcast() -> list[Any]:
+        wrong = []
+        for layout in layouts.LAYOUTS:
+            own = layouts.tensors(layout, dist.get_rank())
+            apart = layouts.tensors(layout, dist.get_rank())  # they share memory with another one
+            own |= {"conjugated": apart["conjugated"], "negated": apart["negated"].clone()}
+            assert collectives.broadcast(own, source) is own
+            expected = layouts.bits(layout, source)
+            wrong += [
+                (layout, name)
+                for name, tensor in own.items()
+                if not torch.equal(layouts.bits_of(tensor), expected[name])
+            ]
+        return wrong
+
+    assert ranks2(broadcast) == [[], []]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_tensors_of_any_memory_layout_are_reduced(ranks2, reduction):
+    def reduce() -> list[Any]:
+        wrong = []
+        for layout, view in layouts.LAYOUTS.items():
+            tables = [torch.randn(4, 6, dtype=torch.complex128) for _ in range(2)]
+            values = [view(table).conj() for table in tables]
+            own = values[dist.get_rank()]
+            found = collectives.reduce([own, own.imag], reduction)
+            total = {"sum": sum(values), "mean": sum(values) / 2, "none": own}[reduction]
+            if found[0].tolist() != total.tolist() or found[1].tolist() != total.imag.tolist():
+                wrong.append(layout)
+        return wrong
+
+    assert ranks2(reduce) == [[], []]
+
+
+def test_an_expanded_tensor_takes_no_different_values(ranks2):
+    def broadcast() -> list[float]:
+        own = torch.zeros(1).expand(3) if dist.get_rank() else torch.arange(3.0)
+        return collectives.broadcast(own).tolist()
+
+    with pytest.raises(RankError, match=r"broadcast got an expanded tensor, of shape \[3\]"):
+        ranks2(broadcast)
 
 
 # -- padding

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from callbacks import Callback
+from tests.helpers import layouts
 from tests.helpers.ranks import RankError
-from trainer import DataModule, DistributedDataParallelKwargs, Trainer, TrainModule
+from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer, TrainModule
 
 
 class Line(TrainModule):
@@ -534,3 +536,85 @@ def test_nor_does_one_in_which_the_others_wait_for_it(ranks2, hook):
     assert other.startswith("DistributedOperationException: ")
     assert "rank 0: wait_for_everyone" in other
     assert "rank 1: fit" in other
+
+
+class Views(Line):
+    """Its buffers and parameters have every memory layout."""
+
+    def __init__(self, rank: int, *, automatic: bool = True):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.views = torch.nn.ParameterDict()
+        self.frozen = torch.nn.ParameterDict()
+        for number, (layout, view) in enumerate(layouts.LAYOUTS.items()):
+            for name, tensor in layouts.tensors(layout, rank).items():
+                self.register_buffer(f"{number}_{name.removeprefix('torch.')}", tensor)
+            values = torch.full((4, 6), 1.0 + rank)
+            self.frozen[str(number)] = torch.nn.Parameter(view(values), requires_grad=False)
+            self.views[str(number)] = torch.nn.Parameter(view(values))
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        loss = loss + sum((view.square().sum() for view in self.views.values()), torch.zeros(()))
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def wrong(self) -> list[str]:
+        """Return the names of the buffers that are not those of rank 0."""
+        found = dict(self.named_buffers())
+        return [
+            f"{layout} {name}"
+            for number, layout in enumerate(layouts.LAYOUTS)
+            for name, expected in layouts.bits(layout, 0).items()
+            if not torch.equal(
+                layouts.bits_of(found[f"{number}_{name.removeprefix('torch.')}"]), expected
+            )
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, for what has one row
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_module_may_have_tensors_of_any_memory_layout(ranks, size, automatic):
+    def run(automatic: bool) -> list[Any]:
+        rank = torch.distributed.get_rank()
+        settings = {"cpu": True, "progress_bar": False, "project_dir": "run", "max_epochs": 1}
+        module = Views(rank, automatic=automatic)
+        trainer = Trainer(**settings)
+        trainer.validate(module, loader())
+        trainer.predict(module, loader())
+        wrong = [*module.wrong()]
+        module = Views(rank, automatic=automatic)
+        Trainer(**settings).fit(module, loader(), loader())
+        wrong += module.wrong()
+        again = Views(1, automatic=automatic)
+        Trainer(**settings | {"max_epochs": 2}).fit(again, loader(), ckpt_path="last")
+        wrong += again.wrong()
+        return [wrong, [view.flatten().tolist() for view in again.views.values()]]
+
+    found = ranks(size)(run, automatic)
+    assert [wrong for wrong, _ in found] == [[]] * size
+    assert found[0] == found[-1]
+
+
+def test_a_prepared_model_may_have_tensors_of_any_memory_layout(ranks2):
+    def run() -> list[str]:
+        accelerator = Accelerator(cpu=True)
+        module = Views(accelerator.process_index)
+        model = accelerator.prepare(module)
+        model(torch.ones(1, 2))
+        accelerator.save_state("state")
+        accelerator.save_model(model, "weights")
+        wrong = module.wrong()
+        for view in module.buffers():
+            view.zero_()
+        accelerator.load_state("state")
+        return wrong + module.wrong()
+
+    assert ranks2(run) == [[], []]

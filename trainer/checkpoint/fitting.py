@@ -12,6 +12,7 @@ import torch
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError
 from trainer.names import bare_names
+from trainer.tree import own_memory
 
 _SHOWN = 20  # names of each kind listed in an error
 
@@ -93,6 +94,7 @@ def load_into(
             misshaped names. Nothing is loaded then, unless modules translate the names that they
             load: for these only loading shows what fits.
     """
+    own_memory(module)
     weights = own_names(module, weights)
     misfits = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if _translates(module):

@@ -20,6 +20,7 @@ from trackers.strict_json import dumps
 from trainer.checkpoint.atomic import write_whole
 from trainer.checkpoint.tensors import portable
 from trainer.errors import CheckpointError
+from trainer.tree import as_bytes
 
 _INDEX = "index.json"
 
@@ -35,7 +36,7 @@ def offload_weight(
         folder: An existing folder.
         index: The folder's index, to which the weight is added.
     """
-    raw = portable(weight, f"The weight {name!r}").cpu().reshape(-1).view(torch.uint8)
+    raw = as_bytes(portable(weight, f"The weight {name!r}").cpu())
     write_whole(Path(folder) / f"{name}.dat", lambda path: raw.numpy().tofile(path))
     dtype = str(weight.dtype).removeprefix("torch.")
     index[name] = {"dtype": dtype, "shape": list(weight.shape)}

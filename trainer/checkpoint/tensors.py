@@ -31,6 +31,7 @@ import torch
 
 from trackers.strict_json import fits_64_bits, is_unicode
 from trainer.errors import CheckpointError
+from trainer.tree import dense
 
 # The dtypes that safetensors supports; it has no quantized types or wider complex numbers.
 DTYPES = frozenset(
@@ -132,7 +133,7 @@ def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
     elif tensor.dtype not in DTYPES:
         fix = "convert it, complex numbers with torch.view_as_real"
     else:
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+        return dense(tensor)
     raise TypeError(
         f"{where} cannot be saved: it is a {type(tensor).__name__} of dtype {tensor.dtype}, layout "
         f"{tensor.layout} on {tensor.device}. Only plain dense tensors can be saved; {fix}."

@@ -21,7 +21,7 @@ from trainer.distributed import meeting, transport
 from trainer.distributed.debug import describe, is_checked
 from trainer.distributed.meeting import meet
 from trainer.state import PartialState
-from trainer.tree import leaves, map_tree
+from trainer.tree import as_bytes, dense, leaves, map_tree
 
 # The dtypes that are summed as they are. Others are summed in a wider one: the backends lack some,
 # and sums of small integers would overflow.
@@ -185,18 +185,34 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     _agree(f"broadcast from {from_process}", tensor, others=True)
 
+    receives = PartialState().process_index != from_process
+
     def broadcast_one(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            # The backends read and write contiguous memory, whatever the strides of the view.
-            values = meeting.packed(leaf)
+            values = dense(leaf)
             transport.send(values, from_process)
-            if values.data_ptr() != leaf.data_ptr():
-                leaf.copy_(values)
+            if receives and values.data_ptr() != leaf.data_ptr():
+                _write(leaf, values)
         return leaf
 
     with torch.no_grad():
         map_tree(broadcast_one, tensor)
     return tensor
+
+
+def _write(target: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor of any strides; along an expanded dimension they must be equal."""
+    memory, once = target, values
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0:  # expanded
+            memory, once = memory.narrow(dim, 0, 1), once.narrow(dim, 0, 1)
+    memory.copy_(once)
+    if memory is not target and not torch.equal(as_bytes(dense(target)), as_bytes(values)):
+        raise ValueError(
+            f"broadcast got an expanded tensor, of shape {list(target.shape)} and strides "
+            f"{list(target.stride())}, whose elements share memory and cannot take different "
+            "values. Pass its clone()."
+        )
 
 
 def pad_across_processes(

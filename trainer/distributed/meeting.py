@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.errors import DistributedOperationException
+from trainer.tree import as_bytes, dense
 
 logger = logging.getLogger(__name__)
 
@@ -52,16 +53,6 @@ def side_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device(min(types), torch.accelerator.current_device_index())
 
 
-def packed(tensor: Tensor) -> Tensor:
-    """Return the values contiguous and without a graph, in the tensor's own memory if possible."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View a packed tensor as bytes; shape [bytes]."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def stack(
     tensor: Tensor, group: dist.ProcessGroup | None = None, *, meeting: str | None = None
 ) -> Tensor:
@@ -72,7 +63,7 @@ def stack(
         group: The processes.
         meeting: The operation to name in the log if the exchange takes long.
     """
-    own = packed(tensor)
+    own = dense(tensor)
     size = dist.get_world_size(group)
     result = own.new_empty((size, *own.shape))
     if own.numel():

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.meeting import as_bytes
 from trainer.state import PartialState
+from trainer.tree import as_bytes, dense
 
 
 def send(tensor: Tensor, from_process: int) -> None:
@@ -63,23 +63,23 @@ class Unsendable:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by value.
+    """Pickles tensors by value, of every dtype: torch's own pickling lacks some.
 
     The device index is left out, since it means another device on another process; so is the rest
     of the storage that a tensor is a view of.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided:
-            if obj.device.type not in ("cpu", "meta"):
-                return _arrive, (obj.detach().cpu(),)
-            if obj.untyped_storage().nbytes() > obj.nbytes:
-                return torch.asarray, (obj.detach().clone(),)
-        return NotImplemented
+        plain = type(obj) in (Tensor, torch.nn.Parameter) and obj.layout == torch.strided
+        if not plain or obj.is_nested or obj.is_quantized or obj.is_meta:
+            return NotImplemented
+        raw = as_bytes(dense(obj).cpu()).numpy()
+        return _arrive, (raw, obj.dtype, tuple(obj.shape), obj.device.type == "cpu")
 
 
-def _arrive(tensor: Tensor) -> Tensor:
-    return tensor.to(PartialState().device)
+def _arrive(raw: Any, dtype: torch.dtype, shape: tuple[int, ...], on_host: bool) -> Tensor:
+    tensor = torch.from_numpy(raw).view(dtype).view(shape)
+    return tensor if on_host else tensor.to(PartialState().device)
 
 
 def dump(value: Any) -> tuple[bytes, Exception | None]:

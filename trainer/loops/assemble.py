@@ -47,6 +47,7 @@ from trainer.optim.finite import FiniteGuard
 from trainer.optim.weighting import LossWeighting
 from trainer.rng import mix, seed_generators
 from trainer.strategies.choose import choose_engine
+from trainer.tree import own_memory
 
 
 def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
@@ -102,6 +103,7 @@ def make_fit_run(
     accelerator.gradient_state.sync_gradients = True
     accelerator.precision.begin()
     module.to(accelerator.device)
+    own_memory(module)
     if chosen is None:
         parts.project.begin_record()
     recorder = parts.project.make_recorder()
@@ -332,6 +334,7 @@ def prepare_evaluation(
     feeds = feeds_for(stage, loaders, parts.settings, parts.accelerator, seed=0)
     check_step(stage, module, feeds)
     module.to(parts.accelerator.device)
+    own_memory(module)
     if chosen is not None:
         manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])

@@ -27,7 +27,7 @@ from trackers.strict_json import dumps, to_json
 from trainer.checkpoint.tensors import portable, write_tensors
 from trainer.distributed.control import on_main
 from trainer.distributed.objects import all_gather_object
-from trainer.tree import children
+from trainer.tree import as_bytes, children
 
 NAME = "predictions"  # of the merged files, and of the column where there is only one
 _PARTS = ".parts"
@@ -290,7 +290,7 @@ def _lines_of(plain: Plain) -> Iterator[bytes]:
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.cpu().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor.cpu()).numpy().data
 
 
 def _make_room(folder: Path, *, overwrite: bool) -> None:

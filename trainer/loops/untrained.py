@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from trainer.distributed.collectives import broadcast
-from trainer.distributed.meeting import as_bytes, packed
 from trainer.distributed.objects import all_gather_object
 from trainer.loops.run import FitRun
 from trainer.names import bare_names
 from trainer.optim.optimizer import parameters_of
+from trainer.tree import as_bytes, dense
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _mixed_sum(words: Tensor) -> Tensor:
 
 
 def _words(parameter: Tensor) -> Tensor:
-    bits = as_bytes(packed(parameter))
+    bits = as_bytes(dense(parameter))
     if bits.numel() % 4:
         return bits
     # Words must begin at a multiple of their size, where a part of another tensor may not.

@@ -21,6 +21,7 @@ from trainer.strategies.averaging import average_gradients_of
 from trainer.strategies.buckets import fix_layout
 from trainer.strategies.compile import compile_model, uncompiled
 from trainer.strategies.zeros import sparse_weights
+from trainer.tree import own_memory
 
 _HOOK = "_communication"  # an attribute of the DDP that `prepare_model` makes
 
@@ -68,6 +69,7 @@ def prepare_model(
     quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
     if device is not None and not spread and not quantised:
         model = model.to(device)
+    own_memory(model)
     trains = any(parameter.requires_grad for parameter in model.parameters())
     if state.use_distributed and trains and not evaluation_mode and find_ddp(model) is None:
         model = wrapped = ddp.wrap(model, ddp_kwargs)

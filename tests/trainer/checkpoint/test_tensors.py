@@ -23,7 +23,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from trainer.checkpoint import load_tree, save_tree
+from tests.helpers import layouts
+from trainer.checkpoint import load_tree, load_weights, save_tree, save_weights
+from trainer.checkpoint.offload import offload_weight
 from trainer.checkpoint.tensors import DTYPES
 from trainer.errors import CheckpointError
 
@@ -100,6 +102,19 @@ def test_every_dtype_comes_back(dtype):
     raw = torch.arange(1, 1 + 2 * size, dtype=torch.uint8)
     tensor = raw.bool() if dtype == torch.bool else raw.view(dtype)
     assert bits(round_trip({"x": tensor, "twice": tensor})["x"]) == bits(tensor)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_tensors_of_any_memory_layout_come_back(layout):
+    tensors, expected = layouts.tensors(layout, 0), layouts.bits(layout, 0)
+    save_weights(tensors, Path.cwd())
+    for loaded in (round_trip(tensors), load_weights(Path.cwd())):
+        assert loaded.keys() == expected.keys()
+        for name, tensor in loaded.items():
+            assert torch.equal(layouts.bits_of(tensor), expected[name]), name
+    for name, tensor in tensors.items():
+        offload_weight(tensor, "weight", Path.cwd(), {})
+        assert Path("weight.dat").read_bytes() == bytes(expected[name].flatten().tolist()), name
 
 
 def test_a_root_may_be_a_tensor_or_have_the_name_that_safetensors_keeps():

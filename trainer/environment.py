@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 TRUE = frozenset({"1", "true", "yes", "y", "on", "t"})
@@ -33,11 +34,15 @@ _MPI_VARIABLES = {
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 DEFAULT_PORT = 29500  # torchrun's own default
+STORE = "CADENCE_STORE"  # the variable with the launcher's private folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The position of this process among those that one launcher started."""
+    """The position of this process among those that one launcher started.
+
+    The processes meet at the address and port, or in files in the folder `store` if there is one.
+    """
 
     launcher: str
     rank: int = 0
@@ -46,6 +51,7 @@ class Launch:
     local_world_size: int = 1
     master_addr: str | None = None
     master_port: int | None = None
+    store: Path | None = None
 
     def __post_init__(self) -> None:
         """Check that the rank fits the number of processes."""
@@ -181,7 +187,21 @@ def _torchrun() -> Launch | None:
         local_world_size=world_size if local_world_size is None else local_world_size,
         master_addr=read("MASTER_ADDR"),
         master_port=read_int("MASTER_PORT"),
+        store=_store(),
     )
+
+
+def store_path(port: int | None, attempt: int | None) -> Path:
+    """Return the folder for the stores of an attempt whose ``MASTER_PORT`` is `port`."""
+    return Path(os.environ[STORE], f"store-{port}-{attempt}")
+
+
+def _store() -> Path | None:
+    if STORE not in os.environ:
+        return None
+    path = store_path(read_int("MASTER_PORT"), read_int("TORCHELASTIC_RESTART_COUNT"))
+    # A launcher that the script starts inherits the variable, but has another port.
+    return path if path.is_dir() else None
 
 
 def _slurm() -> Launch | None:

@@ -72,6 +72,16 @@ def test_torchrun_gives_ranks_and_the_meeting_place(variables):
     )
 
 
+def test_a_launcher_inside_a_launched_script_has_a_store_of_its_own(variables, tmp_path):
+    variables(RANK=1, WORLD_SIZE=2, MASTER_PORT=7, TORCHELASTIC_RESTART_COUNT=1)
+    variables(CADENCE_STORE=tmp_path)
+    place = tmp_path / "store-7-1"
+    place.mkdir()
+    assert detect_launch().store == place
+    variables(MASTER_PORT=8)
+    assert detect_launch().store is None
+
+
 def test_rank_and_world_size_alone_mean_one_machine(variables):
     variables(RANK=1, WORLD_SIZE=3)
     launch = detect_launch()

@@ -216,7 +216,7 @@ def test_what_cannot_be_sent_is_refused():
         ({"num_processes": "2"}, "num_processes is '2'"),
         ({"num_nodes": 2, "node_rank": 2}, "The node_rank must be less than the number of nodes"),
         ({"mixed_precision": "bf61"}, "mixed_precision is 'bf61'.*Did you mean 'bf16'"),
-        ({"num_processes": 2, "use_port": "here"}, "use_port is 'here' at 127.0.0.1"),
+        ({"num_processes": 2, "use_port": "here"}, "Port here of 127.0.0.1 cannot be used"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -238,7 +238,7 @@ def test_arguments_that_are_no_sequence(args):
 def test_a_port_that_is_taken_is_refused_and_a_free_one_is_used(notebook):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=f"use_port is {port} .* Leave it out"):
+        with pytest.raises(ValueError, match=f"Port {port} .* leave it out"):
             notebook_launcher(who, num_processes=2, use_port=port)
     names = ("MASTER_ADDR", "MASTER_PORT", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
     values = notebook_launcher(notebook(who), names, 2, "bf16", use_port=str(port))

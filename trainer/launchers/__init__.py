@@ -50,7 +50,8 @@ def notebook_launcher(
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``, unless the function's `Accelerator`
             sets it.
         use_port: The port where the processes meet; by default a free one, or 29500 with several
-            machines.
+            machines. Whoever reaches it on a network can run code in the processes: use a private
+            one. On one machine it can be reached from there only.
         master_addr: The address of the first machine.
         node_rank: The rank of this machine.
         num_nodes: The number of machines that run the same cell, with as many processes each.
@@ -121,9 +122,9 @@ def debug_launcher(
         ImportError: cloudpickle is not installed.
     """
     _check(function, args, num_processes, 1, 0)
-    from trainer.launchers.group import one_machine, start
+    from trainer.launchers.group import machines, start
 
-    config = one_machine()
+    config = machines(num_nodes=1)
     config |= {"nproc_per_node": num_processes, "run_id": "none", "max_restarts": 0}
     return start(function, args, config, ACCELERATE_MIXED_PRECISION="no", ACCELERATE_USE_CPU=True)
 

@@ -5,7 +5,6 @@ It is imported at the first launch, since torch's launcher has many modules.
 
 from __future__ import annotations
 
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from trainer import environment
 from trainer.cli.launch.failure import failures_of, report
 from trainer.cli.launch.quiet import quiet_agent
+from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.launchers import rank
 
 _ROLE = "notebook"
@@ -46,55 +46,24 @@ class RankFailed(ChildFailedError):
 def machines(
     *,
     num_nodes: int,
-    node_rank: int,
-    backend: str,
-    endpoint: str,
-    address: str,
-    port: str | int | None,
-    conf: dict[str, Any],
+    node_rank: int = 0,
+    backend: str = BACKEND,
+    endpoint: str = "",
+    address: str = "127.0.0.1",
+    port: str | int | None = None,
+    conf: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return where the machines of a launch meet, as arguments of torch's `LaunchConfig`."""
-    if num_nodes == 1 and backend == "static" and not endpoint:
-        _check_port(address, port)
-        if not int(port or 0):
-            return one_machine() | {"rdzv_configs": conf}
+    """Return where the processes of a launch meet, as arguments of torch's `LaunchConfig`."""
+    nodes = {"min_nodes": num_nodes, "max_nodes": num_nodes}
+    if num_nodes == 1:
+        return {**nodes, "rdzv_backend": BACKEND, "rdzv_endpoint": f"127.0.0.1:{port or 0}"}
     port = environment.DEFAULT_PORT if port is None else port
     return {
-        "min_nodes": num_nodes,
-        "max_nodes": num_nodes,
+        **nodes,
         "rdzv_backend": backend,
         "rdzv_endpoint": endpoint or f"{address}:{port}",
-        "rdzv_configs": {"rank": node_rank, **conf},
+        "rdzv_configs": {"rank": node_rank, **(conf or {})},
     }
-
-
-def one_machine() -> dict[str, Any]:
-    """Return the same for one machine, whose processes meet at a free port."""
-    return {
-        "min_nodes": 1,
-        "max_nodes": 1,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": "127.0.0.1:0",
-        "local_addr": "127.0.0.1",
-    }
-
-
-def _check_port(address: str, port: str | int | None) -> None:
-    """Check that the port is valid and free.
-
-    Raises:
-        ValueError: It is not.
-    """
-    try:
-        with socket.socket() as probe:
-            # torch would mistake another listener for its own store, and wait for answers.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((address, int(port or 0)))
-    except (ValueError, OverflowError, OSError) as error:
-        raise ValueError(
-            f"use_port is {port!r} at {address}, which cannot be used: {error}. Leave it out to "
-            "use a free one."
-        ) from error
 
 
 def start(
@@ -120,6 +89,8 @@ def start(
         if launch_config.max_nodes > 1:
             # The store of the first machine still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        else:
+            variables |= private_variables(name)
         with environment.patch_environment(**variables), quiet_agent():
             _flush()
             try:

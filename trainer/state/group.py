@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import multiprocessing
 import platform
@@ -22,6 +23,8 @@ from trainer.choices import DistributedType
 from trainer.state.network import choose_interface
 
 logger = logging.getLogger(__name__)
+
+_groups = itertools.count()  # each has a file of its own: the last one's addresses are gone
 
 _BACKENDS = {"cuda": "nccl", "xpu": "xccl", "cpu": "gloo"}
 _DISTRIBUTED = {
@@ -158,6 +161,8 @@ def _meeting_place(launch: environment.Launch, timeout: timedelta | None) -> dic
             "MASTER_PORT are not both set. Start the script with torchrun, or export both: rank "
             "0's host name and a free port."
         )
+    if launch.store is not None:
+        return {"init_method": f"file://{launch.store}/{next(_groups)}"}
     if launch.launcher != "torchrun":
         return {"init_method": f"tcp://{launch.master_addr}:{launch.master_port}"}
     attempt = environment.read_int("TORCHELASTIC_RESTART_COUNT")

@@ -46,6 +46,11 @@ def choose_interface(launch: environment.Launch) -> None:
     )
 
 
+def loopback_interface() -> str | None:
+    """Return the name of the interface that reaches only this machine; None if unknown."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
 def _address(name: str) -> str:
     """Return the address of a host name; if it does not resolve, the loopback's, as gloo does."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from trainer.cli import main
 from trainer.cli.launch import configure, entry, group, make_plan, parser
 from trainer.cli.launch.failure import Failure, first_of, report
 from trainer.cli.launch.group import Group, run_group
+from trainer.cli.launch.rendezvous import private_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -880,7 +882,12 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),
         ("--tee 3 train.py", 2, "belongs to --log_dir"),
         ("--machine_rank 1 train.py", 2, "from 0 to 0"),
-        ("--num_processes 2 --rdzv_conf join_timeout=soon train.py", 1, "did not meet at"),
+        (
+            "--nnodes 1:2 --nproc_per_node 1 --rdzv_endpoint 127.0.0.1:0 "
+            "--rdzv_conf join_timeout=soon train.py",
+            1,
+            "did not meet at 127.0.0.1:0: The rendezvous configuration option 'join_timeout'",
+        ),
         ("--num_processes 2 --no_python ./nothing", 2, "no executable program './nothing'"),
         ("--cpu --no_python nothing", 2, "no executable program 'nothing'"),
     ],
@@ -938,6 +945,80 @@ def test_the_place_where_machines_meet_has_a_port(monkeypatch, words, endpoint):
     monkeypatch.setattr(group, "run_group", lambda group: groups.append(group) or 0)
     assert launch("--nnodes", "2", "--nproc_per_node", "1", *words.split(), "train.py") == 0
     assert [each.endpoint for each in groups] == [endpoint]
+
+
+# -- who can reach the processes -------------------------------------------------------------------
+
+LISTENING = """
+import json, os, sys
+import psutil
+import torch.distributed as dist
+
+ours = sys.argv[1] == "ours"
+launcher = psutil.Process(os.getppid())
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+for _ in range(2 if ours else 1):  # ours may join again after leaving
+    if ours:
+        from trainer.state import PartialState
+        state = PartialState()
+    else:
+        dist.init_process_group("gloo")
+    ranks = [None] * 2
+    dist.all_gather_object(ranks, (dist.get_rank(), attempt))
+    listeners = [
+        connection.laddr.ip
+        for process in (launcher, *launcher.children())
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    dist.barrier()  # the other one has looked too
+    dist.destroy_process_group()
+    if ours:
+        state._reset_state()
+if attempt == "0":
+    sys.exit("once more")
+with open(f"seen-{os.environ['RANK']}.json", "w") as file:
+    json.dump([listeners, ranks], file)
+"""
+
+
+@pytest.mark.parametrize("who", ["ours", "plain"])
+def test_processes_of_one_machine_meet_out_of_reach_of_others_in_each_attempt(who, port):
+    write("train.py", LISTENING)
+    words = ["--num_processes", "2", "--max_restarts", "1", "--main_process_port", port]
+    assert launch(*words, "train.py", who) == 0
+    for rank in range(2):
+        listeners, ranks = seen(rank)
+        assert {ipaddress.ip_address(each).is_loopback for each in listeners} == {True}
+        assert ranks == [[0, "1"], [1, "1"]]
+
+
+def test_interfaces_that_the_user_chose_are_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    made = private_variables(str(tmp_path))
+    assert "GLOO_SOCKET_IFNAME" not in made
+    assert made["NCCL_SOCKET_IFNAME"] == ("lo0" if sys.platform == "darwin" else "lo")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--num_machines 2 --main_process_ip 127.0.0.1",
+        "--num_machines 2 --main_process_ip 127.0.0.1 --rdzv_backend c10d",
+    ],
+)
+def test_a_port_in_use_is_refused_at_once(capfd, more):
+    write("train.py", "open('ran', 'w')")
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        words = ["--num_processes", "2", "--main_process_port", str(port), *more.split()]
+        assert launch(*words, "train.py") == 1
+    said = capfd.readouterr().err
+    assert str(port) in said
+    assert "address already in use" in said.lower()
+    assert not Path("ran").exists()
 
 
 # -- SLURM -----------------------------------------------------------------------------------------

@@ -285,14 +285,13 @@ def _start_group(
     with ended_at_once():
         from trainer.cli.launch.group import Group, run_group  # torch: not for a dry run
 
-    several = plan.machines[1] > 1
     elastic = plan.machines[0] != plan.machines[1] or configuration.max_restarts > 0
     backend = configuration.rdzv_backend or (
         "c10d" if elastic or arguments.rdzv_endpoint else "static"
     )
     more = _pairs(configuration.rdzv_conf)
-    meeting: dict[str, Any] = {"local_address": "localhost"}
-    if several:
+    meeting: dict[str, Any] = {}
+    if plan.machines[1] > 1:
         # Machine 0 hosts the rendezvous, under whatever name the others know it.
         if arguments.nnodes is None and backend == "c10d":
             more.setdefault("is_host", str(configuration.machine_rank == 0))
@@ -305,15 +304,15 @@ def _start_group(
             "endpoint": endpoint,
             "backend": backend,
             "job": arguments.rdzv_id or "cadence",
+            "rendezvous": more,
         }
     elif configuration.main_process_port:
-        meeting["endpoint"] = f"localhost:{configuration.main_process_port}"
+        meeting["endpoint"] = f"127.0.0.1:{configuration.main_process_port}"
     return run_group(
         Group(
             command=plan.command,
             processes=plan.processes,
             machines=plan.machines,
-            rendezvous=more,
             max_restarts=configuration.max_restarts,
             monitor_interval=configuration.monitor_interval,
             shutdown_timeout=arguments.shutdown_timeout or 300,

@@ -35,13 +35,18 @@ from torch.distributed.elastic.multiprocessing import (
     Std,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from trainer.cli.launch.entry import ENDED, LAUNCHER
 from trainer.cli.launch.failure import Failure, failures_of, first_of, report, summary
 from trainer.cli.launch.machines import AnotherFailed, Others, told_of_waiting
 from trainer.cli.launch.quiet import quiet_agent
+from trainer.cli.launch.rendezvous import BACKEND, private_variables
 from trainer.cli.parsing import CommandError
 from trainer.environment import patch_environment
 from trainer.state.network import reachable_from
@@ -58,12 +63,10 @@ class Group:
         command: The program of each process, and its arguments.
         processes: The number of processes on this machine.
         machines: The minimum and maximum number of machines.
-        backend: How they meet: ``"static"`` or ``"c10d"``.
+        backend: How they meet: ``"static"`` or ``"c10d"``, or ``"loopback"`` on one machine.
         endpoint: Where they meet: ``"host:port"``.
         job: The name of the job; the same on all machines.
         rendezvous: More settings of the rendezvous.
-        local_address: The address of this machine for the others; None for the one by which it
-            reaches the endpoint or, if that is unknown, its host name.
         max_restarts: How often all processes are restarted.
         monitor_interval: Seconds between two checks.
         shutdown_timeout: Seconds that processes have to save after a signal.
@@ -75,11 +78,10 @@ class Group:
     command: Sequence[str]
     processes: int
     machines: tuple[int, int] = (1, 1)
-    backend: str = "c10d"
-    endpoint: str = "localhost:0"  # a free port
+    backend: str = BACKEND
+    endpoint: str = "127.0.0.1:0"  # a free port
     job: str = field(default_factory=lambda: uuid.uuid4().hex)
     rendezvous: dict[str, Any] = field(default_factory=dict)
-    local_address: str | None = None
     max_restarts: int = 0
     monitor_interval: float = 0.1
     shutdown_timeout: int = 300
@@ -208,6 +210,8 @@ def run_group(group: Group) -> int:
         if group.machines[1] > 1:
             # The store of machine 0's agent still has the addresses of processes that are gone.
             variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        else:
+            variables |= private_variables(folder)
         numbers = [signal.Signals[name] for name in names]
         before = {number: signal.getsignal(number) for number in numbers}
         with patch_environment(**variables), quiet_agent():
@@ -224,16 +228,22 @@ def run_group(group: Group) -> int:
             except AnotherFailed as error:
                 raise CommandError(str(error)) from error
             except (RendezvousError, DistError, ValueError) as error:
-                raise CommandError(
-                    f"the launchers did not meet at {group.endpoint}: {str(error).rstrip('.')}."
-                    + (f" {_where(group)}" if group.machines[1] > 1 else "")
-                ) from error
+                raise CommandError(_not_met(group, error)) from error
             finally:
                 for number, handler in before.items():
                     signal.signal(number, handler)
         if result.is_failed():
             return _told(failures_of(result.failures), group)
         return max(logs.ends(), default=0)
+
+
+def _not_met(group: Group, error: BaseException | None) -> str:
+    if group.machines[1] == 1:
+        return str(error)
+    if isinstance(error, RendezvousConnectionError):
+        error = error.__cause__  # it says no more than that there is one
+    reason = str(error).rstrip(".")
+    return f"the launchers did not meet at {group.endpoint}: {reason}. {_where(group)}"
 
 
 def _where(group: Group) -> str:
@@ -259,7 +269,7 @@ def _is_deaf_to(name: str) -> bool:
 
 def _run(group: Group, logs: _Logs) -> RunResult:
     host, _, port = group.endpoint.rpartition(":")
-    own = group.local_address or reachable_from(host)  # others may not resolve this one's host name
+    own = reachable_from(host)  # others may not resolve this one's host name
     handler = rendezvous.get_rendezvous_handler(
         RendezvousParameters(
             backend=group.backend,

@@ -172,7 +172,11 @@ def _training(made: argparse.ArgumentParser) -> None:
 
 
 def _meeting(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("machines and restarts")
+    group = made.add_argument_group(
+        "machines and restarts",
+        "Several machines need a private network: whoever reaches their ports can run code in the "
+        "processes. Processes of one machine can be reached from that machine only.",
+    )
     _add(group, "--num_machines", type=count, metavar="N", help="number of machines")
     _add(
         group,

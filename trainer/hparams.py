@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 from argparse import Namespace
 from collections import UserList
@@ -33,6 +34,8 @@ from trainer.errors import CheckpointError, choose
 
 _KEY = "_hyper_parameters"
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -156,7 +159,9 @@ def to_manifest(owner: object) -> dict[str, Any]:
     return tree
 
 
-def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T:
+def make(
+    cls: type[T], saved: Any, given: Mapping[str, Any], where: object, *, strict: bool = True
+) -> T:
     """Construct an object from saved arguments.
 
     Args:
@@ -164,6 +169,8 @@ def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T
         saved: The result of `to_manifest`.
         given: Arguments that override saved ones.
         where: The checkpoint, for error messages.
+        strict: The class must take the saved arguments, unless the given ones complete its own.
+            Otherwise those that it does not take are left out, with a warning.
 
     Raises:
         TypeError: An argument is missing, or the class does not take one that was given.
@@ -184,11 +191,18 @@ def make(cls: type[T], saved: Any, given: Mapping[str, Any], where: object) -> T
             if name not in takes:
                 raise TypeError(choose(f"An argument for {cls.__name__}", name, takes))
         if foreign := [name for name in arguments if name not in takes]:
-            raise CheckpointError(
+            told = (
                 f"{where} was saved by a class with the {_listed(foreign)}, which {cls.__name__} "
-                f"does not take: it takes {', '.join(takes) or 'none'}. Load it with the class "
-                "that saved it, or create the module yourself and pass the checkpoint as ckpt_path."
+                f"does not take: it takes {', '.join(takes) or 'none'}."
             )
+            # An argument that is neither saved nor given may be a saved one under another name.
+            if strict and not (given and arguments.keys() | given.keys() >= set(takes)):
+                raise CheckpointError(
+                    f"{told} Load it with the class that saved it; or leave them out, by giving "
+                    "the class's other arguments or strict=False."
+                )
+            logger.warning("%s They are left out.", told)
+            arguments = {name: value for name, value in arguments.items() if name in takes}
     arguments |= given
     missing = [
         name

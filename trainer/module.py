@@ -67,9 +67,13 @@ class TrainModule(nn.Module):
     Attributes:
         automatic_optimization: False leaves backward and optimizer steps to `training_step`, which
             then uses `optimizers`, `manual_backward` and `clip_gradients`.
+        strict_loading: False loads from a checkpoint the weights that fit, and logs the others: in
+            `load_from_checkpoint`, in evaluations, and in a fit that begins with the weights of a
+            checkpoint without a run's state. A run that resumes needs them all.
     """
 
     automatic_optimization: bool = True
+    strict_loading: bool = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +136,7 @@ class TrainModule(nn.Module):
         path: str | os.PathLike[str],
         *,
         map_location: str | torch.device | None = None,
-        strict: bool = True,
+        strict: bool | None = None,
         **kwargs: Any,
     ) -> M:
         """Create a module from a checkpoint, without a Trainer.
@@ -146,8 +150,9 @@ class TrainModule(nn.Module):
             path: The checkpoint's folder, full or weights only.
             map_location: The device to move the module to; by default it stays where ``__init__``
                 created it.
-            strict: All names of weights must match. False loads those that match and logs the
-                others; shapes must match in either case.
+            strict: The weights must match by name and shape, and the class must take all saved
+                arguments unless `kwargs` complete its own. False loads what fits and logs the
+                rest. By default the class's `strict_loading`.
             **kwargs: Arguments for the class; they override saved ones.
 
         Raises:
@@ -160,7 +165,8 @@ class TrainModule(nn.Module):
         device = None if map_location is None else _device(map_location)
         folder = _checkpoint_at(path)
         manifest = disk.verify(folder)
-        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder)
+        strict = cls.strict_loading if strict is None else strict
+        module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=strict)
         module.configure_model()
         if f"{_TRAINER}.json" in manifest["files"]:  # first: it may replace parts of the module
             module.on_load_checkpoint(disk.load_tree(folder, _TRAINER)["extra"])

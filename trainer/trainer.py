@@ -408,7 +408,9 @@ class Trainer:
             datamodule: A `DataModule`, or any object with some of its methods, instead of both.
             ckpt_path: The checkpoint to resume from: None for a new run, a path, ``"last"`` or
                 ``"best"`` of this `project_dir`, or ``"auto"``: the last if there is one. Later
-                checkpoints than this one are renamed to ``abandoned-…``.
+                checkpoints than this one are renamed to ``abandoned-…``. With the path of one that
+                holds weights alone a new run begins, with those weights (the module's
+                `strict_loading` tells whether all must fit).
 
         Raises:
             ValueError: The arguments, the module or the data are not valid for a run; or another
@@ -443,7 +445,7 @@ class Trainer:
             self._stage("fit", module, datamodule) as hooks,
         ):
             lock_added()
-            chosen = assemble.choose_start(self._parts, ckpt_path, datamodule)
+            chosen = assemble.choose_start(self._parts, ckpt_path, module, datamodule)
             origin = sources.origin(chosen)
             self._counters = Counters(epoch=origin.epoch, global_step=origin.step)  # for the hooks
             self._feed, val_feeds = sources.make(origin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -299,8 +300,8 @@ def test_names_are_listed_in_groups_and_nothing_is_loaded():
         "  missing from the file (2): extra.weight, extra.bias",
         "  unexpected in the file (2): 1.weight, 1.bias",
         "  of another shape (1): 0.weight ([3, 2] in the file, [3, 4] in the module)",
-        "Create the module as it was when the file was saved, and replace parts that should have "
-        "another shape after loading.",
+        "Create the module as it was when the file was saved, or load what fits: "
+        "load_from_checkpoint(…, strict=False), or strict_loading = False in the module.",
     ]
     assert_equal(other.state_dict(), before)
 
@@ -333,12 +334,14 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_told(caplog):
     ]
 
 
-def test_shapes_must_fit_without_strict_too():
+def test_without_strict_other_shapes_are_told_too(caplog):
     weights, other = saved_and_other()
-    before = other["0"].bias.clone()
-    with pytest.raises(CheckpointError, match=r"0\.weight \(\[3, 2\] in the file"):
+    before = other["0"].weight.clone()
+    with caplog.at_level(logging.WARNING, "trainer"):
         load_into(other, weights, where="file", strict=False)
-    assert torch.equal(other["0"].bias, before)
+    assert torch.equal(other["0"].weight, before)
+    assert torch.equal(other["0"].bias, weights["0.bias"])
+    assert "  of another shape (1): 0.weight ([3, 2] in the file, [3, 4] in" in caplog.text
 
 
 def test_what_fits_says_nothing(caplog):
@@ -368,6 +371,92 @@ def test_a_module_is_loaded_in_part_from_a_checkpoint(caplog):
     bigger = Bigger.load_from_checkpoint(path, encoder=encoder(), strict=False)
     assert torch.equal(bigger.head.weight, module.head.weight)
     assert "missing from the file (2): more.weight, more.bias" in caplog.text
+
+
+class Classifier(TrainModule):
+    """A backbone, and a head for some classes."""
+
+    def __init__(self, width, classes):
+        super().__init__()
+        self.save_hyperparameters()
+        self.backbone = nn.Linear(2, width)
+        self.head = nn.Linear(width, classes)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.backbone(batch[0])).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OneClass(Classifier):
+    """Has fewer arguments."""
+
+    def __init__(self, width, scale=1.0):
+        super().__init__(width, 1)
+        self.scale = scale
+
+
+class Lenient(Classifier):
+    strict_loading = False
+
+
+def with_backbone_of(source, kind, path, **arguments):
+    """Return a module made from the source's checkpoint, with the same backbone."""
+    module = kind.load_from_checkpoint(path, **arguments)
+    assert torch.equal(module.backbone.weight, source.backbone.weight)
+    return module
+
+
+def test_a_changed_head_is_left_out_and_told_without_strict(caplog):
+    source = Classifier(4, 3)
+    path = weights_only(source)
+    with pytest.raises(CheckpointError, match=r"head\.weight \(\[3, 4\] in the file, \[5, 4\]"):
+        Classifier.load_from_checkpoint(path, classes=5)
+    for kind, more in ((Classifier, {"strict": False}), (Lenient, {})):
+        caplog.clear()
+        made = with_backbone_of(source, kind, path, classes=5, **more)
+        assert made.head.weight.shape == (5, 4)
+        assert "of another shape (2): head.weight" in caplog.text
+        assert "head.bias ([3] in the file, [5] in the module)" in caplog.text
+
+
+def test_a_class_with_fewer_arguments_leaves_the_others_out(caplog):
+    source = Classifier(4, 1)
+    path = weights_only(source)
+    for arguments in ({}, {"width": 4}):  # `scale` could be what `classes` was
+        with pytest.raises(CheckpointError, match=r"OneClass does not take: it takes width, scale"):
+            OneClass.load_from_checkpoint(path, **arguments)
+    given = with_backbone_of(source, OneClass, path, scale=2.0)
+    assert (given.scale, given.head.weight.shape) == (2.0, (1, 4))
+    assert "the argument classes, which OneClass does not take" in caplog.text
+    assert with_backbone_of(source, OneClass, path, strict=False).scale == 1.0
+
+
+def started_with(kind, path, folder):
+    """The weights of the backbone with which a fit begins, and its updates."""
+    seen = []
+    torch.manual_seed(1)
+    module = kind(4, 5)
+    module.on_fit_start = lambda: seen.append(module.backbone.weight.clone())
+    trainer = trainer_of(project_dir=folder)
+    trainer.fit(module, loader(), ckpt_path=path)
+    return seen[0], trainer.global_step
+
+
+def test_a_fit_begins_with_the_weights_of_a_checkpoint_without_a_state(ranks2, caplog):
+    source = Classifier(4, 3)
+    fit = trainer_of(project_dir="source")
+    fit.fit(source, loader())
+    fit.save_checkpoint("source/alone", weights_only=True)
+    path = Path("source/alone").absolute()
+    with pytest.raises(CheckpointError, match=r"head\.weight \(\[3, 4\] in the file"):
+        started_with(Classifier, path, "strict")
+    of_ranks = ranks2(started_with, Lenient, path, "of-ranks")
+    for weight, steps in (started_with(Lenient, path, "alone"), *of_ranks):
+        assert torch.equal(weight, source.backbone.weight)
+        assert steps == 2
+    assert "of another shape (2): head.weight" in caplog.text
 
 
 class Renamed(nn.Module):
@@ -506,10 +595,12 @@ def test_a_file_with_the_names_of_compile_is_read_by_all(whole):
 
 @compiles
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_does_not_fit_a_compiled_module_is_told_by_its_names(strict):
+def test_what_does_not_fit_a_compiled_module_is_told_by_its_names(strict, caplog):
     model = nn.Sequential(compiled(nn.Linear(3, 3)))
-    with pytest.raises(CheckpointError, match=r" 0\.weight \(\[4, 2\] in the file"):
+    with pytest.raises(CheckpointError) if strict else nullcontext() as caught:
         load_into(model, nn.Sequential(encoder()).state_dict(), where="file", strict=strict)
+    told = str(caught.value) if strict else caplog.text
+    assert " 0.weight ([4, 2] in the file" in told
 
 
 class Wrapped(Net):

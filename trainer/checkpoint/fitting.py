@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -86,8 +87,8 @@ def load_into(
         module: The module.
         weights: Tensors by the module's own names, perhaps saved from a compiled module.
         where: The file that they came from, for the error.
-        strict: All names must match. False loads those that match and logs a warning that lists the
-            others. Shapes must match in either case.
+        strict: All names and shapes must match. False loads what fits and logs a warning that lists
+            the rest.
 
     Raises:
         CheckpointError: Names or shapes do not fit; the message lists the missing, unexpected and
@@ -97,21 +98,23 @@ def load_into(
     own_memory(module)
     weights = own_names(module, weights)
     misfits = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
-    if _translates(module):
+    if translates := _translates(module):
         misfits = _load_translated(module, weights, misfits, where)
-        _refuse(module, misfits, where, strict=strict)
-    else:
-        _refuse(module, misfits, where, strict=strict)
-        try:
-            module.load_state_dict(weights, strict=False)
-        except RuntimeError as error:
-            raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
+    told = _grouped(misfits.bare(module))
+    if misfits and strict:
+        raise CheckpointError(
+            f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
+            f"{told}\nCreate the module as it was when the file was saved, or load what fits: "
+            "load_from_checkpoint(…, strict=False), or strict_loading = False in the module."
+        )
+    if not translates:
+        _load(module, _without(weights, misfits.misshaped), where)
     if misfits:
         logger.warning(
             "%s does not fit %s completely; only what fits was loaded.\n%s",
             os.fspath(where),
             type(module).__name__,
-            _grouped(misfits.bare(module)),
+            told,
         )
 
 
@@ -119,6 +122,15 @@ def _translates(module: torch.nn.Module) -> bool:
     """Return whether modules change the names or shapes of the weights that they load."""
     loaders = (type(each)._load_from_state_dict for each in module.modules())
     return renames(module) or any(not each.__module__.startswith("torch.nn.") for each in loaders)
+
+
+def _load(
+    module: torch.nn.Module, weights: Mapping[str, torch.Tensor], where: str | os.PathLike[str]
+) -> Any:
+    try:
+        return module.load_state_dict(weights, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
 
 
 def _load_translated(
@@ -130,35 +142,18 @@ def _load_translated(
     """Load, and return the misfits that remain after the modules' translation."""
     shapes = misfits.misshaped
     try:
-        try:
-            found = module.load_state_dict(weights, strict=False)
-            shapes = {}
-        except RuntimeError:
-            if not shapes:
-                raise
-            fitting = {name: tensor for name, tensor in weights.items() if name not in shapes}
-            found = module.load_state_dict(fitting, strict=False)
-    except RuntimeError as error:
-        raise CheckpointError(f"{os.fspath(where)} cannot be loaded: {error}") from error
+        found, shapes = _load(module, weights, where), {}
+    except CheckpointError:
+        if not shapes:
+            raise
+        found = _load(module, _without(weights, shapes), where)
     # A name tied to a saved one is not missing.
     missing = [name for name in found.missing_keys if name in misfits.missing]
     return Misfits(missing, list(found.unexpected_keys), shapes)
 
 
-def _refuse(
-    module: torch.nn.Module, misfits: Misfits, where: str | os.PathLike[str], *, strict: bool
-) -> None:
-    if misfits if strict else misfits.misshaped:
-        fix = (
-            "or create a new module from what fits with load_from_checkpoint(…, strict=False)"
-            if not misfits.misshaped
-            else "and replace parts that should have another shape after loading"
-        )
-        raise CheckpointError(
-            f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"
-            f"{_grouped(misfits.bare(module))}\n"
-            f"Create the module as it was when the file was saved, {fix}."
-        )
+def _without(weights: Mapping[str, torch.Tensor], names: Container[str]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in names}
 
 
 def _grouped(misfits: Misfits) -> str:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from callbacks import Interval
 from trainer.accelerator import Accelerator
+from trainer.checkpoint.newest import holds_weights_only
 from trainer.checkpoint.writer import Writer
 from trainer.data.feed import Feed
 from trainer.datamodule import DataModule
@@ -24,6 +25,7 @@ from trainer.hooks import HookTable
 from trainer.hparams import logged
 from trainer.loops.about import name_of, versions
 from trainer.loops.asked import AskedSaves
+from trainer.loops.choosing import WORDS
 from trainer.loops.differing import refuse_differing, refuse_differing_options
 from trainer.loops.due import can_be_due, monitors_of, tell_of_modes, tell_of_no_validation
 from trainer.loops.lengths import Schedule
@@ -50,10 +52,11 @@ from trainer.strategies.choose import choose_engine
 from trainer.tree import own_memory
 
 
-def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
+def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: Any) -> Path | None:
     """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
 
-    Called before the loaders are created, which may depend on the datamodule's state.
+    Called before the loaders are created, which may depend on the datamodule's state. The path of a
+    checkpoint of weights alone is that of the weights with which a new run begins.
 
     Raises:
         ValueError: Another run's checkpoints are in the folder, or arguments differ between
@@ -64,6 +67,11 @@ def choose_start(parts: Parts, ckpt_path: Any, datamodule: Any) -> Path | None:
     if ckpt_path is None:
         parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path, sweeps=True)
+    if chosen is not None and ckpt_path not in WORDS and holds_weights_only(chosen):
+        parts.project.check_fresh(parts.roots())
+        on_all(partial(load_weights, module, chosen), "fit")
+        parts.accelerator.print(f"Starting a new run with the weights of {chosen}.")
+        return None
     if chosen is not None:
         if _goes_back(ckpt_path):
             parts.project.check_branch(chosen, parts.roots())

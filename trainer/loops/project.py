@@ -35,7 +35,7 @@ _CAPACITY = 1_000_000  # queued records: the local record should lose none
 _TO_EVALUATE = "To evaluate them, pass the path of one."
 _TO_TRAIN = (
     "Start a new run in another project_dir, with these weights if you wish "
-    "(load_from_checkpoint). For a run that can be resumed, add a ModelCheckpoint without "
+    "(their path as ckpt_path). For a run that can be resumed, add a ModelCheckpoint without "
     "save_weights_only, with its own dirpath."
 )
 

@@ -88,7 +88,7 @@ def load_run(
     if manifest.get("weights_only"):
         raise CheckpointError(
             f"{path} holds only weights, from which no run can resume. Start a new run with them: "
-            "load them with load_from_checkpoint, and fit without ckpt_path."
+            "pass its path as ckpt_path, in another project_dir."
         )
     state: dict[str, Any] = disk.load_tree(path, TRAINER)
     trained = set(map(id, parameters_of(run.optimizers)))
@@ -287,5 +287,6 @@ def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
     manifest = disk.verify(path)
     if f"{TRAINER}.json" in manifest["files"]:  # not if only weights were saved
         module.on_load_checkpoint(disk.load_tree(path, TRAINER)["extra"])
-    disk.load_into(module, disk.load_weights(path), where=path / disk.WEIGHTS_NAME)
+    weights, file = disk.load_weights(path), path / disk.WEIGHTS_NAME
+    disk.load_into(module, weights, where=file, strict=module.strict_loading)
     return manifest

@@ -151,6 +151,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"trainer.{name}")
+    if name == "__version__":
+        return str(import_module("trainer.cli.version").version())
     if name not in _HOME:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.{_HOME[name]}"), name)

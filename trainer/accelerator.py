@@ -300,8 +300,20 @@ class Accelerator:
 
     @property
     def native_amp(self) -> bool:
-        """Whether the forward pass runs in mixed precision."""
-        return self.mixed_precision != "no"
+        """Whether the forward pass runs in mixed precision; False turns that off, True on again.
+
+        The gradient scaler of fp16 stays.
+        """
+        return self.precision.autocasts
+
+    @native_amp.setter
+    def native_amp(self, value: bool) -> None:
+        if value and self.mixed_precision == "no":
+            raise ValueError(
+                "native_amp=True has no precision to compute in: pass mixed_precision='bf16' or "
+                "'fp16' to the Accelerator."
+            )
+        self.precision.autocasts = bool(value)
 
     @property
     def use_fp16(self) -> bool:
@@ -622,9 +634,11 @@ class Accelerator:
         _expect_of("verify_device_map", "model", model, isinstance(model, nn.Module))
         return models.verify_device_map(model)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
-        """Return the user's module from inside a prepared model."""
-        return models.unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's module from inside a prepared model; see `models.unwrap_model`."""
+        return models.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the model's state dict, with the wrappers' key names if `unwrap` is False."""

@@ -27,17 +27,25 @@ _SIGNS = (
 
 @overload
 def find_executable_batch_size(
-    function: Callable[Concatenate[int, P], R], starting_batch_size: int = 128
+    function: Callable[Concatenate[int, P], R],
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[P, R]: ...
 
 
 @overload
 def find_executable_batch_size(
-    function: None = None, starting_batch_size: int = 128
+    function: None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
 
 
-def find_executable_batch_size(function: Any = None, starting_batch_size: int = 128) -> Any:
+def find_executable_batch_size(
+    function: Any = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
     """Run a function with ever smaller batch sizes until one does not run out of memory.
 
     The decorated function is called without its first argument, the batch size::
@@ -54,6 +62,8 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
     Args:
         function: A function whose first argument is the batch size. None returns a decorator.
         starting_batch_size: The batch size of the first attempt.
+        reduce_batch_size_fn: Called without arguments after an out-of-memory error; returns the
+            next size, 0 if there is none. By default, half of the last one.
 
     Raises:
         TypeError: The size is not an integer; or, when called, the arguments do not fit `function`,
@@ -67,7 +77,9 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
         raise ValueError(f"starting_batch_size is {starting_batch_size}; it must be positive.")
     if function is None:
         return functools.partial(
-            find_executable_batch_size, starting_batch_size=starting_batch_size
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
         )
 
     @functools.wraps(function)
@@ -85,7 +97,7 @@ def find_executable_batch_size(function: Any = None, starting_batch_size: int = 
             # The exception and the frames that held the tensors are released by now.
             free_caches()
             logger.info("A batch size of %d does not fit into memory.", batch_size)
-            batch_size //= 2
+            batch_size = reduce_batch_size_fn() if reduce_batch_size_fn else batch_size // 2
         raise RuntimeError(f"No executable batch size found, reached zero.{reason}")
 
     return search

@@ -23,7 +23,7 @@ from trainer.errors import CheckpointError, choose
 from trainer.hparams import HyperParameters, keep, kept_by, make
 from trainer.metrics import Kind
 from trainer.optim.optimizer import parameters_of
-from trainer.ported.attributes import NO_LOGGER, Refused, TypeOfParameters
+from trainer.ported.attributes import NoLogger, TypeOfParameters
 from trainer.ported.log_arguments import log_arguments
 from trainer.tree import count_samples, map_tree, to_device
 
@@ -223,8 +223,8 @@ class TrainModule(nn.Module):
         trainer = self.__dict__.get("_trainer")
         return 0 if trainer is None else trainer.local_rank
 
-    logger = Refused(NO_LOGGER)
-    loggers = Refused(NO_LOGGER)
+    logger: Any = NoLogger()
+    loggers: Any = NoLogger()
     dtype = TypeOfParameters()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

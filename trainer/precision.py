@@ -89,6 +89,7 @@ class Precision:
         scaler: Arguments of ``torch.amp.GradScaler``.
 
     Attributes:
+        autocasts: Whether `autocast` does anything; may be set, unless the mode is ``"no"``.
         scales: Whether losses are scaled and updates whose gradients overflowed are skipped.
 
     Raises:
@@ -106,6 +107,7 @@ class Precision:
         if mode != "no":
             _check_device(mode, device)
         self.mode = mode
+        self.autocasts = mode != "no"
         self._device_type = device.type
         self._autocast = (autocast or AutocastKwargs()).to_kwargs()
         self._unscaled: set[int] = set()  # ids of optimizers unscaled since the last scale update
@@ -136,7 +138,7 @@ class Precision:
             handler: Overrides the constructor's; ``AutocastKwargs(enabled=False)`` computes in full
                 precision even inside another autocast context.
         """
-        if self.mode == "no":
+        if not self.autocasts:
             if handler is None or handler.enabled:
                 return _NO_CONTEXT
             if not torch.amp.is_autocast_available(self._device_type):
@@ -275,7 +277,7 @@ class Precision:
         A wrapper of an earlier call is replaced. Pickling a wrapped model leaves the wrapper out.
         """
         unwrap_forward(model)
-        if self.mode == "no":
+        if not self.autocasts:
             return
         original = model.forward
         function: Any = original

@@ -281,6 +281,30 @@ def test_names_that_scripts_ask_the_precision_by(precision):
         assert optimizer.is_overflow is False
 
 
+def test_mixed_precision_may_be_turned_off():
+    accelerator = accelerate(mixed_precision="bf16")
+    x, exact = torch.ones(1, 1), network(1 / 3)(torch.ones(1, 1))
+    before = accelerator.prepare(network(1 / 3))
+    assert not torch.equal(before(x), exact)  # rounded to bf16
+    accelerator.native_amp = False
+    assert torch.equal(before(x), exact)
+    after = accelerator.prepare(network(1 / 3))
+    assert torch.equal(after(x), exact)
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    accelerator.native_amp = True
+    assert not torch.equal(before(x), exact)
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_mixed_precision_needs_a_precision():
+    accelerator = accelerate(mixed_precision="no")
+    accelerator.native_amp = False  # as scripts say for MPS, whatever the precision
+    with pytest.raises(ValueError, match="native_amp=True has no precision"):
+        accelerator.native_amp = True
+
+
 # -- who runs what -----------------------------------------------------------------------------
 
 
@@ -456,6 +480,9 @@ def test_a_model_comes_out_of_its_wrappers():
         "module.bias",
     ]
     assert accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False).forward == plain
+    own.compile(backend="eager")
+    assert accelerator.unwrap_model(wrapped)._compiled_call_impl is not None
+    assert accelerator.unwrap_model(wrapped, keep_torch_compile=False)._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("name", ["free_memory", "clear"])

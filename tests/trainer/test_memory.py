@@ -36,6 +36,26 @@ def test_the_size_is_halved_until_it_fits(error):
     assert {each[1:] for each in tried} == {("a", "b")}
 
 
+@pytest.mark.parametrize("decorate", [True, False])
+def test_the_next_size_is_that_of_a_function(decorate):
+    sizes = iter([90, 80])
+    tried = []
+
+    def train(batch_size):
+        tried.append(batch_size)
+        if batch_size > 80:
+            raise OUT_OF_MEMORY[0]
+        return batch_size
+
+    options = {"starting_batch_size": 100, "reduce_batch_size_fn": lambda: next(sizes)}
+    if decorate:
+        train = find_executable_batch_size(**options)(train)
+    else:
+        train = find_executable_batch_size(train, **options)
+    assert train() == 80
+    assert tried == [100, 90, 80]
+
+
 def test_the_real_error_of_the_cpu_is_recognised():
     @find_executable_batch_size(starting_batch_size=2)
     def train(batch_size):

@@ -1062,8 +1062,11 @@ def test_gathering_what_is_not_done_is_refused(arguments):
 @pytest.mark.parametrize("name", ["logger", "loggers"])
 def test_loggers_are_refused_with_what_to_use(name):
     module = Net()
-    with pytest.raises(RuntimeError, match=rf"Net has no {name}: trackers run.*log_with"):
-        getattr(module, name)
+    assert hasattr(module, name)
+    with pytest.raises(AttributeError, match=r"no 'experiment': trackers run.*log_with"):
+        getattr(module, name).experiment
+    with pytest.raises(TypeError, match=r"no loggers: trackers run.*log_with"):
+        list(getattr(module, name))
     with pytest.raises(AttributeError, match=rf"Trainer has no attribute '{name}': trackers"):
         getattr(make(), name)
     setattr(module, name, mine := logging.getLogger("mine"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -109,23 +109,14 @@ def refuse_to_set(name: str, arguments: Iterable[str]) -> None:
         )
 
 
-class Refused:
-    """An attribute of a LightningModule that a module does not have; it may be set to another.
+class NoLogger:
+    """In place of the loggers of a LightningModule: an error as soon as it is used as one."""
 
-    Args:
-        hint: What to use.
-    """
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"A module's logger has no {name!r}: {NO_LOGGER}.")
 
-    def __init__(self, hint: str) -> None:
-        self._hint = hint
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        if instance is None:
-            return self
-        raise RuntimeError(f"{type(instance).__name__} has no {self._name}: {self._hint}.")
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(f"A module has no loggers: {NO_LOGGER}.")
 
 
 class TypeOfParameters:

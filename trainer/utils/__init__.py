@@ -177,7 +177,10 @@ def synchronize_rng_state(rng_type: str | RNGType, generator: Generator | None =
 
 
 def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, recursive: bool = False
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
 ) -> nn.Module:
     """As `Accelerator.unwrap_model`.
 
@@ -189,7 +192,7 @@ def extract_model_from_parallel(
             "extract_model_from_parallel unwraps the model but not its submodules; call it for "
             "each of those, without recursive=True."
         )
-    return unwrap_model(model, keep_fp32_wrapper=keep_fp32_wrapper)
+    return unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:

@@ -42,6 +42,10 @@ def test_version_is_that_of_the_distribution(capsys):
     assert capsys.readouterr().out == f"cadence {metadata.version('cadence-trainer')}\n"
 
 
+def test_the_package_has_the_version_too():
+    assert trainer.__version__ == metadata.version("cadence-trainer")
+
+
 def test_version_imports_no_torch():
     # `trainer/__init__.py` may import what it likes; the command line itself must not.
     script = (

@@ -125,7 +125,7 @@ def keep(
     else:
         values = _chosen(owner, given, calls, skipped)
         places = {name: name for name in values if name in outermost}
-    plain = {name: _plain(value, name) for name, value in values.items() if name not in skipped}
+    plain = _all_plain({name: value for name, value in values.items() if name not in skipped})
     kept.values.update(plain)
     kept.private.difference_update(plain)
     kept.places.update({name: place for name, place in places.items() if name in plain})
@@ -149,12 +149,12 @@ def to_manifest(owner: object) -> dict[str, Any]:
     if not kept.values:
         return {}
     parts: dict[str, Any] = {"arguments": {}, "others": {}, "namespaces": sorted(kept.namespaces)}
-    for name, value in kept.values.items():
+    for name, value in _all_plain(kept.values).items():
         place = kept.places.get(name)
         part = parts["others" if place is None else "arguments"]
         if place not in (None, name):
             part = part.setdefault(place, {})
-        part[name] = _plain(value, name)
+        part[name] = value
     tree: dict[str, Any] = json.loads(encode_tree(parts, "hyper_parameters")[0])["tree"]
     return tree
 
@@ -295,8 +295,37 @@ def _listed(names: list[str]) -> str:
     return f"argument{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
-def _plain(value: Any, place: str) -> Any:
-    """Return a copy of a value in the form in which a manifest returns it."""
+def _all_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of all values in the form in which a manifest returns them.
+
+    Raises:
+        TypeError: Some are not plain data; the message names them all.
+    """
+    wrong: dict[str, Any] = {}
+    plain = {name: _plain(value, name, wrong) for name, value in values.items()}
+    if not wrong:
+        return plain
+    kinds = {place: type(value) for place, value in wrong.items()}
+    told = ", ".join(
+        f"{place} is a {kind.__module__}.{kind.__qualname__}" for place, kind in kinds.items()
+    )
+    what = (
+        f"hyper-parameter {told}, which is" if len(wrong) == 1 else f"hyper-parameters ({told}) are"
+    )
+    names = list(dict.fromkeys(place.partition("[")[0] for place in wrong))
+    spaces = [name for name in names if isinstance(wrong.get(name), Namespace)]
+    raise TypeError(
+        f"The {what} not plain data: numbers, strings, None, paths, and lists, tuples, sets and "
+        "dicts of them. "
+        + "".join(f"Save what is in it: save_hyperparameters({name}). " for name in spaces)
+        + f"Leave out what is not: save_hyperparameters(ignore={names}), and pass it again to "
+        f"load_from_checkpoint(…, {', '.join(f'{name}=…' for name in names)}); or take plain "
+        "values and build it in __init__."
+    )
+
+
+def _plain(value: Any, place: str, wrong: dict[str, Any]) -> Any:
+    """Return a copy of a value; add what is not plain data in it to `wrong`, by its place."""
     import numpy as np
 
     kind = type(value)
@@ -305,28 +334,19 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, np.generic) and type(value.item()) in _LEAVES:
         return value.item()
     if isinstance(value, Enum) and isinstance(value, (str, int, float)):
-        return _plain(value.value, place)  # the member compares equal to it
+        return _plain(value.value, place, wrong)  # the member compares equal to it
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
         return {
-            _plain(key, f"{place}[{key!r}]"): _plain(item, f"{place}[{key!r}]")
+            _plain(key, f"{place}[{key!r}]", wrong): _plain(item, f"{place}[{key!r}]", wrong)
             for key, item in value.items()
         }
     named = isinstance(value, tuple) and hasattr(value, "_fields")
-    if named or kind in (list, tuple, set, frozenset):
-        items = [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
-        return kind(*items) if named else kind(items)
     # Not every sequence: a dataset may be a sequence of its samples.
-    if isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf."):
-        return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
-    argument = place.partition("[")[0]
-    whole = isinstance(value, Namespace) and place == argument
-    raise TypeError(
-        f"The hyper-parameter {place} is a {kind.__module__}.{kind.__qualname__}, which is not "
-        "plain data: numbers, strings, None, paths, and lists, tuples, sets and dicts of them. "
-        + f"Save what is in it: save_hyperparameters({argument}). "
-        * whole
-        + f"Leave it out: save_hyperparameters(ignore=[{argument!r}]), and pass it again to "
-        f"load_from_checkpoint(…, {argument}=…); or take plain values and build it in __init__."
-    )
+    listed = isinstance(value, (list, UserList)) or kind.__module__.startswith("omegaconf.")
+    if named or listed or kind in (tuple, set, frozenset):
+        items = [_plain(item, f"{place}[{index}]", wrong) for index, item in enumerate(value)]
+        return items if listed else kind(*items) if named else kind(items)
+    wrong[place] = value
+    return None

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer import TrainModule
+from trainer import Trainer, TrainModule
 from trainer.errors import CheckpointError
 from trainer.hparams import HyperParameters, logged, make, to_manifest
 
@@ -312,6 +312,7 @@ class Opaque(Enum):
 
 
 Pair = namedtuple("Pair", "left right")
+Odd = namedtuple("Odd", "class left", rename=True)
 
 PLAIN = [
     *(None, True, 0, -7, 2**80, 0.1, "text", "", b"\x00", float("inf")),
@@ -353,6 +354,7 @@ def test_not_a_number_comes_back():
         (OrderedDict(a=1), {"a": 1}),
         (HyperParameters(a=Path("x")), {"a": "x"}),
         (Pair(1, Path("x")), Pair(1, "x")),
+        (Odd(1, 2), Odd(1, 2)),  # its first field is named `_0`
         (UserList([1, Path("x")]), [1, "x"]),  # as OmegaConf's lists are
     ],
     ids=repr,
@@ -388,6 +390,39 @@ def test_anything_else_is_refused_by_name_with_the_fix(value):
     assert "save_hyperparameters(ignore=['width'])" in text
     assert "load_from_checkpoint(…, width=…)" in text
     assert ("save_hyperparameters(width)." in text) == isinstance(value, Namespace)
+
+
+def test_all_that_is_not_plain_data_is_named_at_once():
+    class Model(TrainModule):
+        def __init__(self, encoder, width, loss, config):
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.raises(TypeError) as caught:
+        Model(torch.nn.Linear(1, 1), 3, object(), {"table": [torch.ones(1)], "lr": 1, "f": len})
+    assert str(caught.value).startswith(
+        "The hyper-parameters (encoder is a torch.nn.modules.linear.Linear, loss is a "
+        "builtins.object, config['table'][0] is a torch.Tensor, config['f'] is a "
+        "builtins.builtin_function_or_method) are not plain data: "
+    )
+    assert "ignore=['encoder', 'loss', 'config'])" in str(caught.value)
+    assert "load_from_checkpoint(…, encoder=…, loss=…, config=…)" in str(caught.value)
+
+
+def test_what_no_checkpoint_could_hold_is_refused_before_the_first_step():
+    class Late(Net):
+        def setup(self, stage):
+            self.hparams.update(one=object(), two=len)
+
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("a step")
+
+        def configure_optimizers(self):
+            return None
+
+    data = torch.utils.data.DataLoader(torch.ones(2, 1))
+    with pytest.raises(TypeError, match=r"one is a .*, two is a .* are not plain data"):
+        Trainer(max_epochs=1, cpu=True, progress_bar=False).fit(Late(1), data)
 
 
 def test_a_value_deep_inside_is_refused_with_its_place():

@@ -384,7 +384,7 @@ def _decode_dtype(_: object, name: str) -> torch.dtype:
 
 
 def _decode_namedtuple(_: object, name: str, fields: list[str], items: list[Any]) -> Any:
-    return namedtuple(name, fields)(*items)
+    return namedtuple(name, fields, rename=True)(*items)  # as it was made, if any is `_0`
 
 
 _DECODERS: dict[str, Callable[..., Any]] = {

@@ -22,7 +22,7 @@ from trainer.distributed.collectives import broadcast
 from trainer.distributed.control import on_all, on_main
 from trainer.distributed.objects import broadcast_object
 from trainer.hooks import HookTable
-from trainer.hparams import logged
+from trainer.hparams import logged, to_manifest
 from trainer.loops.about import name_of, versions
 from trainer.loops.asked import AskedSaves
 from trainer.loops.choosing import WORDS
@@ -61,9 +61,11 @@ def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: 
     Raises:
         ValueError: Another run's checkpoints are in the folder, or arguments differ between
             processes.
+        TypeError: Hyper-parameters that were set after ``__init__`` are not plain data.
         CheckpointError: The requested checkpoint is missing, damaged or does not fit.
     """
     refuse_differing(parts.settings, parts.callbacks, ckpt_path)
+    on_all(lambda: to_manifest(module), "fit")  # before the first step what no save could write
     if ckpt_path is None:
         parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path, sweeps=True)

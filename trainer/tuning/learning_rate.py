@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
+from bisect import bisect
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
 from trainer.errors import choose
@@ -54,44 +56,54 @@ class LearningRateTest:
     diverged: bool
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the smoothed loss falls most steeply between updates.
+        """Return half the rate at which the loss has fallen halfway to its lowest value.
+
+        This uses the raw losses, in a centred moving average over a sixth of the updates: that of
+        `losses` lags behind the rates. Half the rate is far enough from divergence to train with.
 
         Args:
-            skip_begin: Updates at the beginning that are left out: few values are smoothed there.
+            skip_begin: Updates at the beginning that are left out.
             skip_end: Updates at the end that are left out: the loss explodes there.
 
         Returns:
-            The rate; None if fewer than two updates are left, or the loss never falls; the log says
-            which.
+            The rate; None if fewer than three updates are left, or if the fall is less than two
+            standard errors of its estimate. The log says which.
         """
         for name, value in (("skip_begin", skip_begin), ("skip_end", skip_end)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more.")
-        index = self._steepest(skip_begin, skip_end)
-        return None if index is None else self.lrs[index]
-
-    def _steepest(self, skip_begin: int, skip_end: int) -> int | None:
-        losses = self.losses[skip_begin : max(len(self.losses) - skip_end, 0)]
-        if len(losses) < 2:
+        kept = self.raw_losses[skip_begin : max(len(self.raw_losses) - skip_end, 0)]
+        if len(kept) < 3:
             logger.warning(
                 "No learning rate can be suggested: of %d updates, skip_begin=%d and skip_end=%d "
                 "leave %d. Test more rates with num_training, or a smaller max_lr.",
-                len(self.losses),
+                len(self.raw_losses),
                 skip_begin,
                 skip_end,
-                len(losses),
+                len(kept),
             )
             return None
-        (slopes,) = torch.gradient(torch.tensor(losses, dtype=torch.float64))
-        index = int(slopes.argmin())
-        if slopes[index] >= 0:
+        losses = torch.tensor(kept, dtype=torch.float64)
+        reach = max(len(losses) // 12, 1)
+        smooth = avg_pool1d(losses[None], 2 * reach + 1, 1, reach, count_include_pad=False)[0]
+        lowest = int(smooth.argmin())
+        halfway = (losses[: lowest + 1].mean() + smooth[lowest]) / 2
+        above = (smooth[: lowest + 1] > halfway).nonzero()
+        fallen = int(above[-1]) + 1 if len(above) else 0
+        before, around = losses[:fallen], losses[max(lowest - reach, 0) : lowest + reach + 1]
+        # The losses around the lowest were chosen for being low: their variance is too small.
+        if fallen < 2 or before.mean() - around.mean() <= 2 * before.std() * math.sqrt(
+            1 / len(before) + 1 / len(around)
+        ):
             logger.warning(
-                "No learning rate can be suggested: between %g and %g the loss never falls.",
+                "No learning rate can be suggested: between %g and %g the loss falls nowhere by "
+                "more than its noise. Test other rates with min_lr and max_lr, more of them with "
+                "num_training, or use larger batches.",
                 self.lrs[0],
                 self.lrs[-1],
             )
             return None
-        return index + skip_begin
+        return self.lrs[skip_begin + fallen] / 2
 
     def plot(self, *, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draw the smoothed loss over the rate.
@@ -115,9 +127,9 @@ class LearningRateTest:
         ax.set_xscale("log" if self.mode == "exponential" else "linear")
         ax.set_xlabel("learning rate")
         ax.set_ylabel("loss")
-        index = self._steepest(10, 1) if suggest else None
-        if index is not None:
-            ax.plot([self.lrs[index]], [self.losses[index]], "o", color="red")
+        rate = self.suggestion() if suggest else None
+        if rate is not None:
+            ax.plot([rate], [self.losses[bisect(self.lrs, rate)]], "o", color="red")
         if pyplot is not None and show:
             pyplot.show()
         return ax.figure

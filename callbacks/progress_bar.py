@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from callbacks.base import Callback
 from callbacks.progress_board import Board, Lines
+from trainer.errors import printable
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -174,7 +175,7 @@ class _Bar(_NoBar):
         if not self.done:
             return
         values = self._values(wait=last)  # what stays on the screen is up to date
-        text = ", ".join(f"{name}={value:.4g}" for name, value in values.items())
+        text = printable(", ".join(f"{name}={value:.4g}" for name, value in values.items()))
         try:
             self._view.show(self.done, text)
         except OSError as error:

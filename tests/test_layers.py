@@ -22,11 +22,11 @@ PACKAGES = ("callbacks", "trackers", "trainer")
 FLOORS = {
     "callbacks": 0,
     "trackers": 0,
+    "trainer.errors": 0,
     "trainer.names": 0,
     "trainer._siblings": 1,
     "trainer.choices": 1,
     "trainer.environment": 1,
-    "trainer.errors": 1,
     "trainer.generators": 1,
     "trainer.tree": 1,
     "trainer.memory": 1,
@@ -234,7 +234,7 @@ def test_an_import_of_a_higher_floor_is_found_wherever_it_stands():
     }
     assert pointing_up(find_imports(sources)) == [
         "trainer.tree:1 imports trainer.state (floor 1 -> floor 2)",
-        "trainer.errors:2 imports trainer.state (floor 1 -> floor 2)",
+        "trainer.errors:2 imports trainer.state (floor 0 -> floor 2)",
         "trainer.environment:2 imports trainer.state (floor 1 -> floor 2)",
     ]
 

@@ -17,8 +17,25 @@ from difflib import get_close_matches
 from signal import Signals
 from typing import Any
 
+# What a terminal takes for a command, not for text: ESC and the other control characters.
+_CONTROLS = {
+    code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"
+}
 
-class CheckpointError(RuntimeError):
+
+def printable(text: str) -> str:
+    """Return text for a terminal: control characters, as in a file's name, appear as escapes."""
+    return text.translate(_CONTROLS)
+
+
+class _Error(RuntimeError):
+    """An error whose message contains names from files, which somebody else may have chosen."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class CheckpointError(_Error):
     """A checkpoint is missing, damaged, foreign, or could not be written."""
 
 
@@ -26,11 +43,11 @@ class LaterReleaseError(CheckpointError):
     """A later release wrote the checkpoint: it is intact, but this release cannot read it."""
 
 
-class MetricError(RuntimeError):
+class MetricError(_Error):
     """Ranks disagree about what was logged, or ``log`` was called where it cannot work."""
 
 
-class DistributedOperationException(RuntimeError):
+class DistributedOperationException(_Error):
     """Ranks called different collectives, or the same one with tensors that do not fit.
 
     Attributes:

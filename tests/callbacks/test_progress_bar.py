@@ -40,6 +40,17 @@ def test_a_validation_is_shown_below_the_epoch(terminal):
     loop.call("teardown", "fit")
 
 
+def test_names_of_metrics_cannot_command_the_terminal(terminal):
+    loop = terminal.loop()
+    loop.call("on_train_epoch_start")
+    loop.trainer.bar_values = {"\x1b]0;owned\x07loss": 0.5}
+    loop.batches(range(4))
+    loop.call("teardown", "fit")
+    terminal.screen()
+    assert r"\x1b]0;owned\x07loss=0.5" in terminal.written
+    assert "\x1b]" not in terminal.written
+
+
 def test_an_error_ends_the_line_and_asks_for_no_metrics(terminal):
     loop = terminal.loop()
     loop.call("on_train_epoch_start")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.weights import own_names
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, printable
 from trainer.names import bare_names
 from trainer.tree import own_memory
 
@@ -100,7 +100,7 @@ def load_into(
     misfits = compare(module, {name: tuple(tensor.shape) for name, tensor in weights.items()})
     if translates := _translates(module):
         misfits = _load_translated(module, weights, misfits, where)
-    told = _grouped(misfits.bare(module))
+    told = printable(_grouped(misfits.bare(module)))
     if misfits and strict:
         raise CheckpointError(
             f"{os.fspath(where)} does not fit the module, a {type(module).__name__}:\n"

@@ -15,7 +15,7 @@ from trainer.checkpoint.fitting import Misfits, compare, renames
 from trainer.checkpoint.offload import offload_weight, save_offload_index
 from trainer.checkpoint.weightfiles import find_weight_files, read_each, read_shapes
 from trainer.checkpoint.weights import own_names
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, printable
 from trainer.names import bare_names
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ def _tell(misfits: Misfits, checkpoint: object, *, strict: bool) -> None:
         logger.warning(
             "%s holds weights that the model does not have: %s.",
             checkpoint,
-            ", ".join(misfits.unexpected),
+            printable(", ".join(misfits.unexpected)),
         )
     if misfits.missing:
         logger.warning(

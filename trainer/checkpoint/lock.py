@@ -25,6 +25,7 @@ from pathlib import Path
 
 from trackers.files import read_json, regular
 from trackers.strict_json import dumps
+from trainer.errors import printable
 
 LOCK = ".cadence-lock"
 
@@ -144,7 +145,7 @@ def _named(file: Path) -> str:
     try:
         told = read_json(file)
         run = f", run {told['run_id']}" if told["run_id"] else ""
-        return f"process {told['pid']} on {told['host']} (since {told['since']}{run})"
+        return printable(f"process {told['pid']} on {told['host']} (since {told['since']}{run})")
     except (OSError, ValueError, KeyError, TypeError):  # it is just being written or deleted
         return "another process"
 

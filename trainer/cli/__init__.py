@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from trainer.cli.parsing import CommandError, Parser, UsageError, ended_at_once
+from trainer.cli.parsing import CommandError, Parser, UsageError, echo, ended_at_once
 from trainer.cli.version import version
 from trainer.errors import choose
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else list(argv))
     except CommandError as error:
-        print(error, file=sys.stderr, flush=True)
+        echo(error, error=True)
         return error.code
 
 
@@ -96,7 +96,7 @@ def _run_command(name: str, argv: list[str]) -> int:
         parser = command.parser(f"trainer {name}")
     try:
         code: int = command.run(parser.parse_args(argv))
-        print(end="", flush=True)
+        sys.stdout.flush()
     except UsageError:
         raise
     except (argparse.ArgumentTypeError, FileNotFoundError, NotADirectoryError) as error:

@@ -30,7 +30,7 @@ from trainer.cli.inventory import (
     read_folder,
 )
 from trainer.cli.listing import Plan, amount, listing, plan_report, plan_text, report
-from trainer.cli.parsing import command_parser, count
+from trainer.cli.parsing import command_parser, count, echo
 from trainer.errors import CheckpointError
 
 
@@ -100,8 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _plan(entries, leftovers, arguments) if arguments.prune else None
     shown = report(entries, leftovers)
     if not arguments.json:
-        print(f"{root}\n")
-        print(listing(entries, leftovers, first, hashes=arguments.verify))
+        echo(f"{root}\n")
+        echo(listing(entries, leftovers, first, hashes=arguments.verify))
     if plan is not None:
         done = _prune(plan, root, arguments)
         shown["prune"] = {"done": done, **plan_report(plan)}
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
             gone = [entry for entry in plan.removed if entry.name not in plan.failed]
             entries = [entry for entry in entries if entry not in gone]
     if arguments.json:
-        print(dumps({"root": str(root), **shown}, indent=1))
+        echo(dumps({"root": str(root), **shown}, indent=1))
     failed = plan is not None and bool(plan.failed)
     return int(failed or any(entry.is_bad for entry in entries))
 
@@ -227,11 +227,11 @@ def _not_ours(entry: Entry, *, linked: bool) -> str | None:
 def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
     """Show a plan, ask, and carry it out; return whether that was done."""
     if not arguments.json:
-        print(plan_text(plan))
+        echo(plan_text(plan))
     if arguments.dry_run:
         return False
     if (plan.removed or plan.swept) and not arguments.yes and not _agreed(plan):
-        print("Nothing was removed.")
+        echo("Nothing was removed.")
         return False
     lost = [name for name in plan.kept if not layout.locate(root / name).is_dir()]
     if lost:  # to a run that rotates its checkpoints, while this was reading or asking
@@ -239,7 +239,7 @@ def _prune(plan: Plan, root: Path, arguments: argparse.Namespace) -> bool:
     else:
         _remove(plan)
     for name, error in plan.failed.items():
-        print(f"{name}: {error}", file=sys.stderr)
+        echo(f"{name}: {error}", error=True)
     return not lost
 
 

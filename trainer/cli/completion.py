@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("Completion needs shtab: pip install 'cadence-trainer[cli]'.") from None
     whole = _whole_parser()
     _offer_files(whole, shtab.FILE)
-    print(shtab.complete(whole, arguments.shell))
+    print(shtab.complete(whole, arguments.shell))  # noqa: T201 - a shell reads it
     return 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer import environment
 from trainer._siblings import DISTRIBUTION, PACKAGES, locate, shadows
-from trainer.cli.parsing import command_parser, ended_at_once
+from trainer.cli.parsing import command_parser, echo, ended_at_once
 from trainer.cli.version import version
 
 # Only the variables that Cadence reads: others may contain secrets.
@@ -73,10 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+        echo(f"{name:<{width}}  {value}")
     in_the_way = shadows(Path.cwd())
     for path in in_the_way:
-        print(f"\n{path} is imported instead of Cadence's package by scripts in this folder.")
+        echo(f"\n{path} is imported instead of Cadence's package by scripts in this folder.")
     return 1 if in_the_way else 0
 
 

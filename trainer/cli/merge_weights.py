@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from trackers.strict_json import dumps
-from trainer.cli.parsing import CommandError, command_parser
+from trainer.cli.parsing import CommandError, command_parser, echo
 from trainer.errors import CheckpointError
 
 
@@ -65,12 +65,12 @@ def run(arguments: argparse.Namespace) -> int:
             "size": merged.size,
             "sha256": merged.sha256,
         }
-        print(dumps(report, indent=1))
+        echo(dumps(report, indent=1))
         return 0
     tied = f" (and {merged.tied} more names for them)" if merged.tied else ""
     count = len(merged.files)
-    print(f"{merged.tensors} tensors{tied} from {count} file{'' if count == 1 else 's'}")
-    print(f"{output}: {merged.size} bytes, sha256 {merged.sha256}")
+    echo(f"{merged.tensors} tensors{tied} from {count} file{'' if count == 1 else 's'}")
+    echo(f"{output}: {merged.size} bytes, sha256 {merged.sha256}")
     return 0
 
 

@@ -15,7 +15,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.errors import choose
+from trainer.errors import choose, printable
+
+
+def echo(text: object = "", *, error: bool = False) -> None:
+    """Print text, to standard error if asked; no part of it can command the terminal."""
+    print(printable(str(text)), file=sys.stderr if error else sys.stdout, flush=error)
 
 
 class CommandError(Exception):

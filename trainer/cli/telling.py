@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from datetime import timedelta
 
 from trainer import environment
 from trainer.cli.launch import entry
+from trainer.cli.parsing import echo
 
 _PATIENCE = timedelta(seconds=10)  # to wait until another process has printed the same message
 
@@ -36,14 +36,10 @@ def tell(message: str, code: int) -> None:
         if noted and (refused or not entry.is_started_again()):
             return
     if environment.read("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _say(message)
+        echo(message, error=True)
     else:
         entry.note("SystemExit", f"exit code {code}, see its message above.", code)
         _say_once(message)
-
-
-def _say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def _say_once(message: str) -> None:
@@ -68,9 +64,9 @@ def _say_once(message: str) -> None:
             store.wait([f"{claim}/said"], _PATIENCE)
             return
     except DistError:  # the launcher or the other process is gone: better twice than never
-        _say(message)
+        echo(message, error=True)
         return
-    _say(message)
+    echo(message, error=True)
     store.set(f"{claim}/said", "")
 
 

@@ -182,6 +182,17 @@ def test_the_table_of_a_run(table):
     assert table("run", "--verify")[-1] == "Checked: manifests, sizes and hashes."
 
 
+def test_names_cannot_command_the_terminal(capsys):
+    make(1, metrics={"\x1b]0;owned\x07loss": 1.0})
+    make("named \x1b[31m\x9b2J")
+    assert call("run") == 0
+    assert call("none \x1b[2J") == 2
+    said = "".join(capsys.readouterr())
+    assert not set(said) & {"\x1b", "\x07", "\x9b"}
+    for shown in (r"\x1b]0;owned\x07loss=1", r"named \x1b[31m\x9b2J", r"none \x1b[2J"):
+        assert shown in said
+
+
 def test_json_holds_the_same_for_machines(report):
     make(7, epoch=1, metrics={"loss": 0.25, "nan": float("nan"), "inf": float("inf"), "x": None})
     os.utime(ROOT / "step-00000007/manifest.json", (86400, 86400))

@@ -72,7 +72,7 @@ def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
     store = launcher()
     saying, may_say, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def slowly(message: str) -> None:
+    def slowly(message: str, *, error: bool) -> None:
         saying.set()
         assert may_say.wait(20)
         sys.stderr.write(message)
@@ -81,7 +81,7 @@ def test_who_comes_second_stays_until_it_is_said(launcher, monkeypatch, capsys):
         telling.tell("one", 2)
         ended.set()
 
-    monkeypatch.setattr(telling, "_say", slowly)
+    monkeypatch.setattr(telling, "echo", slowly)
     first, other = (
         threading.Thread(target=each) for each in (lambda: telling.tell("one", 2), second)
     )

@@ -315,6 +315,17 @@ def test_without_a_terminal_one_picture_is_printed(capsys):
     assert "0.25" in out
 
 
+def test_names_and_errors_cannot_command_the_terminal(capsys):
+    write(line(1, **{"\x1b[2Jloss": 0.25}))
+    start = {"status": "failed\x1b[31m", "error": "ValueError: \x1b]0;owned\x07"}
+    Path("run/run.json").write_text(json.dumps({"starts": [start]}))
+    call("run", "--metrics", "\x1b[2Jloss,\x9bnone")
+    said = capsys.readouterr().out
+    assert not set(said) & {"\x1b", "\x07", "\x9b"}
+    for shown in (r"failed\x1b[31m", r"\x1b]0;owned\x07", r"\x1b[2Jloss", r"\x9bnone"):
+        assert shown in said
+
+
 def test_a_run_that_has_not_begun_is_waited_for_and_with_once_it_is_an_error(capsys):
     write(line(1, loss=0.25))
     assert call("run", "later", "--once") == 1

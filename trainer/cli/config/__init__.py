@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.choices import DynamoBackend, PrecisionType
 from trainer.cli.config.file import LaunchConfiguration, default_place, read_file, write_file
-from trainer.cli.parsing import CommandError, command_parser, count, ended_at_once
+from trainer.cli.parsing import CommandError, command_parser, count, echo, ended_at_once
 from trainer.environment import DEFAULT_PORT, FALSE, TRUE
 
 _SUFFIXES = (".yaml", ".yml", ".json")
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_file(place, chosen)
     except OSError as error:
         raise CommandError(f"{place} cannot be written: {error}") from error
-    print(f"Saved to {place}{replaced}.")
+    echo(f"Saved to {place}{replaced}.")
     return 0
 
 
@@ -141,7 +141,7 @@ def known_of(place: Path, *, quiet: bool = False) -> dict[str, Any]:
     except (ValueError, TypeError, NotImplementedError) as error:
         raise CommandError(f"{error} (read from {place})") from error
     for note in [] if quiet else notes:
-        print(f"{place}: {note}", file=sys.stderr)
+        echo(f"{place}: {note}", error=True)
     return known
 
 
@@ -209,14 +209,14 @@ def _question(what: str, default: Any, convert: Callable[[str], Any]) -> Any:
         try:
             text = input(f"{what} [{shown}]: ").strip()
         except EOFError:
-            print()  # ends the line of the question
+            echo()  # ends the line of the question
             raise CommandError("the answers ended before the questions; none is saved.") from None
         if not text and default is not None:
             return default
         try:
             return convert(text)
         except (ValueError, argparse.ArgumentTypeError) as error:
-            print(f"  {error}")
+            echo(f"  {error}")
 
 
 def _yes(text: str) -> bool:

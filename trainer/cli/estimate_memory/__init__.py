@@ -20,6 +20,7 @@ from trainer.cli.parsing import (
     CommandError,
     command_parser,
     count,
+    echo,
     ended_at_once,
     import_from_here,
     import_named,
@@ -174,14 +175,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         names = ("parameters", "trained", "buffers")
         report = {"model": arguments.model, "elements": dict(zip(names, numbers, strict=True))}
-        print(dumps({**report, "optimizer": optimizer, "rows": rows}, indent=1))
+        echo(dumps({**report, "optimizer": optimizer, "rows": rows}, indent=1))
         return 0
     total, trained, buffers = numbers
-    print(f"{arguments.model}: {total:,} parameters, {trained:,} trained; {buffers:,} in buffers")
-    print(f"optimizer: {optimizer}\n")
-    print(_table(rows))
+    echo(f"{arguments.model}: {total:,} parameters, {trained:,} trained; {buffers:,} in buffers")
+    echo(f"optimizer: {optimizer}\n")
+    echo(_table(rows))
     if not inputs:
-        print("\nActivations are unknown without --input SHAPE, of one sample.")
+        echo("\nActivations are unknown without --input SHAPE, of one sample.")
     return 0
 
 

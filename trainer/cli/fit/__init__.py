@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from trainer.cli.parsing import CommandError, Parser, ended_at_once, import_from_here
+from trainer.cli.parsing import CommandError, Parser, echo, ended_at_once, import_from_here
 
 if TYPE_CHECKING:
     from trainer.cli.fit.configured import Made
@@ -90,16 +90,16 @@ def _work(stage: str, made: Made) -> None:
         _print_metrics(result)
     for each in made.trainer.callbacks if stage == "predict" else ():
         if isinstance(each, PredictionWriter):
-            print(f"The predictions are in {', '.join(map(str, each.directories))}.", flush=True)
+            echo(f"The predictions are in {', '.join(map(str, each.directories))}.")
 
 
 def _print_metrics(loaders: list[dict[str, float]]) -> None:
     for number, metrics in enumerate(loaders):
         if len(loaders) > 1:
-            print(f"loader {number}")
+            echo(f"loader {number}")
         width = max(map(len, metrics), default=0)
         for name, value in metrics.items():
-            print(f"{name:<{width}}  {value:.6g}")
+            echo(f"{name:<{width}}  {value:.6g}")
     sys.stdout.flush()
 
 

@@ -22,7 +22,7 @@ from trainer.cli.config import accelerators, device_count, known_of
 from trainer.cli.config.file import LaunchConfiguration, default_place
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.launch.slurm import batch_script
-from trainer.cli.parsing import CommandError, ended_at_once
+from trainer.cli.parsing import CommandError, echo, ended_at_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     configuration = configure(arguments)
     if arguments.slurm:
-        print(_slurm(arguments, configuration), end="")
+        sys.stdout.write(_slurm(arguments, configuration))
         return 0
     plan = make_plan(arguments, configuration)
     if arguments.dry_run:
@@ -361,8 +361,8 @@ def _show(plan: Plan) -> None:
     least, most = plan.machines
     machines = str(least) if least == most else f"{least} to {most}"
     how = "replaced by the command" if plan.here else "watched by torch's elastic agent"
-    print(f"processes on this machine  {plan.processes}, {how}")
-    print(f"machines                   {machines}")
+    echo(f"processes on this machine  {plan.processes}, {how}")
+    echo(f"machines                   {machines}")
     for name, value in sorted(plan.variables.items()):
-        print(f"{name:<26} {value}")
-    print(f"command                    {shlex.join(plan.command)}")
+        echo(f"{name:<26} {value}")
+    echo(f"command                    {shlex.join(plan.command)}")

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
@@ -47,7 +46,7 @@ from trainer.cli.launch.failure import Failure, failures_of, first_of, report, s
 from trainer.cli.launch.machines import AnotherFailed, Others, told_of_waiting
 from trainer.cli.launch.quiet import quiet_agent
 from trainer.cli.launch.rendezvous import BACKEND, private_variables
-from trainer.cli.parsing import CommandError
+from trainer.cli.parsing import CommandError, echo
 from trainer.environment import patch_environment
 from trainer.state.network import reachable_from
 
@@ -133,11 +132,10 @@ class _Agent(LocalElasticAgent):
         if self._seen.is_failed():  # else a machine has joined or left
             first, most = self._first_failure(), worker_group.spec.max_restarts
             how = f"with {first.kind}" if first.text and first.kind else summary(first)
-            print(
+            echo(
                 f"{first.who} failed first, {how.rstrip('.')}. All processes are restarted "
                 f"({most - self._remaining_restarts} of {most}).",
-                file=sys.stderr,
-                flush=True,
+                error=True,
             )
         super()._restart_workers(worker_group)
 
@@ -258,7 +256,7 @@ def _where(group: Group) -> str:
 
 def _told(failures: list[Failure], group: Group) -> int:
     text, code = report(failures, group.monitor_interval)
-    print(text, file=sys.stderr, flush=True)
+    echo(text, error=True)
     return code
 
 

@@ -8,12 +8,13 @@ store of the launchers' rendezvous, and the others end their processes, as on on
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from trainer.cli.parsing import echo
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def told_of_waiting(text: str) -> Iterator[None]:
     """Inside, print `text` to stderr if the wait is long."""
 
     def tell() -> None:
-        print(text, file=sys.stderr, flush=True)
+        echo(text, error=True)
 
     timer = threading.Timer(_PATIENCE, tell)
     timer.daemon = True

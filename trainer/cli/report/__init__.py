@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainer.cli.parsing import CommandError, command_parser
+from trainer.cli.parsing import CommandError, command_parser, echo
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -76,5 +76,5 @@ def run(arguments: argparse.Namespace) -> int:
     # A name may contain a lone surrogate, from a path that is not UTF-8 for example.
     content = text.encode(errors="replace")
     write_whole(output, lambda file: file.write_bytes(content))
-    print(f"{output} ({size_text(len(content))})")
+    echo(f"{output} ({size_text(len(content))})")
     return 0

@@ -6,13 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from trainer.cli.watch.follow import Run, Series
+from trainer.errors import printable
 
 _COLOURS = (6, 3, 5, 2, 4, 1)  # of the terminal's own palette, which suits its background
 _WIDTH = 46  # minimum columns of a chart, if the terminal has as many
@@ -24,6 +27,17 @@ _STATES = {
     "killed": "red",
     "failed": "red",
 }
+
+
+class _Text(Text):
+    """A text of rich in which control characters appear as escapes."""
+
+    def __init__(self, text: str = "", *args: Any, **kwargs: Any) -> None:
+        super().__init__(printable(text), *args, **kwargs)
+
+    def append(self, text: Text | str, style: str | Style | None = None) -> Text:
+        """Add text."""
+        return super().append(printable(text) if isinstance(text, str) else text, style)
 
 
 def frame(
@@ -67,7 +81,7 @@ def frame(
     parts: list[RenderableType] = [head, grid]
     if left := names[shown:]:
         text = f"No room for {', '.join(left)}; choose with --metrics."
-        parts.append(Text(text, style="dim", overflow="ellipsis", no_wrap=True))
+        parts.append(_Text(text, style="dim", overflow="ellipsis", no_wrap=True))
     return Group(*parts)
 
 
@@ -84,12 +98,12 @@ def _chosen(
     if not (without and known):
         return chosen, []
     text = f"Not recorded so far: {', '.join(without)}. There are: {', '.join(known)}."
-    return chosen, [Text(text, style="yellow")]
+    return chosen, [_Text(text, style="yellow")]
 
 
 def _about(run: Run, colour: int) -> Text:
     """Return the progress of a run."""
-    text = Text.assemble(("● ", f"color({colour})"), (run.name, "bold"))
+    text = _Text.assemble(("● ", f"color({colour})"), (run.name, "bold"))
     if run.state:
         text.append(f"  {run.state}", _STATES.get(run.state, "dim"))
     if not run.has_record:
@@ -133,12 +147,12 @@ def _chart(name: str, runs: Sequence[Run], width: int, height: int, *, plain: bo
         curve = _curve(lines, width - 4, height, plain=plain)
     else:
         curve = Text("\n" * (height - 1))
-    return Panel(Group(curve, *below), title=Text(name, style="bold"), title_align="left")
+    return Panel(Group(curve, *below), title=_Text(name, style="bold"), title_align="left")
 
 
 def _values(label: str, series: Series | None, colour: int, *, plain: bool) -> Text:
     """Return the last value of a run, its lowest and its highest."""
-    text = Text(no_wrap=True, overflow="ellipsis").append(label, f"color({colour})")
+    text = _Text(no_wrap=True, overflow="ellipsis").append(label, f"color({colour})")
     if series is None:
         return text.append("-", "dim")
     down, up = ("min", "max") if plain else ("↓", "↑")

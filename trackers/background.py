@@ -58,6 +58,14 @@ def _with_copies(
     return Call(what, call, record, size=size)
 
 
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
 def _refuse(error: ValueError, _: GeneralTracker) -> None:
     raise error
 
@@ -236,7 +244,8 @@ class BackgroundTracker(GeneralTracker):
         self._worker.pending.put(store)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Queue values to be recorded."""
+        """Queue values to be recorded; those that are None are left out."""
+        values = _without_none(values)
         self._worker.pending.put(
             _with_copies("log", values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
         )

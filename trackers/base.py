@@ -57,6 +57,8 @@ class GeneralTracker:
             error ended the run, or "preempted" if a signal did, after a save. The caller sets it;
             `finish` reads it to close the run at the service accordingly.
         run_id: the service's identifier of the run; `start` sets it, checkpoints keep it.
+        service_dir: where the service's own package keeps files, such as those of a run without a
+            network; the caller may set it before `start`. None leaves it to the package.
 
     Raises:
         NotImplementedError: a required attribute is missing.
@@ -70,6 +72,7 @@ class GeneralTracker:
     has_projects: bool = False
     status: Status = "running"
     run_id: str | None = None
+    service_dir: str | None = None
 
     # Not in `__init__`, which subclasses need not call.
     def __new__(cls: type[_Instance], *_args: Any, **_kwargs: Any) -> _Instance:

@@ -96,12 +96,16 @@ class CometMLTracker(GeneralTracker):
         previous, self._previous = self._previous, None
         self.run_id = previous
         import comet_ml
+        from comet_ml.config.config_api import get_config
 
         _draw_apart()
         options = {"project_name": self.run_name, **self.init_kwargs}
         if previous is not None:
             options = {"experiment_key": previous, "mode": "get_or_create", **options}
         of_start = inspect.signature(comet_ml.start).parameters
+        if self.service_dir is not None and "experiment_config" not in options:
+            name: Any = get_config("comet.offline_directory")  # the environment's may be absolute
+            options.setdefault("offline_directory", os.path.join(self.service_dir, name))
         direct = {name: options.pop(name) for name in list(options) if name in of_start}
         if options or "experiment_config" not in direct:
             direct["experiment_config"] = comet_ml.ExperimentConfig(**{**_QUIET, **options})

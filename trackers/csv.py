@@ -32,8 +32,9 @@ class CSVTracker(GeneralTracker):
     for reading.
 
     Several processes may add to one table, as a fit and an evaluation do: each changes it under a
-    lock on ``.metrics.csv.lock`` beside it. Without such locks (on Windows, and on some network
-    file systems, where a warning is logged), concurrent writers may lose rows.
+    lock, whose file ``.metrics.csv.lock`` beside it is removed again. Without such locks (on
+    Windows, and on some network file systems, where a warning is logged), concurrent writers may
+    lose rows.
 
     Only a run that continues another one adds to an existing table: a `Trainer` that resumes or
     evaluates, or a run with a `purge_step`. Any other run renames the table first, because rows of
@@ -219,8 +220,8 @@ class CSVTracker(GeneralTracker):
 def _locked(table: Path) -> Iterator[None]:
     """Keep other processes, and other trackers in this one, from changing a table.
 
-    The lock file is opened each time and never deleted: otherwise, a process that waits for it
-    would get the lock of another file than one that comes later.
+    The holder of the lock removes its file; whoever gets the lock of a removed file, for which it
+    has waited, tries again.
     """
     table.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -229,14 +230,23 @@ def _locked(table: Path) -> Iterator[None]:
         yield
         return
     lock = table.with_name(f".{table.name}.lock")
-    with open(lock, "ab", buffering=0, opener=regular) as file, contextlib.ExitStack() as held:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            # Closing the file is not enough: a process that was forked meanwhile has it open too.
-            held.callback(fcntl.flock, file, fcntl.LOCK_UN)
-        except OSError as error:
-            _tell_without_lock(table, str(error))
-        yield
+    while True:
+        with (
+            open(lock, "ab", buffering=0, opener=regular) as file,
+            contextlib.ExitStack() as held,
+        ):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                # Closing the file is not enough: a process forked meanwhile has it open too.
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            except OSError as error:
+                _tell_without_lock(table, str(error))
+            else:
+                if not is_at(os.fstat(file.fileno()), lock):
+                    continue
+            held.callback(lock.unlink, missing_ok=True)
+            yield
+            return
 
 
 @functools.cache

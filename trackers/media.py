@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from trackers.base import python_number
@@ -14,11 +17,22 @@ _CHANNELS = (1, 3, 4)
 _MODES = ("P", "PA", "LA", "CMYK", "YCbCr", "HSV", "LAB")
 
 
+def named_values(value: Any) -> dict[Any, Any] | None:
+    """Return a mapping, a namespace or a dataclass instance as a dict; None for anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return dict(vars(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in fields(value)}
+    return None
+
+
 def plain(value: Any) -> Any:
     """Return nested dicts, lists and primitive values as such; everything else as its `str`."""
     value = python_number(value)
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+    if (named := named_values(value)) is not None:
+        return {str(key): plain(item) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     # The exact types: YAML's safe dumper does not accept subclasses.

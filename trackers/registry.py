@@ -141,7 +141,7 @@ def resolve_trackers(
 
     A class is called as `cls(run_name, logging_dir, **init_kwargs[cls.name])`, without the
     directory if it requires none. If it `has_projects`, it is called with the name of the project,
-    and with `name=run_name` where there is one. Instances are taken as they are.
+    and with `name=run_name` where there is one. Instances only get their `service_dir`.
 
     Args:
         log_with: see `select_trackers`.
@@ -168,6 +168,8 @@ def resolve_trackers(
                 options.setdefault("name", run_name)
             first = project_name if one.has_projects else run_name or project_name
             one = one(first, *directory, **options)
+        if logging_dir is not None:
+            one.service_dir = os.path.abspath(logging_dir)  # the working directory may change
         trackers.append(one)
     return trackers
 

@@ -131,9 +131,13 @@ class WandBTracker(GeneralTracker):
         if self._tried and not _forget_what_failed():
             self._new_id = None
         options = {"project": self.run_name, **self.init_kwargs}
+        known = wandb.setup().settings.model_fields_set  # by the environment, for example
+        if self.service_dir is not None and "dir" not in options and "root_dir" not in known:
+            os.makedirs(self.service_dir, exist_ok=True)  # or W&B would use another folder
+            options["dir"] = self.service_dir
         if previous is not None:
             options = {"id": previous, "resume": "allow", **options}
-        elif wandb.setup().settings.run_id is None:  # the environment does not set it
+        elif "run_id" not in known:
             # Known before W&B responds, which may take longer than the first checkpoint. The same
             # in each attempt: W&B may have begun the run although the call failed.
             self._new_id = self._new_id or secrets.token_hex(4)

@@ -1066,7 +1066,7 @@ class Accelerator:
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Start the runs of the trackers in `log_with`.
@@ -1075,7 +1075,7 @@ class Accelerator:
 
         Args:
             project_name: The name of the run or project.
-            config: Hyper-parameters to store with it.
+            config: Hyper-parameters to store with it: a dict, a namespace or a dataclass.
             init_kwargs: Constructor arguments, by tracker name.
         """
         self._tracking.init_trackers(project_name, config, init_kwargs or {})

@@ -26,6 +26,7 @@ from trackers import (
     select_trackers,
 )
 from trackers.background import finish_all
+from trackers.media import named_values
 from trackers.registry import TrackerChoice
 from trainer.state import PartialState
 
@@ -106,14 +107,14 @@ class RunTrackers:
     def init_trackers(
         self,
         project_name: str,
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         init_kwargs: _Options | None = None,
     ) -> None:
         """Create and start the trackers; called on every process, or on the main process alone.
 
         Args:
             project_name: The name of the run.
-            config: Stored by the trackers; may be nested.
+            config: A dict, a namespace or a dataclass, stored by the trackers; may be nested.
             init_kwargs: Further constructor arguments for each tracker name, such as
                 ``{"tensorboard": {"filename_suffix": ".mine"}}``.
 
@@ -125,8 +126,12 @@ class RunTrackers:
             Exception: The constructor of a tracker failed; its error is raised as it is.
         """
         check_name("project_name", project_name, self.log_with)
-        if not isinstance(config, (Mapping, type(None))):
-            raise TypeError(f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}.")
+        configuration = named_values(config)
+        if configuration is None and config is not None:
+            raise TypeError(
+                f"config is {config!r}; it must be a dict, such as {{'lr': 0.001}}, a namespace or "
+                "a dataclass."
+            )
         _check_options("init_kwargs", init_kwargs)
         self._tell_of_unknown("init_kwargs", init_kwargs)
         if self._end is not None and self._end.alive:
@@ -141,9 +146,9 @@ class RunTrackers:
         )
         self._end = weakref.finalize(self, _end_unasked, self._trackers, os.getpid())
         self._warned = False
-        if config is not None:
+        if configuration is not None:
             for tracker in self._trackers:
-                tracker.store_init_configuration(dict(config))
+                tracker.store_init_configuration(configuration)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return the tracker of that name, which also has the attributes of your own class.

@@ -104,7 +104,7 @@ def test_a_new_name_adds_a_column(started):
     assert tracker.path.read_text() == (
         "step,loss,val/accuracy,lr\n1,1.0,,\n2,2.0,0.5,\n3,3.0,,0.1\n4,4.0,,\n"
     )
-    assert files(tracker) == [LOCK, "metrics.csv"]
+    assert files(tracker) == ["metrics.csv"]
 
 
 def test_a_resumed_run_has_no_step_twice_and_none_missing(started):
@@ -259,7 +259,7 @@ def test_processes_that_write_at_once_lose_no_row_and_no_column(tmp_path):
             for number in range(CHUNKS * ROWS)
         ]
     assert len(found) == 2 * CHUNKS * ROWS
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "metrics.csv"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.csv"]
 
 
 def test_the_lock_is_free_behind_a_record_though_a_forked_process_has_its_file(
@@ -311,7 +311,7 @@ def test_where_there_are_no_locks_the_table_is_written_without(started, monkeypa
     tracker.log({"loss": 1.0}, 1)
     tracker.log({"val": 2.0}, 2)
     assert tracker.path.read_text() == "step,loss,val\n1,1.0,\n2,,2.0\n"
-    assert files(tracker) == (["metrics.csv"] if how == "missing" else [LOCK, "metrics.csv"])
+    assert files(tracker) == ["metrics.csv"]
     told = [message for message in caplog.messages if "cannot be locked" in message]
     assert caplog.messages == told
     assert len(told) == (how == "refused")
@@ -413,7 +413,7 @@ def test_a_disk_without_room_for_another_column_leaves_the_table(started, monkey
         patched.setattr("pathlib.Path.write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             tracker.log({"val": 2.0}, 2)
-    assert files(tracker) == [LOCK, "metrics.csv"]
+    assert files(tracker) == ["metrics.csv"]
     tracker.log({"loss": 3.0}, 3)
     assert [row["step"] for row in table(tracker.path)] == ["1", "3"]
 
@@ -437,7 +437,7 @@ def test_a_run_that_goes_on_keeps_its_rows(tmp_path):
     assert lines == ["step,loss", *(f"{step},{step}" for step in range(1, 7))]
     tracker.start()  # another run: the table is kept under another name
     tracker.finish()
-    assert files(tracker) == [LOCK, "metrics.1.csv", "metrics.csv"]
+    assert files(tracker) == ["metrics.1.csv", "metrics.csv"]
 
 
 def test_values_of_the_step_that_a_run_goes_on_from_share_its_row(tmp_path):

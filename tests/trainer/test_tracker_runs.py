@@ -1,6 +1,8 @@
 """A run that goes on does so in the same run of each service, and tells no step twice."""
 
 import csv
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from callbacks import Callback, ModelCheckpoint
 from tests.helpers.services import comet_runs, wandb_runs
 from tests.numerics.running import quiet_trainer
 from trackers import CometMLTracker, CSVTracker, GeneralTracker, TensorBoardTracker, WandBTracker
-from trainer import TrainModule
+from trainer import Accelerator, TrainModule
 from trainer.rng import isolated_rng
 
 COMET = {
@@ -105,6 +107,17 @@ def both(folder):
         WandBTracker("p", dir=str(folder), **WANDB),
         CometMLTracker("p", offline_directory=str(folder / "comet"), **COMET),
     ]
+
+
+def test_files_of_services_lie_in_the_folder_of_the_run(tmp_path):
+    trackers = [WandBTracker("p", **WANDB), CometMLTracker("p", **COMET)]
+    fit("run", trackers, 1)
+    own = Accelerator(log_with="wandb", project_dir="own", cpu=True)
+    own.init_trackers("p", init_kwargs={"wandb": WANDB})
+    own.end_training()
+    assert sorted(os.listdir()) == ["own", "run"]
+    assert len(wandb_runs(Path("run"))) == len(wandb_runs(Path("own"))) == 1
+    assert len(comet_runs(Path("run/logs/.cometml-runs"))) == 1
 
 
 def test_two_halves_are_the_whole_at_each_service(tmp_path):

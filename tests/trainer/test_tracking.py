@@ -8,8 +8,11 @@ import subprocess
 import sys
 import threading
 import weakref
+from argparse import Namespace
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -264,6 +267,35 @@ def test_beginning_twice_needs_an_end_between():
 def test_wrong_arguments_of_init_trackers(arguments, message):
     with pytest.raises(TypeError, match=message):
         RunTrackers([Listed], None).init_trackers(*arguments)
+
+
+@dataclass
+class Options:
+    lr: float = 0.1
+    model: Namespace = field(default_factory=lambda: Namespace(layers=2))
+
+
+@pytest.mark.parametrize(
+    "config", [Options(), Namespace(**vars(Options())), SimpleNamespace(**vars(Options()))]
+)
+def test_the_configuration_may_be_a_namespace_or_a_dataclass(config, tmp_path):
+    tracking = RunTrackers([Listed, "tensorboard"], tmp_path)
+    tracking.init_trackers("project", config)
+    tracking.end_training()
+    assert tracking.trackers[0].seen == ["begun", ("config", vars(Options()))]
+    shown = text(read(tmp_path / "project"), "configuration")
+    assert "model:\n  layers: 2" in shown
+
+
+def test_none_among_values_is_left_out(tmp_path, caplog):
+    tracking = RunTrackers([Listed, "tensorboard", "csv"], tmp_path)
+    tracking.init_trackers("project")
+    tracking.log({"loss": 1.0, "val": None, "parts": {"a": None, "b": 2.0}}, 1)
+    tracking.end_training()
+    assert tracking.trackers[0].seen[1:] == [("log", {"loss": 1.0, "parts": {"b": 2.0}}, 1, None)]
+    assert read(tmp_path / "project").Tags()["scalars"] == ["loss", "parts/b"]
+    assert (tmp_path / "project/metrics.csv").read_text() == "step,loss,parts/b\n1,1.0,2.0\n"
+    assert not caplog.records
 
 
 # -- recording -------------------------------------------------------------------------------------

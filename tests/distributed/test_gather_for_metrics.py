@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -352,6 +354,114 @@ def test_a_value_repeated_for_each_sample_of_a_batch_counts_each_sample_once(ran
         return counts
 
     assert ranks(size)(evaluate) == [[45, 45]] * size
+
+
+# -- structures
+
+Structure = Callable[[list[int]], Any]
+
+COLUMNS: dict[str, Structure] = {  # what a metric may need of some samples
+    "text": lambda own: (texts(own), [f"reference {each}" for each in own]),
+    "text in a list": lambda own: [texts(own), [f"reference {each}" for each in own]],
+    "text in a dict": lambda own: {"deep": (texts(own), torch.tensor(own))},
+    "token lists": lambda own: [[each] * (each % 3) for each in own],
+    "arrays": lambda own: (numpy.array(own), numpy.array([[each] for each in own])),
+    "boxes": lambda own: [boxes(each) for each in own],
+    "boxes in a tuple": lambda own: tuple(boxes(each) for each in own),
+    "boxes and labels": lambda own: [tuple(boxes(each).values()) for each in own],
+    "boxes and names": lambda own: ([boxes(each) for each in own], texts(own)),
+    "equal boxes": lambda own: [{"boxes": torch.full((7, 4), each)} for each in own],
+    "layers": lambda own: tuple((torch.tensor(own), torch.tensor(own) + i) for i in range(4)),
+    "outputs of layers": lambda own: [{"x": torch.tensor(own)}, {"x": torch.tensor(own) + 1}],
+}
+
+OBJECTS: dict[str, Structure] = {
+    "boxes": lambda own: [boxes(each)["boxes"] for each in own],
+    "boxes in a tuple": lambda own: tuple(boxes(each)["boxes"] for each in own),
+    "boxes and names": lambda own: ([boxes(each)["boxes"] for each in own], texts(own)),
+    "two tensors": lambda own: (torch.tensor([own] * 2).T, torch.tensor(own)),
+    "text": lambda own: (texts(own), texts(own)),
+}
+
+
+def texts(samples: list[int]) -> list[str]:
+    return [f"prediction {each}" for each in samples]
+
+
+def boxes(sample: int) -> dict[str, torch.Tensor]:
+    return {"boxes": torch.full((sample % 3, 4), sample), "label": torch.tensor([sample])}
+
+
+def plain(thing: Any) -> Any:
+    """As nested lists and dicts."""
+    if isinstance(thing, (torch.Tensor, numpy.ndarray)):
+        return thing.tolist()
+    if isinstance(thing, dict):
+        return {key: plain(value) for key, value in thing.items()}
+    return [plain(each) for each in thing] if isinstance(thing, (list, tuple)) else thing
+
+
+def join(first: Any, second: Any, whole: Any) -> Any:
+    """Join two results of the structure of `whole`, whose outer containers hold columns."""
+    if isinstance(whole, dict):
+        return {key: join(first[key], second[key], whole[key]) for key in whole}
+    if len(whole) == 9:  # a column
+        return first + second
+    return [join(*each) for each in zip(first, second, whole, strict=True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "as_objects"), [*product(COLUMNS, [False]), *product(OBJECTS, [True])]
+)
+def test_several_processes_return_what_one_does(ranks, size, name, as_objects):
+    def evaluate(name: str, as_objects: bool) -> Any:
+        structure = (OBJECTS if as_objects else COLUMNS)[name]
+        whole = plain(structure(list(range(9))))
+        found = None
+        for batch in loader(range(9), 4):
+            got = plain(gather_for_metrics(structure(batch.tolist()), as_objects))
+            found = got if found is None else join(found, got, whole)
+        return found == whole or found
+
+    assert ranks(size)(evaluate, name, as_objects) == [True] * size
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("rows", [[3, 5, 3, 5], [7, 7, 7, 7]])
+def test_tensors_that_may_be_samples_are_refused(ranks2, kind, rows):
+    def evaluate() -> Any:
+        for _ in loader(range(9), 4):
+            gather_for_metrics(kind(torch.zeros(each) for each in rows))
+
+    text = "of 4 entries with tensors whose first dimensions are .* pass use_gather_object=True"
+    with pytest.raises(RankError, match=f"ValueError: gather_for_metrics got a .* {text}") as found:
+        ranks2(evaluate)
+    assert found.value.failures.keys() == {0, 1}
+
+
+def test_one_process_returns_them(ranks):
+    def evaluate() -> Any:
+        return [
+            [len(each) for each in gather_for_metrics([torch.zeros(3), torch.zeros(5)])]
+            for _ in loader(range(6), 4)
+        ]
+
+    assert ranks(1)(evaluate) == [[[3, 5], [3, 5]]]
+
+
+def test_a_column_of_another_length_is_not_cut(ranks2):
+    def evaluate() -> list[int]:
+        found: list[int] = []
+        for batch in loader(range(9), 4):
+            found.append(len(gather_for_metrics(batch.float().mean().reshape(1))))
+            found.append(len(gather_for_metrics(batch.repeat_interleave(3))))
+        return found
+
+    text = "got 12 entries for the loader's last batch, which has 4 samples.*use_gather_object=True"
+    with pytest.raises(RankError, match=f"ValueError: gather_for_metrics {text}") as found:
+        ranks2(evaluate)
+    assert found.value.failures.keys() == {0, 1}
 
 
 # -- behind the loop

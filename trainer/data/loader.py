@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer.data.feed import Feed
@@ -18,7 +19,7 @@ from trainer.data.rebuild import users_kwargs, what_kwargs
 from trainer.data.rounds import ahead
 from trainer.rng import as_types, synchronize_rng_states
 from trainer.state import GradientState
-from trainer.tree import to_device
+from trainer.tree import children, to_device
 
 Given: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 """A batch of this process, and what is known of its round.
@@ -136,6 +137,7 @@ class PreparedLoader(DataLoader[Any]):
                     self._real_batches = real_batches
                 if last and real is not None and not self._drops_last:
                     self.remainder = 0 if real == self.total_batch_size else real
+                self.__dict__["_batch"] = batch  # a DataLoader is slow to set
                 yield batch
             self._tell(self.iteration + 1, unfinished=False)
         except GeneratorExit:  # the caller's loop was left by break
@@ -145,6 +147,7 @@ class PreparedLoader(DataLoader[Any]):
                     loader._ended = self.end_of_dataloader
             raise
         finally:
+            self.__dict__["_batch"] = None
             self._read_by(None)
             state._remove_dataloader(self)
 
@@ -215,6 +218,16 @@ class PreparedLoader(DataLoader[Any]):
         if size is None:
             size = getattr(self.source.batch_sampler, "batch_size", None)
         return size if size is None or self.split_batches else size * self.world_size
+
+    @property
+    def _batch_sizes(self) -> frozenset[int]:
+        """The numbers that may count the samples in this process's current batch."""
+        batch = self.__dict__.get("_batch")
+        columns = [batch, *(value for _, value in children(batch) or ())]
+        found = {len(each) for each in columns if isinstance(each, (list, tuple))}
+        found |= {len(each) for each in columns if isinstance(each, Tensor) and each.ndim}
+        nominal = self.total_batch_size
+        return frozenset(found if nominal is None else found | {nominal // self.world_size})
 
     @property
     def total_dataset_length(self) -> int:

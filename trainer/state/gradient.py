@@ -166,6 +166,12 @@ class GradientState(Shared):
         parts: int | None = getattr(self.active_dataloader, "_real_batches", None)
         return parts
 
+    @property
+    def _batch_sizes(self) -> frozenset[int]:
+        """The numbers that may count the samples in this process's batch; empty if unknown."""
+        sizes: frozenset[int] = getattr(self.active_dataloader, "_batch_sizes", frozenset())
+        return sizes
+
     def _remove_dataloader(self, loader: Any) -> None:
         """Remove the loader's latest iteration; an earlier one of the same loader may end later."""
         alive = [ref for ref in self._loaders if ref() is not None]

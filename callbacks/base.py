@@ -52,7 +52,7 @@ class Callback:
         on an error: on_exception [c] · teardown · the error is raised
 
     Every hook runs on every rank. A callback must base its decisions on values that all ranks share
-    (``trainer.callback_metrics``, ``trainer.progress``), or the ranks deadlock.
+    (``trainer.progress``; ``trainer.callback_metrics`` at a boundary), or the ranks deadlock.
 
     Attributes:
         runs_last: Whether the Trainer calls this callback after those that do not set this. A
@@ -160,6 +160,14 @@ class Callback:
         forever. A run that resumes from a checkpoint that a callback saved here begins by calling
         the callbacks after that one.
         """
+
+    def monitor_due(self, trainer: Trainer) -> bool:
+        """Return whether ``on_boundary`` is about to judge ``self.monitor``; the same on all ranks.
+
+        If so, what the update logged is reduced first, even if ``log_every`` does not make it due.
+        Only callbacks with a ``monitor`` are asked.
+        """
+        return False
 
     def on_preemption(self, trainer: Trainer, module: TrainModule) -> None:
         """After the update at which a signal ends the run; what is due then is done on resume."""

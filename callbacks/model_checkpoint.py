@@ -256,6 +256,10 @@ class ModelCheckpoint(Callback):
             trainer.require_space(self.directory)
         self._handled = self._handled or trainer.progress
 
+    def monitor_due(self, trainer: Trainer) -> bool:
+        """Return whether a save is due."""
+        return self.every.due(self._handled or Progress(), trainer.progress)
+
     def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
         """Save if due."""
         before, self._handled = self._handled or Progress(), trainer.progress
@@ -300,7 +304,7 @@ class ModelCheckpoint(Callback):
             why = self.monitor.never_logged(trainer) or self.monitor.never_reduced(trainer)
             why = why or (
                 f"It was never reduced when a save was due (every {self.every}), or it was not "
-                "finite. Make every a multiple of val_every or, for values of steps, of log_every."
+                "finite. Make every a multiple of val_every."
             )
             logger.warning("No checkpoint was ranked by %r. %s", self.monitor.name, why)
 

@@ -49,14 +49,15 @@ class Monitor:
     def read(self, trainer: Trainer) -> float | None:
         """Return the value if it was reduced at this very boundary, else None.
 
+        It is the validation's if training and validation both log the name.
+
         Raises:
             ValueError: If the metric should have been logged by now but never was: an epoch has
                 just ended and, if the fit has validations, one has run.
         """
-        reduced_at = trainer.metric_updates.get(self.name)
-        if reduced_at is not None:
-            fresh = reduced_at == trainer.global_step
-            return float(trainer.callback_metrics[self.name]) if fresh else None
+        if (known := trainer.monitored_metric(self.name)) is not None:
+            value, reduced_at = known
+            return float(value) if reduced_at == trainer.global_step else None
         if self.name in trainer.logged_names:
             return None  # logged per step: its value arrives at the next log interval
         if trainer.epoch_complete and (trainer.validations > 0 or not trainer.has_validation):
@@ -99,8 +100,9 @@ class Monitor:
         if self.name not in trainer.logged_names or self.name in trainer.metric_updates:
             return ""
         when = (
-            "It was logged but never reduced: step values are reduced every log_every, "
-            "validation values every val_every, those of an epoch (on_epoch=True) at its end"
+            "It was logged but never reduced: step values are reduced every log_every and at the "
+            "end of an epoch, validation values every val_every, those of an epoch (on_epoch=True) "
+            "at its end"
         )
         if trainer.current_epoch == 0 and not trainer.epoch_complete:
             return f"{when}, and no epoch has ended. Use shorter intervals, or longer training."

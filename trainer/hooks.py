@@ -184,6 +184,7 @@ class HookTable:
 
     Attributes:
         boundary: Calls the ``on_boundary`` hooks.
+        monitors_due: `Callback.monitor_due` of the callbacks that monitor a metric.
 
     Args:
         trainer: Passed to the callbacks.
@@ -235,6 +236,12 @@ class HookTable:
                 for hook in of(callback, "on_boundary", Callback)
             ]
         )
+        self.monitors_due: list[Callable[[], Any]] = [
+            partial(hook, trainer)
+            for callback in callbacks
+            if getattr(callback, "monitor", None) is not None
+            for hook in of(callback, "monitor_due", Callback)
+        ]
         if table["on_boundary"] is not _nothing:
             table["on_boundary"] = self.boundary
         table["on_preemption"] = _all_before_an_error(of_callbacks("on_preemption"))

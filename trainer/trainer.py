@@ -65,7 +65,7 @@ from trainer.loops.signals import told_to_end, watch_signals
 from trainer.loops.snapshot import require_space, save_run, save_weights_alone
 from trainer.loops.stage import stage_of
 from trainer.loops.timing import SAVING
-from trainer.metrics import MetricStore
+from trainer.metrics import MetricStore, to_floats
 from trainer.module import TrainModule
 from trainer.optim.clipping import clip_, validate_limits
 from trainer.optim.configure import SchedulerEntry
@@ -824,8 +824,18 @@ class Trainer:
 
     @property
     def callback_metrics(self) -> dict[str, float]:
-        """The latest reduced value of every metric, by name: a copy. To add one, log it."""
-        return {} if self._recorder is None else dict(self._recorder.latest)
+        """The latest value of every metric, by name: a copy. To add one, log it.
+
+        It is the value over all processes once that is known: at each record, at the end of an
+        epoch before the callbacks' ``on_train_epoch_end``, and at a boundary where a callback or
+        schedule judges its `monitor`. Before that it is this process's own, of an epoch's value
+        that of the epoch so far; only ``on_boundary`` of one of several processes, where all must
+        decide alike, keeps the earlier value. Reading it never communicates.
+        """
+        latest = {} if self._recorder is None else self._recorder.latest_values()
+        run = self._run
+        alike = isinstance(run, FitRun) and run.deciding and run.world_size > 1
+        return latest if run is None or alike else latest | to_floats(run.metrics.own_values())
 
     @property
     def logged_metrics(self) -> dict[str, float]:
@@ -851,6 +861,17 @@ class Trainer:
     def metric_updates(self) -> dict[str, int]:
         """The update at which each of `callback_metrics` was reduced, by name."""
         return {} if self._recorder is None else self._recorder.updates
+
+    def monitored_metric(self, name: str) -> tuple[float, int] | None:
+        """Return a metric's latest reduced value for decisions, and the update of its reduction.
+
+        Of a name that training and validation both log it is the validation's. Until the sanity
+        check or a validation has shown its names, there is none but at the end of an epoch.
+        """
+        run = self._fit
+        if run is None or (run.validates and not (run.recorder.validated or self.epoch_complete)):
+            return None
+        return run.recorder.monitored(name)
 
     @property
     def logged_names(self) -> set[str]:

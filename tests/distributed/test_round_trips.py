@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, Timer
+from callbacks import EMA, Callback, EarlyStopping, ModelCheckpoint, Monitor, Timer
 from tests.helpers.reducing import reducing
 from trainer import Trainer, TrainModule
 
@@ -67,7 +67,23 @@ def data() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.ones(80, 4), torch.ones(80).long()), 2)
 
 
-def by_trainer(width: int, folder: Path) -> Counter[str]:
+class Judge(Callback):
+    """Judges a metric of steps once within the stretch; one process reads what there is."""
+
+    monitor = Monitor("loss_step", "min")
+
+    def monitor_due(self, trainer: Trainer) -> bool:
+        return trainer.global_step in (3, 10)  # the names are exchanged the first time
+
+    def on_boundary(self, trainer: Trainer, module: TrainModule) -> None:
+        assert not self.monitor_due(trainer) or self.monitor.read(trainer) is not None
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.accelerator.is_main_process:
+            assert {"loss_step", "loss_epoch"} <= trainer.callback_metrics.keys()
+
+
+def by_trainer(width: int, folder: Path, *callbacks: Callback) -> Counter[str]:
     looking = Looking()
     trainer = Trainer(
         max_epochs=1,
@@ -81,6 +97,7 @@ def by_trainer(width: int, folder: Path) -> Counter[str]:
             EarlyStopping("val"),
             ModelCheckpoint(monitor="val"),
             Timer("1 hour"),
+            *callbacks,
             looking,
         ],
     )
@@ -111,3 +128,8 @@ def test_an_update_reduces_what_a_loop_by_hand_reduces(ranks2, tmp_path, width):
 def test_an_update_of_a_small_model_makes_one_exchange(ranks2, tmp_path):
     found = ranks2(by_trainer, 8, tmp_path)
     assert found == [Counter({"c10d::alltoall_base_": LAST - FIRST})] * 2
+
+
+def test_a_decision_that_is_due_makes_one_more(ranks2, tmp_path):
+    found = ranks2(by_trainer, 8, tmp_path, Judge())
+    assert [each.total() for each in found] == [LAST - FIRST + 1] * 2

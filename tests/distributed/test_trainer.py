@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import Callback
+from callbacks import Callback, Monitor
 from tests.helpers import layouts
 from tests.helpers.ranks import RankError
 from trainer import Accelerator, DataModule, DistributedDataParallelKwargs, Trainer, TrainModule
@@ -618,3 +618,55 @@ def test_a_prepared_model_may_have_tensors_of_any_memory_layout(ranks2):
         return wrong + module.wrong()
 
     assert ranks2(run) == [[], []]
+
+
+class Latest(Callback):
+    """What `callback_metrics` shows of a metric that nothing records, at every turn."""
+
+    monitor = Monitor("x", "min")
+
+    def __init__(self):
+        self.seen = []
+
+    def monitor_due(self, trainer):
+        return trainer.global_step == 2
+
+    def on_boundary(self, trainer, module):
+        self.seen.append(("boundary", trainer.callback_metrics.get("x")))
+
+    def on_train_batch_end(self, trainer, *_):
+        self.seen.append(("batch", trainer.callback_metrics["x"]))
+
+    def on_train_epoch_end(self, trainer, module):
+        self.seen.append(("epoch", trainer.callback_metrics["x"]))
+
+
+def latest_values() -> list[tuple[str, float | None]]:
+    class Ranked(Line):
+        def training_step(self, batch, batch_idx):
+            self.log("x", 10.0 * batch_idx + self.global_rank)
+            return super().training_step(batch, batch_idx)
+
+    latest = Latest()
+    trainer = Trainer(
+        max_epochs=1, cpu=True, progress_bar=False, checkpointing=False, callbacks=[latest]
+    )
+    trainer.fit(Ranked(), loader(12))
+    assert trainer.global_step == 3
+    return latest.seen
+
+
+def test_latest_values_are_a_ranks_own_until_they_are_reduced_for_a_decision(ranks2):
+    expected = [
+        [
+            ("batch", 0.0 + rank),
+            ("boundary", None),  # where all decide alike, and none was reduced
+            ("batch", 10.0 + rank),
+            ("boundary", 10.5),
+            ("batch", 20.0 + rank),
+            ("epoch", 20.5),
+            ("boundary", 20.5),
+        ]
+        for rank in range(2)
+    ]
+    assert ranks2(latest_values) == expected

@@ -71,6 +71,10 @@ class TrainerStandIn:
     fail_saves: set[str] = field(default_factory=set)
     fail_at_removal: bool = False
 
+    def monitored_metric(self, name: str) -> tuple[float, int] | None:
+        known = name in self.callback_metrics
+        return (self.callback_metrics[name], self.metric_updates[name]) if known else None
+
     @property
     def batches_seen(self) -> int:
         return self.global_step

@@ -136,12 +136,13 @@ def noisy_fit(folder: str, begin: int, options: dict[str, Any]) -> dict[str, Any
     options = dict(options)
     every, patience = options.pop("every", "1 epoch"), options.pop("patience", 50)
     workers, told = options.pop("workers"), options.pop("told", None)
+    monitor = options.pop("monitor", None)
     random.seed(begin)
     numpy.random.seed(begin)
     torch.manual_seed(begin)
     watch, end, average = Watch(), End(), Average()
-    ranked = ModelCheckpoint(monitor="val/loss", every=every, save_top_k=-1)
-    early = EarlyStopping("val/epoch", patience=patience)
+    ranked = ModelCheckpoint(monitor=monitor or "val/loss", every=every, save_top_k=-1)
+    early = EarlyStopping(monitor or "val/epoch", patience=patience)
     trainer = quiet_trainer(
         project_dir=folder,
         callbacks=[watch, end, average, early, ranked, *([Told(*told)] if told else [])],
@@ -313,6 +314,26 @@ def interrupted_inside(
             assert_resumed(one, other, after=step)
         assert_same_record(tmp_path / "whole", folder)
     return whole[0]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_decisions_by_steps_that_are_not_recorded_go_on(ranks, tmp_path, world):
+    whole = interrupted_inside(ranks, world, tmp_path, 0, monitor="loss", log_every=50)
+    early, ranked = whole["callbacks"]
+    assert len(ranked["scores"]) == whole["counters"][0] // (3 if world == 1 else 1)
+    assert early["best_score"] == min(ranked["scores"].values())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_decisions_that_a_signal_leaves_due_judge_the_same(ranks, tmp_path, world):
+    options = {"max_epochs": 2, "workers": 0, "log_every": 50, "every": 1, "monitor": "loss"}
+    whole = on_processes(ranks, world, noisy_fit, str(tmp_path / "whole"), 1, options)
+    told = options | {"told": ("on_train_step_start", 2)}
+    on_processes(ranks, world, noisy_fit, str(tmp_path / "told"), 1, told)
+    resumed = on_processes(ranks, world, noisy_fit, str(tmp_path / "told"), 99, options)
+    for one, other in zip(whole, resumed, strict=True):
+        after = len(one["rates"]) - len(other["rates"])
+        assert_resumed(one, other, after=after, boundaries_after=after - 1)
 
 
 class Narrow(TrainModule):

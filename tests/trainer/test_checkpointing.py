@@ -143,7 +143,7 @@ def test_a_checkpoint_has_a_manifest_that_says_what_it_holds():
     assert (told["step"], told["epoch"], told["world_size"]) == (2, 0, 1)
     assert told["configuration"]["max_epochs"] == 1
     assert told["configuration"]["seed"] == 3
-    assert told["metrics"].keys() == {"score", "loss_epoch"}
+    assert told["metrics"].keys() == {"score", "loss_step", "loss_epoch"}
     folder = Path("run/checkpoints/step-00000002")
     assert {Path(name).suffix for name in told["files"]} == {".safetensors", ".json"}
     for name, entry in told["files"].items():

@@ -15,6 +15,7 @@ from callbacks import (
     EarlyStopping,
     GradientNormMonitor,
     LearningRateMonitor,
+    Monitor,
     ProgressBar,
     ThroughputMonitor,
 )
@@ -129,6 +130,23 @@ def test_between_log_intervals_nothing_waits_for_the_device(monkeypatch, updates
 def test_recording_every_update_reads_only_what_arrived_before(monkeypatch):
     found, waits = waits_between_updates(monkeypatch, recorded=True)
     assert found == 0, waits.places
+
+
+class Judge(Callback):
+    """Judges a metric of steps every four updates, and reads none in between."""
+
+    monitor = Monitor("loss_step", "min")
+
+    def monitor_due(self, trainer):
+        return trainer.global_step % 4 == 0
+
+    def on_boundary(self, trainer, module):
+        assert (self.monitor.read(trainer) is not None) == self.monitor_due(trainer)
+
+
+def test_a_decision_waits_once_where_it_is_due(monkeypatch):
+    found, waits = waits_between_updates(monkeypatch, updates=9, callbacks=[Judge()])
+    assert found == 2, waits.places
 
 
 def test_a_validation_waits_once_for_all_of_its_values(monkeypatch):

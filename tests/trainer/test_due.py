@@ -257,18 +257,13 @@ def test_a_watch_on_steps_that_are_not_recorded_says_what_helps(watcher, caplog)
     assert "step values are reduced every log_every" in caplog.text
 
 
-def test_a_checkpoint_ranked_by_steps_that_are_not_recorded_says_what_helps(caplog):
-    saves = ModelCheckpoint(monitor="loss", every=2)
-    quiet_trainer(max_steps=4, log_every=50, callbacks=saves).fit(Blind(), loader())
-    (told,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
-    assert "step values are reduced every log_every" in told
-    assert told.endswith("and no epoch has ended. Use shorter intervals, or longer training.")
-    caplog.clear()
-    saves = ModelCheckpoint(monitor="loss", every=2)
-    trainer = quiet_trainer(max_steps=5, log_every=3, callbacks=saves, project_dir="other")
-    trainer.fit(Blind(), loader())
-    (told,) = [each.getMessage() for each in caplog.records if "ranked" in each.getMessage()]
-    assert "Make every a multiple of val_every or, for values of steps, of log_every" in told
+@pytest.mark.parametrize("max_steps", [4, 5])  # the last save is due, or made at the end
+def test_a_checkpoint_is_ranked_by_steps_that_are_not_recorded(caplog, max_steps):
+    saves = ModelCheckpoint(monitor="loss", every=2, save_top_k=-1)
+    quiet_trainer(max_steps=max_steps, log_every=50, callbacks=saves).fit(Blind(), loader())
+    steps = sorted(path.name for path in saves.best_k_models)
+    assert steps == [f"step-{step:08}" for step in sorted({2, 4, max_steps})]
+    assert caplog.records == []
 
 
 def test_a_misspelt_monitor_is_told_the_values_of_steps_too(caplog):

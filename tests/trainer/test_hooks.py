@@ -599,26 +599,26 @@ def test_the_state_that_each_hook_finds():
             states["module"] = sorted(self.trainer.callback_metrics)
 
     trainer_for([Watch()]).fit(Logging(), loader(1), loader(1))
-    on, val, both = (True, True), ["val"], ["train", "val"]
+    on, train, both = (True, True), ["train"], ["train", "val"]  # this process's, then reduced
     expected = {
         "on_train_start": (0, False, *on, []),
         "on_train_batch_start": (0, False, *on, []),
-        "on_before_backward": (0, False, *on, []),
-        "on_after_backward": (0, True, *on, []),
-        "on_before_optimizer_step": (0, True, *on, []),
-        "on_train_batch_end": (1, True, *on, []),
-        "on_train_step_end": (1, True, *on, []),
-        "on_before_zero_grad": (1, True, *on, []),
-        "on_validation_start": (1, False, False, False, []),
-        "on_validation_batch_end": (1, False, False, False, []),
-        "on_validation_epoch_end": (1, False, False, False, val),
-        "on_validation_end": (1, False, False, False, val),
+        "on_before_backward": (0, False, *on, train),
+        "on_after_backward": (0, True, *on, train),
+        "on_before_optimizer_step": (0, True, *on, train),
+        "on_train_batch_end": (1, True, *on, train),
+        "on_train_step_end": (1, True, *on, train),
+        "on_before_zero_grad": (1, True, *on, train),
+        "on_validation_start": (1, False, False, False, train),
+        "on_validation_batch_end": (1, False, False, False, both),
+        "on_validation_epoch_end": (1, False, False, False, both),
+        "on_validation_end": (1, False, False, False, both),
         "on_train_epoch_end": (1, False, *on, both),
         "on_boundary": (1, False, *on, both),
         "on_train_end": (1, False, *on, both),
     }
     assert {name: states[name] for name in expected} == {k: [v] for k, v in expected.items()}
-    assert states["module"] == val  # the module runs before its epoch is reduced
+    assert states["module"] == both
 
 
 def test_evaluation_puts_back_the_mode_of_every_submodule():

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torchmetrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from callbacks import Callback, LearningRateMonitor
+from callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from trackers import GeneralTracker, read_metrics, register_tracker
 from trackers.registry import _REGISTRY
 from trainer import Trainer, TrainModule
@@ -453,15 +454,91 @@ def test_callback_metrics_hold_the_latest_value_of_every_name():
     log = lambda m, b, i: m.log("x", b.mean(), on_epoch=True)
     trainer.fit(Net(log, lambda m, b, i: m.log("val", 7.0)), loader(3), loader(1))
     assert seen == [
-        ({}, {}),  # nothing was due
-        ({"x_step": 2.0}, {"x_step": 2}),
+        ({"x_step": 1.0, "x_epoch": 1.0}, {}),  # of this process: nothing was due
+        ({"x_step": 2.0, "x_epoch": 1.5}, {"x_step": 2}),
         (
-            {"x_step": 2.0, "val": 7.0, "x_epoch": 2.0},
-            {"x_step": 2, "val": 3, "x_epoch": 3},
+            {"x_step": 3.0, "val": 7.0, "x_epoch": 2.0},
+            {"x_step": 3, "val": 3, "x_epoch": 3},
         ),
     ]
-    # The last update of a run is recorded too.
-    assert trainer.callback_metrics == seen[-1][0] | {"x_step": 3.0}
+    assert trainer.callback_metrics == seen[-1][0]
+
+
+class Plateau(Net):
+    """Its schedule judges a metric every few updates."""
+
+    def __init__(self, monitor, frequency, *logs):
+        super().__init__(*logs)
+        self.monitor, self.frequency, self.judged = monitor, frequency, []
+
+    def configure_optimizers(self):
+        judged = self.judged
+
+        class Judging(ReduceLROnPlateau):
+            def step(self, metrics):
+                judged.append(metrics)
+                super().step(metrics)
+
+        optimizer = super().configure_optimizers()
+        when = {"interval": "step", "frequency": self.frequency, "monitor": self.monitor}
+        return {"optimizer": optimizer, "scheduler": Judging(optimizer), **when}
+
+
+def decisions(module, **arguments):
+    """What each decides by: the schedule, and the checkpoint that is due every two updates."""
+    saves = ModelCheckpoint(monitor=module.monitor, every=2, save_top_k=-1)
+    callbacks = [*arguments.pop("callbacks", ()), saves]
+    trainer = make(callbacks=callbacks, **arguments)
+    trainer.fit(module, loader(5), loader(1) if module.log_val else None)
+    return module.judged, [score for _, score in sorted(saves.best_k_models.items())]
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 3, 50])
+def test_what_is_due_judges_its_own_update_whatever_is_recorded(log_every):
+    ends = []
+
+    class Watch(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            ends.append(trainer.callback_metrics["x"])
+
+    module = Plateau("x", 2, lambda m, b, i: m.log("x", b.mean() + m.current_epoch))
+    found = decisions(module, max_epochs=2, log_every=log_every, callbacks=[Watch()])
+    values = [2.0, 4.0, 2.0, 4.0, 6.0]  # of the updates 2, 4, 6, 8, 10
+    assert found == (values, values)
+    assert ends == [5.0, 6.0]
+
+
+def test_a_run_with_few_updates_stops_by_the_loss_of_its_epochs():
+    stopping = EarlyStopping("x", patience=2)
+    trainer = make(max_epochs=9, log_every=50, callbacks=stopping)
+    trainer.fit(Net(lambda m, b, i: m.log("x", b.mean())), loader(3))
+    assert (trainer.global_step, stopping.best_score) == (9, 3.0)
+    assert records(trainer) == [{"step": 9, "epoch": 2, "x": 3.0}]  # which log_every decides
+
+
+@pytest.mark.parametrize("sanity", [0, 1])
+@pytest.mark.parametrize("log_every", [1, 3, 50])
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_a_monitor_of_both_phases_judges_the_validations_alone(log_every, sanity, on_epoch, caplog):
+    """Training logs lower values than validation, which it would be taken for an improvement."""
+    stopping = EarlyStopping("loss", patience=9)
+    module = Plateau(
+        "loss",
+        4,
+        lambda m, b, i: m.log("loss", -b.mean(), on_step=not on_epoch, on_epoch=on_epoch),
+        lambda m, b, i: m.log("loss", 100.0 - m.global_step),
+    )
+    found = decisions(
+        module,
+        max_epochs=2,
+        val_every="4 steps",
+        log_every=log_every,
+        num_sanity_val_steps=sanity,
+        callbacks=[stopping],
+    )
+    assert found == ([96.0, 92.0], [96.0, 92.0])
+    assert stopping.best_score == 92.0
+    assert caplog.text.count("training and validation both log") == 1
 
 
 def test_only_values_with_prog_bar_are_shown():

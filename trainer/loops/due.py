@@ -193,6 +193,18 @@ def refuse_missed(run: FitRun, logged: Iterable[str]) -> None:
             )
 
 
+def warn_of_shared_names(run: FitRun) -> None:
+    """Warn on rank 0, after a validation, of monitored metrics that training logs too."""
+    trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
+    for name in sorted({name for _, name in run.monitored if name in trained}):
+        if name in run.recorder.validated and run.tells:
+            logger.warning(
+                "training and validation both log %r: monitors of it take the validation's value. "
+                "Different names would also keep the two apart in records and trackers.",
+                name,
+            )
+
+
 def tell_of_missed(run: FitRun) -> None:
     """Warn on rank 0 at the end if no validation has run and this was not known before."""
     if run.validates and run.counters.validations == 0 and run.rank == 0:

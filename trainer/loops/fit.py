@@ -13,7 +13,7 @@ from trainer.distributed.meeting import meet
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
 from trainer.loops.accumulators import metric_states, put_metrics_back
-from trainer.loops.due import refuse_missed, tell_of_missed
+from trainer.loops.due import refuse_missed, tell_of_missed, warn_of_shared_names
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.randomness import generators_of, load_generators, restore_generators
@@ -22,7 +22,7 @@ from trainer.loops.run import FitRun
 from trainer.loops.switches import switches_of
 from trainer.loops.timing import DATA, VALIDATING
 from trainer.loops.untrained import share_untrained
-from trainer.loops.window import tick, train_window
+from trainer.loops.window import reduce_update, tick, train_window
 from trainer.metrics import TRAIN_EPOCH
 from trainer.metrics.computing import computing
 
@@ -56,6 +56,8 @@ def fit(run: FitRun) -> None:
     run.in_boundary = True
     meet_before(run, "on_train_end")
     run.asked.make(run.world_size)
+    if hooks.monitors_due:  # the last save is ranked too
+        reduce_update(run)
     hooks.on_train_end()
     meet_before(run, "on_fit_end")
     if counters.global_step > run.last_logged:
@@ -181,6 +183,8 @@ def boundary(run: FitRun, *, together: bool) -> None:
     """Let the callbacks save or stop, and make the saves that were requested before."""
     run.metrics.scope = None
     run.in_boundary = True
+    if run.hooks.monitors_due and any(due() for due in run.hooks.monitors_due):
+        reduce_update(run)
     run.hooks.on_boundary()
     if together or run.world_size == 1 or run.agreement.latest.asked_saves:
         run.asked.make(run.world_size)
@@ -262,18 +266,24 @@ def validate(run: FitRun) -> None:
     generators, metrics = generators_of(run), metric_states(run.module)
     try:
         with run.timing.part(VALIDATING):
-            evaluate(run, VALIDATION, run.val_feeds)
+            values = evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)
         load_generators(run, generators)
         put_metrics_back(metrics)
         raise
+    step = run.counters.global_step
+    for of_loader in values:
+        run.recorder.validated.update({name: (of_loader[name], step) for name in of_loader})
+    if run.counters.validations == 0:
+        warn_of_shared_names(run)
     run.counters.validations += 1
 
 
 def end_epoch(run: FitRun) -> None:
     """Call the hooks of the epoch's end, record its metrics and advance its schedulers."""
     counters = run.counters
+    reduce_update(run)
     run.metrics.scope = TRAIN_EPOCH
     run.metrics.begin_epoch_values()
     with computing(run.module):
@@ -308,7 +318,8 @@ def sanity_check(run: FitRun) -> None:
         with run.timing.part(VALIDATING):
             evaluate(run, VALIDATION, run.val_feeds)
         run.metrics.forget_shown()
-        refuse_missed(run, run.metrics.names - names)
+        run.recorder.validated = dict.fromkeys(run.metrics.names - names)
+        refuse_missed(run, run.recorder.validated)
         run.metrics.names = names  # the sanity check's names do not count as logged
         run.hooks.on_sanity_check_end()
     except EvaluationAbandoned:  # there is nothing to save

@@ -35,8 +35,10 @@ class Recorder:
 
     Attributes:
         latest: The last value of every name.
-        private: Names that go to the local record, but not to the trackers.
         updates: The update at which each name's last value became known.
+        validated: The last value of every name that validation logs, and the update at which it
+            became known; None before the first one, where the sanity check has shown the name.
+        private: Names that go to the local record, but not to the trackers.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Recorder:
         self._pending: tuple[dict[str, float], list[str], Tensor, Any, int, int] | None = None
         self.latest: dict[str, float] = {}
         self.updates: dict[str, int] = {}
+        self.validated: dict[str, tuple[float, int] | None] = {}
         self.private: set[str] = set()
 
     def record(self, values: Mapping[str, Value], *, step: int, epoch: int) -> dict[str, float]:
@@ -92,16 +95,35 @@ class Recorder:
             arrived: The update at which callbacks see them for the first time.
         """
         if self._pending is not None:
-            here, names, host, event, step, epoch = self._pending
+            read, (*_, step, epoch) = self._arriving(), self._pending
             self._pending = None
-            event.synchronize()
-            read = here | dict(zip(names, host.tolist(), strict=True))
             self._write(read, step, epoch, arrived=arrived)
+
+    def _arriving(self) -> dict[str, float]:
+        """Wait for the values whose transfer `record_later` started."""
+        if self._pending is None:
+            return {}
+        here, names, host, event, *_ = self._pending
+        event.synchronize()
+        return here | dict(zip(names, host.tolist(), strict=True))
+
+    def latest_values(self) -> dict[str, float]:
+        """Return the last value of every name, after waiting for those that are being copied."""
+        return self.latest | self._arriving()
+
+    def monitored(self, name: str) -> tuple[float, int] | None:
+        """Return a name's value for decisions, and the update at which it became known.
+
+        Of a name that training and validation both log, it is the validation's.
+        """
+        if name in self.validated:
+            return self.validated[name]
+        return (self.latest[name], self.updates[name]) if name in self.latest else None
 
     def _write(
         self, read: dict[str, float], step: int, epoch: int, *, arrived: int | None = None
     ) -> dict[str, float]:
-        self._remember(read, step if arrived is None else arrived)
+        self.remember(read, step if arrived is None else arrived)
         if read:
             # Trackers find the records that they missed by time: no two records have the same.
             self._last = max(time.time(), math.nextafter(self._last, math.inf))
@@ -111,7 +133,8 @@ class Recorder:
                 tracker.log_recorded(told, step, self._last)
         return read
 
-    def _remember(self, read: dict[str, float], step: int) -> None:
+    def remember(self, read: Mapping[str, float], step: int) -> None:
+        """Make values known that became known at this update, without recording them."""
         self.latest.update(read)
         self.updates.update(dict.fromkeys(read, step))
 

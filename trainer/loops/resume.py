@@ -207,6 +207,7 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update(state["updates"])
+    run.recorder.validated.update(state.get("validated", {}))  # not of an earlier release
     for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
         interval, before = state["schedules"][name]
         _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)

@@ -287,8 +287,9 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "loaders": run.origin.describe(),
         "metrics": {  # of these weights, not of earlier ones
             name: value
-            for name, value in run.recorder.latest.items()
-            if run.recorder.updates[name] == run.counters.global_step
+            for name in run.recorder.latest
+            for value, update in (run.recorder.monitored(name) or (0.0, -1),)
+            if update == run.counters.global_step
         },
         "versions": versions(),
         "configuration": dict(configuration),
@@ -314,6 +315,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "last_logged": run.last_logged,
         "latest": run.recorder.latest,
         "updates": run.recorder.updates,
+        "validated": run.recorder.validated,
         "schedules": {
             name: [str(schedule.interval), schedule.before._asdict()]
             for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule))

@@ -19,6 +19,7 @@ from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.switches import tell_of_dropout_that_is_off
 from trainer.loops.timing import OPTIMIZER
+from trainer.metrics import to_floats
 from trainer.optim.clipping import clip_, clip_apart_
 from trainer.optim.finite import find_non_finite
 from trainer.optim.optimizer import parameters_of
@@ -341,6 +342,21 @@ def see_if_log_is_due(run: FitRun) -> None:
     run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
+def reduce_update(run: FitRun) -> None:
+    """Make known what the latest update logged, for decisions that depend on it; collective.
+
+    Values that were reduced before are not reduced again. A name that the validation after this
+    update has logged too keeps the validation's value.
+    """
+    step = run.counters.global_step
+    run.recorder.flush()
+    if not run.metrics.step_reduced:
+        values = to_floats(run.metrics.reduce_step())
+        validated = {name: known for name, known in run.recorder.validated.items() if known}
+        later = {name: value for name, (value, at) in validated.items() if at == step}
+        run.recorder.remember(values | later, step)
+
+
 def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = None) -> None:
     """Advance the schedulers that count steps or epochs.
 
@@ -356,7 +372,12 @@ def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = No
         if entry.interval != interval or number % entry.frequency:
             continue
         if by_metric in (None, entry.takes_metric):
+            latest = run.recorder.latest
             if entry.takes_metric:
-                run.recorder.flush()
-            quiet = run.metrics.quiet_training
-            entry.tick(run.recorder.latest, barebones=quiet, tell=run.tells)
+                assert entry.monitor is not None
+                reduce_update(run)
+                known = run.recorder.monitored(entry.monitor)
+                if known is None and entry.monitor in latest:
+                    continue  # validation logs it too, but there was none
+                latest = latest if known is None else latest | {entry.monitor: known[0]}
+            entry.tick(latest, barebones=run.metrics.quiet_training, tell=run.tells)

@@ -96,6 +96,14 @@ class Cells:
         pairs = [(name, cell.kind) for name, cell in self.cells.items()]
         return pairs + [(name, "object") for name in self.objects]
 
+    def own_values(self) -> dict[str, Value]:
+        """Return the values of this process alone, without those of the metric objects."""
+        return {
+            name: cell.total / cell.weight if cell.kind == "mean" else cell.total
+            for name, cell in self.cells.items()
+            if cell.kind != "mean" or cell.weight > 0
+        }
+
     def differs(self) -> bool:
         """Return whether this process has a name that was not agreed on, or lacks one it owes."""
         own, agreed = set(self.names()), set(self.agreed)

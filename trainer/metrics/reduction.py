@@ -38,11 +38,7 @@ class Reduction:
     def reduce(self, cells: Cells, what: str) -> dict[str, Value]:
         """Return the values over all processes; collective. With one process nothing is read."""
         if self._world_size == 1:
-            reduced = {
-                name: cell.total / cell.weight if cell.kind == "mean" else cell.total
-                for name, cell in cells.cells.items()
-                if cell.kind != "mean" or cell.weight > 0
-            }
+            reduced = cells.own_values()
         else:
             found = self._all_reduce(cells, what)
             reduced = {name: found[name] for name, _ in cells.agreed if name in found}

@@ -55,6 +55,7 @@ class MetricStore:
         private: Names that are not logged to trackers.
         loader_of: The loader suffix of each value of the latest epoch whose name lacks it.
         stepwise: The metric objects logged on steps of the current epoch, which its end resets.
+        step_reduced: Whether the values of the latest update were reduced.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class MetricStore:
         self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, their event
         self._objects_shown: set[str] = set()  # metric objects that the bar shows
         self.stepwise: dict[str, Any] = {}
+        self.step_reduced = False
+        self._outdated: set[str] = set()  # names that were validated since the latest update
 
     @property
     def names(self) -> set[str]:
@@ -241,11 +244,15 @@ class MetricStore:
 
     def reduce_step(self) -> dict[str, Value]:
         """Return the window's values over all processes; collective."""
+        self.step_reduced = True
         return self._reduction.reduce(self.step, "this update")
 
     def begin_window(self) -> None:
         """Begin a new window."""
         self.scope = TRAIN_STEP
+        self.step_reduced = False
+        if self._outdated:
+            self._outdated.clear()
         self.step.cells.clear()
         self.step.objects.clear()
         self.step.ran.clear()
@@ -266,6 +273,8 @@ class MetricStore:
             for metric in self.stepwise.values():
                 metric.reset()
             self.stepwise.clear()
+        else:
+            self._outdated.update(map(_told, values))
         cells.cells.clear()
         cells.objects.clear()
         cells.ran.clear()
@@ -304,6 +313,20 @@ class MetricStore:
             metric.reset()
 
     # -- showing -------------------------------------------------------------------------------
+
+    def own_values(self) -> dict[str, Value]:
+        """Return this process's own values of what was logged and is not yet reduced.
+
+        Values of an epoch are those of its part so far. Metric objects, which compute over all
+        processes, are left out.
+        """
+        train = self.epoch("train").own_values()
+        if not self.step_reduced:
+            train |= self.step.own_values()
+        evaluated = [c.own_values() for phase, c in self.epochs.items() if phase != "train"]
+        own = {_told(key): value for key, value in train.items()}
+        own = {name: value for name, value in own.items() if name not in self._outdated}
+        return own | {_told(key): value for values in evaluated for key, value in values.items()}
 
     def forget_shown(self) -> None:
         """Show none of the values logged so far."""

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import CatMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAUROC, BinaryAveragePrecision, MulticlassAUROC
 from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from trackers import read_metrics
 from trainer import Trainer, TrainModule
 from trainer.distributed.objects import all_gather_object
 from trainer.metrics.computing import computing
@@ -404,3 +405,45 @@ def test_wrappers_that_ask_the_metric_for_all_else_are_not_metrics(ranks2, make)
             return metric.compute().item()
 
     assert ranks2(body) == [2.0, 2.0]
+
+
+class OneMeter(TrainModule):
+    """Its only metric object takes in zeros in training and tens in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.meter = nn.Linear(1, 1), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.meter.update(0.0)
+        self.log("train", self.meter)
+        return self.net(batch[0]).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.meter.update(10.0)
+        self.log("val", self.meter)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def of_both_phases(folder: str, max_steps: int) -> list[tuple[int, str, float]]:
+    train, held_out = (DataLoader(TensorDataset(torch.ones(size, 1))) for size in (5, 3))
+    trainer = Trainer(
+        cpu=True,
+        max_steps=max_steps,
+        progress_bar=False,
+        val_every="1 steps",
+        num_sanity_val_steps=0,
+        project_dir=folder,
+    )
+    trainer.fit(OneMeter(), train, held_out, ckpt_path="auto")
+    records = read_metrics(trainer.metrics_path)
+    return [(r["step"], name, r[name]) for r in records for name in ("val", "train") if name in r]
+
+
+def test_one_object_serves_both_phases_also_where_a_process_has_no_batch(ranks2, tmp_path):
+    expected = [*((step, "val", 10.0) for step in (1, 2, 3)), (3, "train", 0.0)]
+    assert ranks2(of_both_phases, str(tmp_path / "whole"), 3) == [expected] * 2
+    ranks2(of_both_phases, str(tmp_path / "parts"), 2)
+    assert ranks2(of_both_phases, str(tmp_path / "parts"), 3) == [expected] * 2

@@ -926,3 +926,57 @@ def test_an_object_that_would_hold_the_data_of_several_loaders_is_refused(names,
     if names[0] != names[1] or not options:
         first, second = make().validate(Shared(2), loaders)
         assert [*first.values(), *second.values()] == [0.0, 1.0]
+
+
+class OneMeter(Net):
+    """Its only metric object takes in zeros in training and tens in validation."""
+
+    def __init__(self, meter, logged_in="step", **options):
+        super().__init__()
+        self.meter, self.logged_in, self.options = meter, logged_in, options
+
+    def training_step(self, batch, batch_idx):
+        self.meter.update(0.0)
+        if self.logged_in == "step":
+            self.log("train", self.meter, **self.options)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self):
+        if self.logged_in == "epoch":
+            self.log("train", self.meter)
+
+    def validation_step(self, batch, batch_idx):
+        self.meter.update(10.0)
+        self.log("val", self.meter)
+
+
+@pytest.mark.parametrize("options", [{}, {"on_step": True, "on_epoch": True}])
+def test_one_metric_object_serves_both_phases(options):
+    trainer = make(max_epochs=2, val_every=2, num_sanity_val_steps=1)
+    module = OneMeter(torchmetrics.MeanMetric(), **options)
+    trainer.fit(module, loader(3), loader(2))
+    found = {(line["step"], name): line[name] for line in records(trainer) for name in line}
+    assert {value for (_, name), value in found.items() if name.startswith("train")} == {0.0}
+    assert {value for (_, name), value in found.items() if name == "val"} == {10.0}
+    assert (6, "val") in found  # also at the end of an epoch, before training's is reduced
+    assert (6, "train_epoch" if options else "train") in found
+
+
+@pytest.mark.parametrize(
+    ("meter", "logged_in"), [(Largest(), "step"), (torchmetrics.MeanMetric(), "epoch")]
+)
+def test_an_object_that_cannot_serve_both_phases_is_refused(meter, logged_in):
+    with pytest.raises(ValueError, match=r"'val' holds values of training.*each phase"):
+        make().fit(OneMeter(meter, logged_in), loader(3), loader(2))
+
+
+def test_an_object_that_only_training_updates_may_be_logged_in_a_validation():
+    total = torchmetrics.SumMetric()
+
+    def update(module, batch, batch_idx):
+        total.update(batch.sum())
+
+    found = fit_records(
+        update, loader(4), lambda m, b, i: m.log("since", total), loader(2), val_every=2
+    )
+    assert [line["since"] for line in found] == [3.0, 7.0]

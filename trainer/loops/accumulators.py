@@ -10,6 +10,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -133,6 +134,33 @@ def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
         metric.reset()
     for metric, count, state in states:
         put_metric_state(metric, count, map_tree(_copied, state))
+
+
+@contextmanager
+def training_set_aside(metrics: MetricStore, module: nn.Module) -> Iterator[None]:
+    """Inside, metric objects that training has logged start empty; then they go on as before.
+
+    So one object may serve training and the validations inside an epoch. Objects of which this is
+    not known, or whose state is not, are noted in `MetricStore.held`.
+    """
+    logged = [*metrics.epoch("train").objects.values(), *metrics.step.objects.values()]
+    by_id = {id(each): each for each in [*logged, *metrics.stepwise.values()]}
+    states = [
+        state
+        for each in by_id.values()
+        if hasattr(each, "metric_state")
+        for state in metric_states(each)
+    ]
+    own = {id(each): each.update_count for _, each in metric_objects(module) if each.update_count}
+    metrics.held = dict.fromkeys(by_id, -1) | own
+    for metric, *_ in states:
+        metrics.held.pop(id(metric), None)
+        metric.reset()
+    try:
+        yield
+    finally:
+        metrics.held.clear()
+        put_metrics_back(states)
 
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:

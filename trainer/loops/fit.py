@@ -12,7 +12,7 @@ from trainer.data.rounds import Round
 from trainer.distributed.meeting import meet
 from trainer.distributed.objects import all_gather_object
 from trainer.errors import Preempted
-from trainer.loops.accumulators import metric_states, put_metrics_back
+from trainer.loops.accumulators import metric_states, put_metrics_back, training_set_aside
 from trainer.loops.due import refuse_missed, tell_of_missed, warn_of_shared_names
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
 from trainer.loops.manual import before_manual_step, manual_window
@@ -265,7 +265,7 @@ def validate(run: FitRun) -> None:
     share_untrained(run)
     generators, metrics = generators_of(run), metric_states(run.module)
     try:
-        with run.timing.part(VALIDATING):
+        with run.timing.part(VALIDATING), training_set_aside(run.metrics, run.module):
             values = evaluate(run, VALIDATION, run.val_feeds)
     except EvaluationAbandoned:
         run.metrics.forget(VALIDATION)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -55,6 +56,8 @@ class MetricStore:
         private: Names that are not logged to trackers.
         loader_of: The loader suffix of each value of the latest epoch whose name lacks it.
         stepwise: The metric objects logged on steps of the current epoch, which its end resets.
+        held: Inside a validation, the number of updates of metric objects that hold values from
+            before it, by id; -1 where it is unknown.
         step_reduced: Whether the values of the latest update were reduced.
     """
 
@@ -81,6 +84,7 @@ class MetricStore:
         self._arriving: tuple[dict[str, Tensor], Any] | None = None  # copies in flight, their event
         self._objects_shown: set[str] = set()  # metric objects that the bar shows
         self.stepwise: dict[str, Any] = {}
+        self.held: dict[int, int] = {}
         self.step_reduced = False
         self._outdated: set[str] = set()  # names that were validated since the latest update
 
@@ -235,6 +239,11 @@ class MetricStore:
                 f"The metric {key!r} is a {type(value).__name__}, which cannot combine the "
                 f"states of {self._world_size} processes. Log a torchmetrics.Metric, or plain "
                 "values."
+            )
+        if getattr(value, "update_count", 0) > self.held.get(id(value), math.inf):
+            raise ValueError(
+                f"The metric object {_told(key)!r} holds values of training, which would mix with "
+                "those of the validation. Use one object for each phase."
             )
         if self.loader_suffix:
             _refuse_several_loaders(key, value, cells.objects)

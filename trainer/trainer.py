@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,7 @@ from trainer.loops.arguments import (
 )
 from trainer.loops.batch_norm import require_readable, update_batch_norm
 from trainer.loops.bottleneck import Begin, profiling
+from trainer.loops.choosing import WORDS
 from trainer.loops.differing import refuse_differing_names
 from trainer.loops.evaluate import TEST, VALIDATION, evaluate
 from trainer.loops.fit import finished, fit
@@ -84,6 +86,7 @@ from trainer.ported.hooks import refuse_uncalled
 from trainer.rng import set_seed
 from trainer.strategies.compiled import compiled_steps
 
+logger = logging.getLogger(__name__)
 _NOT_IN_A_TRIAL = {"reload_dataloaders_every_n_epochs": 0, "profile": None, "barebones": False}
 
 
@@ -426,10 +429,11 @@ class Trainer:
                 "to the Trainer, or max_time."
             )
         self._check_idle("fit")
-        ckpt_path = self._parts.project.given_checkpoint(ckpt_path)
+        ckpt_path = self._given_checkpoint(ckpt_path, ("last", "best"))
         train_dataloaders, datamodule = take_datamodule(
             "train_dataloaders", train_dataloaders, datamodule
         )
+        self._feed = None
         sources = Sources(
             settings=self._parts.settings,
             accelerator=self.accelerator,
@@ -973,13 +977,13 @@ class Trainer:
 
     @property
     def num_training_batches(self) -> int | None:
-        """Micro-batches of this process per epoch; None if it is unknown before reading them."""
-        run = self._run
-        return run.feed.num_own_batches if isinstance(run, FitRun) else None
+        """Micro-batches of this process per epoch of the latest fit; None if unknown."""
+        feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
+        return None if feed is None else feed.num_own_batches
 
     @property
     def estimated_stepping_batches(self) -> int | None:
-        """The number of updates of the whole fit; None if it is unknown before reading the data."""
+        """Updates of the whole latest fit; None if they are unknown before reading the data."""
         feed = self._run.feed if isinstance(self._run, FitRun) else self._feed
         rounds = None if feed is None else feed.num_rounds
         by_epochs = None
@@ -1113,6 +1117,18 @@ class Trainer:
             raise RuntimeError(f"{what} is available only while fit runs.")
         return self._run
 
+    def _given_checkpoint(self, ckpt_path: Any, words: Sequence[str]) -> Any:
+        """Return the checked `ckpt_path`; None for these words in a dry run, which saves none."""
+        if self.fast_dev_run and ckpt_path in words:
+            if self.accelerator.is_main_process:
+                logger.warning(
+                    "fast_dev_run saves no checkpoint, so ckpt_path=%r is left out: the module is "
+                    "used as it is.",
+                    ckpt_path,
+                )
+            ckpt_path = None
+        return self._parts.project.given_checkpoint(ckpt_path)
+
     def _check_idle(self, name: str) -> None:
         """Refuse a run inside another run, which this Trainer would lose track of.
 
@@ -1174,10 +1190,11 @@ class Trainer:
         return profiling(settings.profile, stage, folder=folder, accelerator=self.accelerator)
 
     def _finish(self, status: Status, error: BaseException | None) -> None:
-        run, self._run, self._feed = self._run, None, None
+        run, self._run = self._run, None
         self._module = None if self._fit is None else self._fit.module
         try:
             if isinstance(run, FitRun):
+                self._feed = run.feed
                 run.asked.give_up()
                 run.writer.close()
                 run.agreement.settle()
@@ -1208,7 +1225,7 @@ class Trainer:
     ) -> Iterator[tuple[Run, list[Feed]]]:
         """Set up a run of validate, test or predict; yield it and its feeds, then tear it down."""
         self._check_idle(stage)
-        ckpt_path = self._parts.project.given_checkpoint(ckpt_path)
+        ckpt_path = self._given_checkpoint(ckpt_path, WORDS)
         dataloaders, datamodule = take_datamodule("dataloaders", dataloaders, datamodule)
         with (
             self._profiling(stage) as begin_profile,

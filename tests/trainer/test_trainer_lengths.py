@@ -373,6 +373,21 @@ def test_fast_dev_run_tries_everything_and_writes_nothing(tmp_path, run, batches
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"project_dir": "run"}])
+@pytest.mark.parametrize("word", ["best", "last"])
+def test_a_dry_run_uses_the_module_as_it_is_where_a_checkpoint_is_named(caplog, word, options):
+    saves = ModelCheckpoint(monitor="val")
+    trainer = Trainer(fast_dev_run=True, progress_bar=False, callbacks=saves, **options)
+    module, copy = Net(), Net()
+    trainer.fit(module, loader(4), loader(4), ckpt_path=word)
+    copy.load_state_dict(module.state_dict())
+    for entry in (trainer.validate, trainer.test, trainer.predict):
+        entry(module, loader(4), ckpt_path=word)
+    assert caplog.text.count(f"ckpt_path='{word}' is left out: the module is used as it is") == 4
+    assert all(map(torch.equal, module.parameters(), copy.parameters()))
+    assert trainer.global_step == 1
+
+
 def test_fast_dev_run_is_as_short_where_a_few_batches_are_overfitted():
     module, _ = fit(loader(4, shuffle=True), loader(4), fast_dev_run=2, overfit_batches=3)
     assert module.seen["train"] == module.seen["validation"] == FOUR[:2]
@@ -605,9 +620,12 @@ def test_the_number_of_updates_is_known_when_the_schedule_is_made():
 
     _, trainer = fit(loader(5), module=Asks(), max_epochs=3, gradient_accumulation_steps=2)
     assert trainer.global_step == 9
+    trainer.validate(Net(), loader(2))
+    after = trainer.estimated_stepping_batches, trainer.num_training_batches
+    assert after == (9, 5)  # of the fit
     fit(loader(5), module=Asks(), max_epochs=3, max_steps=4)
     fit(DataLoader(Stream(4), batch_size=2), module=Asks(), max_epochs=3)
-    assert [updates for updates, _ in known] == [9, 4, None]
+    assert known == [(9, 5), (4, 5), (None, None)]
 
 
 def test_validate_and_test_return_the_metrics_of_each_loader():

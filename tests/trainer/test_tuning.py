@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import inspect
 import json
 import math
 import random
@@ -50,6 +51,24 @@ def find(module: TrainModule | None = None, loader: Any = None, trainer: Any = N
     trainer = trainer or quiet_trainer(max_epochs=1)
     loader = DataLoader(data(), batch_size=4) if loader is None else loader
     return Tuner(trainer).lr_find(module or Line(), loader, **kwargs)
+
+
+@pytest.mark.parametrize("method", [Tuner.lr_find, Tuner.scale_batch_size])
+def test_tuner_methods_take_what_fit_takes(method):
+    names = list(inspect.signature(Trainer.fit).parameters)
+    assert list(inspect.signature(method).parameters)[: len(names)] == names
+
+
+def test_a_range_test_begins_with_the_weights_of_a_checkpoint():
+    trained = quiet_trainer(max_epochs=5)
+    module = Line()
+    trained.fit(module, DataLoader(data(), batch_size=4))
+    path = trained.save_checkpoint("trained", weights_only=True)
+    loaders = {"train_dataloaders": DataLoader(data(), 4), "val_dataloaders": DataLoader(data(), 4)}
+    fresh, tuner = Line(), Tuner(quiet_trainer(max_epochs=1))
+    found = tuner.lr_find(fresh, **loaders, ckpt_path=path, num_training=12)
+    assert found.losses == tuner.lr_find(module, **loaders, num_training=12).losses
+    assert found.losses != tuner.lr_find(fresh, **loaders, num_training=12).losses
 
 
 # -- no trace ------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.nn.functional import avg_pool1d
 
 from callbacks import Callback
 from trainer.errors import choose
+from trainer.loops.resume import load_weights
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 from trainer.tuning.copies import copies
@@ -317,15 +318,23 @@ class RangeTest(Callback):
 
 
 def range_test(
-    trainer: Trainer, module: TrainModule, loaders: Any, datamodule: Any, sweep: Sweep
+    trainer: Trainer,
+    module: TrainModule,
+    loaders: Any,
+    datamodule: Any,
+    ckpt_path: Any,
+    sweep: Sweep,
 ) -> LearningRateTest:
     """Train a copy of the module while the rate rises; collective."""
     test = RangeTest(sweep)
+    weights = trainer._parts.choose(trainer._given_checkpoint(ckpt_path, ("last", "best")))
     with set_apart(module):
         trial = make_trial(
             trainer, test, sweep.num_training, alone=False, log_every=1, limit_val_batches=0
         )
         known = [trainer, trainer.accelerator]
         twin, (loaders, datamodule) = copies(module, (loaders, datamodule), known)
+        if weights is not None:
+            load_weights(twin, weights)
         trial.fit(twin, loaders, datamodule=datamodule)
     return test.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from trainer.errors import choose
@@ -50,7 +51,9 @@ class Tuner:
         self,
         module: TrainModule,
         train_dataloaders: Any = None,
+        val_dataloaders: Any = None,  # noqa: ARG002 - as `fit` takes it
         datamodule: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
         *,
         min_lr: float = 1e-8,
         max_lr: float = 1.0,
@@ -74,7 +77,9 @@ class Tuner:
             module: The module; a copy is trained.
             train_dataloaders: As for `Trainer.fit`. Epochs are repeated until `num_training`
                 updates are made.
+            val_dataloaders: As for `Trainer.fit`; not read, since nothing is validated.
             datamodule: As for `Trainer.fit`.
+            ckpt_path: As for `Trainer.fit`; the test begins with these weights.
             min_lr: The first rate.
             max_lr: The last rate.
             num_training: The number of rates, one for each update.
@@ -118,7 +123,7 @@ class Tuner:
                 f"update_attr=True, but neither {type(module).__name__} nor its hparams has an "
                 f"attribute {' or '.join(map(repr, names))}. Name it with attr_name."
             )
-        result = range_test(self.trainer, module, train_dataloaders, datamodule, sweep)
+        result = range_test(self.trainer, module, train_dataloaders, datamodule, ckpt_path, sweep)
         if update_attr and name is not None:
             suggestion = result.suggestion()
             if suggestion is None:
@@ -132,9 +137,10 @@ class Tuner:
         module: TrainModule,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
-        dataloaders: Any = None,
         datamodule: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,  # noqa: ARG002 - as `fit` takes it
         *,
+        dataloaders: Any = None,
         method: str = "fit",
         mode: str = "power",
         steps_per_trial: int = 3,
@@ -159,8 +165,9 @@ class Tuner:
             module: The module; copies are tried out.
             train_dataloaders: As for `Trainer.fit`.
             val_dataloaders: As for `Trainer.fit`.
-            dataloaders: For the other methods, as for `Trainer.validate`.
             datamodule: Instead of loaders.
+            ckpt_path: As for `Trainer.fit`; not read, since weights do not change the memory.
+            dataloaders: For the other methods, as for `Trainer.validate`.
             method: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
             mode: ``"power"`` doubles the size until it does not fit; ``"binsearch"`` then searches
                 between the last two sizes.

@@ -59,6 +59,7 @@ PUBLIC: dict[str, list[str]] = {
         "TensorBoardTracker",
         "WandBTracker",
         "available_trackers",
+        "name_secrets",
         "read_metrics",
         "register_tracker",
         "resolve_trackers",

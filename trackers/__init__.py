@@ -5,6 +5,7 @@ from trackers.base import GeneralTracker
 from trackers.comet import CometMLTracker
 from trackers.csv import CSVTracker
 from trackers.jsonl import JsonlTracker, read_metrics
+from trackers.masking import name_secrets
 from trackers.null import NullTracker
 from trackers.registry import (
     available_trackers,
@@ -25,6 +26,7 @@ __all__ = [
     "TensorBoardTracker",
     "WandBTracker",
     "available_trackers",
+    "name_secrets",
     "read_metrics",
     "register_tracker",
     "resolve_trackers",

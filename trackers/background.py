@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from trackers.base import GeneralTracker, Status
 from trackers.copies import frozen, size_of
+from trackers.masking import masked, masked_texts
 from trackers.missed import Missed
 from trackers.pending import Call
 from trackers.worker import Worker, log
@@ -236,16 +237,19 @@ class BackgroundTracker(GeneralTracker):
         self._worker.start(Call("start", self._begin, record=False), self.missed)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the configuration, on the thread."""
+        """Store the configuration, on the thread; secrets in it are masked."""
         what = "store_init_configuration"
         store = _with_copies(
-            what, values, lambda tracker, copies: getattr(tracker, what)(copies), record=False
+            what,
+            masked(values),
+            lambda tracker, copies: getattr(tracker, what)(copies),
+            record=False,
         )
         self._worker.pending.put(store)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Queue values to be recorded; those that are None are left out."""
-        values = _without_none(values)
+        """Queue values to be recorded: None is left out, and secrets in texts are masked."""
+        values = masked_texts(_without_none(values))
         self._worker.pending.put(
             _with_copies("log", values, lambda tracker, copies: tracker.log(copies, step, **kwargs))
         )
@@ -278,7 +282,7 @@ class BackgroundTracker(GeneralTracker):
 
     def log_text(self, values: dict[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Queue texts to be recorded."""
-        self._relay("log_text", "texts", values, step, **kwargs)
+        self._relay("log_text", "texts", masked_texts(values), step, **kwargs)
 
     def log_artifact(self, path: Any, *args: Any, **kwargs: Any) -> None:
         """Queue a file or a folder to be recorded; a full queue does not drop it."""

@@ -6,7 +6,8 @@ that a manifest can hold them::
     "hyper_parameters": {
         "arguments": {"width": 64, "betas": {"$": "tuple", "items": [0.9, 0.99]}},
         "others": {"lr": 0.1},       # kept, but not arguments of the class itself
-        "namespaces": []             # arguments that were an argparse.Namespace
+        "namespaces": [],            # arguments that were an argparse.Namespace
+        "masked": []                 # arguments that contain a secret, see trackers.masking
     }
 
 Only the ``arguments`` are passed to the class when a module is recreated. Values that a class
@@ -29,10 +30,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from trackers.masking import masked
 from trainer.checkpoint.tensors import decode_tree, encode_tree
 from trainer.errors import CheckpointError, choose
 
 _KEY = "_hyper_parameters"
+_SAVE_THEM = ", or call self.save_hyperparameters() in __init__ before checkpoints are saved."
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 
 logger = logging.getLogger(__name__)
@@ -142,6 +145,8 @@ def logged(owner: object) -> dict[str, Any]:
 def to_manifest(owner: object) -> dict[str, Any]:
     """Return an object's current hyper-parameters in JSON form; an empty dict if it has none.
 
+    Secrets are masked.
+
     Raises:
         TypeError: A value that was set later is not plain data.
     """
@@ -155,6 +160,10 @@ def to_manifest(owner: object) -> dict[str, Any]:
         if place not in (None, name):
             part = part.setdefault(place, {})
         part[name] = value
+    arguments = parts["arguments"]
+    hidden = masked(arguments)
+    parts |= {"arguments": hidden, "others": masked(parts["others"])}
+    parts["masked"] = [name for name in arguments if hidden[name] is not arguments[name]]
     tree: dict[str, Any] = json.loads(encode_tree(parts, "hyper_parameters")[0])["tree"]
     return tree
 
@@ -173,20 +182,24 @@ def make(
             Otherwise those that it does not take are left out, with a warning.
 
     Raises:
-        TypeError: An argument is missing, or the class does not take one that was given.
+        TypeError: An argument is missing, or masked as a secret in what was saved and not given, or
+            the class does not take one that was given.
         CheckpointError: The class does not take a saved argument, or it cannot be read.
     """
     try:
         arguments: dict[str, Any] = dict(decode_tree(saved.get("arguments", {}), {}))
         for name in saved.get("namespaces", ()):
             arguments[name] = Namespace(**arguments[name])
+        for name in (hidden := set(saved.get("masked", ()))):
+            del arguments[name]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The hyper-parameters in {where} cannot be read: {error!r}."
         ) from error
     parameters = inspect.signature(cls).parameters
     takes = _parameters(cls)
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    variadic = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    if not variadic:
         for name in given:
             if name not in takes:
                 raise TypeError(choose(f"An argument for {cls.__name__}", name, takes))
@@ -204,17 +217,17 @@ def make(
             logger.warning("%s They are left out.", told)
             arguments = {name: value for name, value in arguments.items() if name in takes}
     arguments |= given
-    missing = [
-        name
-        for name in takes
-        if name not in arguments and parameters[name].default is inspect.Parameter.empty
-    ]
+    empty = [n for n in takes if parameters[n].default is inspect.Parameter.empty]
+    wanted = takes + sorted(hidden.difference(takes)) * variadic
+    missing = [name for name in wanted if name not in arguments and name in {*empty, *hidden}]
     if missing:
         fix = ", ".join(f"{name}=…" for name in missing)
+        secrets = [name for name in missing if name in hidden]
         raise TypeError(
-            f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. Pass "
-            f"load_from_checkpoint(…, {fix}), or call self.save_hyperparameters() in __init__ "
-            "before checkpoints are saved."
+            f"{cls.__name__} cannot be created: {where} does not hold its {_listed(missing)}. "
+            + f"Secrets are not saved ({', '.join(secrets)}). " * bool(secrets)
+            + f"Pass load_from_checkpoint(…, {fix})"
+            + ("." if missing == secrets else _SAVE_THEM)
         )
     positional = [
         arguments.pop(name)

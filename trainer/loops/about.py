@@ -12,6 +12,7 @@
 
 Times are seconds since 1970. Each start that resumes the run is added to ``starts``; one that was
 killed has no end and stays ``"running"``. Nothing else is read from the file to resume a run.
+Secrets are masked, see `trackers.masking`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from trackers.base import Status
 from trackers.code import git_commit
 from trackers.files import read_json, sweep_hidden
+from trackers.masking import masked
 from trackers.strict_json import dumps, to_json
 from trainer.checkpoint.atomic import write_whole
 
@@ -99,7 +101,7 @@ class AboutRun:
             return {}
 
     def _write(self, *, sweeps: bool = False) -> None:
-        text = dumps(self._document, indent=1)
+        text = dumps(masked(self._document), indent=1)
         try:
             if sweeps:
                 sweep_hidden(self._path)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from callbacks import Callback
+from trackers.masking import masked
 from trainer import checkpoint as disk
 from trainer.checkpoint import gradients
 from trainer.checkpoint.portions import (
@@ -292,7 +293,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
             if update == run.counters.global_step
         },
         "versions": versions(),
-        "configuration": dict(configuration),
+        "configuration": masked(dict(configuration)),
         "hyper_parameters": to_manifest(run.module),
     }
 

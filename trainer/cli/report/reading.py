@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trackers.jsonl import FIELDS, parse_record
+from trackers.masking import masked
 from trackers.media import one_level
 from trainer.checkpoint.lock import holder_of
 from trainer.cli.inventory import Entry, is_step, ranked_by, read_folder
@@ -141,11 +142,11 @@ class Run:
         They are read from `run.json`, else from the newest checkpoint that has them.
         """
         if isinstance(told := self.about.get(kind), dict):
-            return one_level(told, ".")
+            return one_level(masked(told), ".")
         for entry in reversed(self.checkpoints):
             if isinstance(told := entry.manifest.get(kind), dict):
                 parts = told if kind == "configuration" else _arguments(told)
-                return one_level(parts, ".")
+                return one_level(masked(parts), ".")
         return {}
 
 

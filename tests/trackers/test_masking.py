@@ -1,0 +1,69 @@
+import pytest
+
+from trackers import masking, name_secrets
+from trackers.masking import masked, masked_texts
+
+SECRETS = """
+    password db_password dbPassword DBPASSWORD password2 passphrase secret client_secret secrets
+    credential aws_credentials api_key apikey apiKey API_KEY openai_api_key hf_token hfToken
+    wandb_key AWS_SECRET_ACCESS_KEY access_token auth-token token key private.key
+"""
+OTHERS = """
+    key_dim num_keys token_count max_tokens tokenizer n_tokens keyboard monkey_patch monkey hotkey
+    secretary password_length passwords_path use_token pad_token eos_token image_key keys tokens
+"""
+
+
+@pytest.mark.parametrize("name", SECRETS.split())
+def test_values_of_such_names_are_masked(name):
+    assert masked({name: "hunter2"}) == {name: "***"}
+    assert masked({"deep": [({name: b"x"},)]}) == {"deep": [({name: "***"},)]}
+    for nothing in (None, True, ""):
+        assert masked({name: nothing}) == {name: nothing}
+
+
+@pytest.mark.parametrize("name", OTHERS.split())
+def test_values_of_other_names_are_not(name):
+    values = {name: "<|text_0|>", "n": {name: 3}}
+    assert masked(values) is values
+
+
+def test_what_looks_random_is_a_secret_of_any_key():
+    assert masked("9f8e7d6c5b4a39281706", "vendor_key") == "***"
+    assert masked("<|reserved_special_token_250|>", "pad_token").startswith("<|")
+    assert masked("a_column_of_pixel_values", "image_key").startswith("a_column")
+
+
+def test_numbers_are_secrets_of_passwords_alone_and_never_metrics():
+    values = {"password": 1234, "token": 3, "credentials": {"user": "me", "ids": [1, 2]}}
+    hidden = {"user": "***", "ids": ["***", "***"]}
+    assert masked(values) == {"password": "***", "token": 3, "credentials": hidden}
+    assert masked_texts({"password": 0.5, "api_key": "x"}) == {"password": 0.5, "api_key": "***"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("postgres://me:p@ss@host/db", "postgres://me:***@host/db"),
+        ("redis://:pw@host:1", "redis://:***@host:1"),
+        ("git+https://ghp_1@github.com/x", "git+https://***@github.com/x"),
+        ("ssh://git@github.com/x", None),
+        ("see https://u:p@h/x, http://v:q@i", "see https://u:***@h/x, http://v:***@i"),
+        (
+            "https://h/?a=1&token=t&X-Amz-Signature=s#f",
+            "https://h/?a=1&token=***&X-Amz-Signature=***#f",
+        ),
+        ("http://h/a@b?max_tokens=5", None),
+        ("me@example.com: a note", None),
+    ],
+)
+def test_credentials_in_urls_are_masked_in_any_text(text, expected):
+    assert masked({"note": text}) == {"note": expected or text}
+
+
+def test_more_can_be_named_and_some_excepted(monkeypatch):
+    monkeypatch.setattr(masking, "_named", {})
+    name_secrets("PIN")
+    name_secrets("primary_key", "key", secret=False)
+    values = {"pin": 12, "primary_key": "a1b2c3d4e5f6g7h8i9j0k1", "key": "x", "api_key": "x"}
+    assert masked(values) == {**values, "pin": "***", "api_key": "***"}

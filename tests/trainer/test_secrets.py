@@ -1,0 +1,133 @@
+"""No secret is in what a run writes, and none comes back as its mask."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from trackers import WandBTracker
+from trainer import Accelerator, DataModule, Trainer, TrainModule
+from trainer.cli.report.reading import read_runs
+from trainer.hparams import make as make_from
+from trainer.hparams import to_manifest
+
+WORD = "pa55w0rd"
+URL = f"postgres://me:{WORD}@host/data"
+
+
+class Net(TrainModule):
+    def __init__(self, width=1, api_key=None, data=None, options=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(1, width)
+
+    def training_step(self, batch, batch_idx):
+        logging.getLogger("trainer").warning("Reading %s again.", URL)
+        if self.hparams.options["fails"]:
+            raise OSError(f"no answer from {URL}")
+        return self.net(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Data(DataModule):
+    def __init__(self, hub_token):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1)
+
+
+def make():
+    return Net(2, WORD, URL, {"fails": False, "credentials": [WORD]})
+
+
+def fit(module):
+    trackers = ["csv", "tensorboard", WandBTracker("p", mode="offline")]
+    arguments = {"max_epochs": 1, "cpu": True, "progress_bar": False, "project_dir": "run"}
+    trainer = Trainer(log_with=trackers, **arguments)
+    trainer.fit(module, datamodule=Data(WORD), ckpt_path="auto")
+    return trainer
+
+
+def written(folder="run"):
+    return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())
+
+
+def test_no_file_of_a_run_has_a_secret():
+    trainer = fit(make())
+    told = json.loads(Path("run/run.json").read_text())
+    assert told["hyper_parameters"] == {
+        "width": 2,
+        "api_key": "***",
+        "data": "postgres://me:***@host/data",
+        "options": {"fails": False, "credentials": ["***"]},
+        "hub_token": "***",
+    }
+    assert told["warnings"][0]["text"] == "Reading postgres://me:***@host/data again."
+    assert WORD.encode() not in written()
+    assert trainer.module.hparams.api_key == WORD  # the run itself has it
+
+
+def test_neither_has_the_error_of_one_that_failed():
+    module = make()
+    module.hparams.options["fails"] = True
+    with pytest.raises(OSError, match=WORD):
+        fit(module)
+    assert WORD.encode() not in written()
+
+
+def test_a_loop_of_ones_own_writes_none():
+    accelerator = Accelerator(log_with=["csv", "tensorboard"], project_dir="run", cpu=True)
+    accelerator.init_trackers("own", config={"db": {"password": WORD}, "url": URL})
+    accelerator.log({"note": URL, "hf_token": WORD, "loss": 1.0}, step=1)
+    accelerator.log_text({"sample": URL}, step=1)
+    accelerator.end_training()
+    assert WORD.encode() not in written()
+    assert "***" in Path("run/own/metrics.csv").read_text()
+
+
+def test_a_module_is_not_made_with_the_mask_of_a_secret():
+    fit(make())
+    (path,) = Path("run/checkpoints").glob("step-*")
+    with pytest.raises(TypeError) as error:
+        Net.load_from_checkpoint(path)
+    assert str(error.value) == (
+        f"Net cannot be created: {path} does not hold its arguments api_key, data, options. "
+        "Secrets are not saved (api_key, data, options). Pass load_from_checkpoint(…, api_key=…, "
+        "data=…, options=…)."
+    )
+    given = {"api_key": None, "data": URL, "options": None}
+    assert Net.load_from_checkpoint(path, **given).hparams == {"width": 2, **given}
+
+
+class Any(TrainModule):
+    def __init__(self, **options):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_secrets_are_asked_for_by_the_class_that_takes_them():
+    saved = to_manifest(Any(width=2, api_key=WORD))
+    with pytest.raises(TypeError, match=r"Secrets are not saved \(api_key\)"):
+        make_from(Any, saved, {}, "there")
+    assert make_from(Any, saved, {"api_key": WORD}, "there").hparams == {
+        "width": 2,
+        "api_key": WORD,
+    }
+    assert make_from(Data, saved, {"hub_token": "t"}, "there").hparams == {"hub_token": "t"}
+
+
+def test_a_report_of_an_earlier_run_shows_none():
+    fit(make())
+    path = Path("run/run.json")
+    told = json.loads(path.read_text())
+    told["hyper_parameters"]["api_key"] = WORD
+    path.write_text(json.dumps(told))
+    (run,) = read_runs([Path("run")])
+    assert run.parameters("hyper_parameters")["api_key"] == "***"

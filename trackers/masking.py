@@ -1,0 +1,124 @@
+"""Secrets are masked in what is written about a run, which others may read.
+
+That is `run.json`, the manifests of checkpoints, reports, and what trackers are given. A value is a
+secret if its name says so, see `is_secret`; passwords and tokens in URLs are masked in every text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trackers.media import named_values
+
+MASK = "***"
+
+# Names whose last word ends in one of these are those of secrets: "password", "dbpassword".
+_SECRETS = ("password", "passwd", "passphrase", "secret", "credential", "authorization")
+# These also name columns ("image_key") and parts of texts ("pad_token"). They are secrets alone,
+# after one of the words below, or if the value looks random.
+_OFTEN = ("key", "token")
+_WHOSE = re.compile(
+    "access|account|admin|api|app|auth|aws|azure|bearer|bot|client|comet|deploy|encryption|gcp|git|"
+    "github|gitlab|google|hf|hub|huggingface|jwt|license|login|mlflow|neptune|oauth|openai|"
+    "personal|private|refresh|sas|secret|security|service|session|signing|slack|ssh|ssl|storage|"
+    "telegram|tls|wandb|webhook"
+)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=:-]{20,}")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_USER_INFO = re.compile(r"\b([A-Za-z][\w+.-]*)://([^\s/?#'\"<>]*)@")
+_QUERY = re.compile(r"([?&;])([\w.-]+)=([^\s&;#'\"<>]+)")
+
+_named: dict[str, bool] = {}
+
+
+def name_secrets(*names: str, secret: bool = True) -> None:
+    """Have the values of further names masked in what is written about a run.
+
+    Call it before the run begins.
+
+    Args:
+        names: Names of hyper-parameters and of keys of a configuration, in any case.
+        secret: False: they are not secrets, although their names resemble those of secrets.
+    """
+    _named.update((name.lower(), secret) for name in names)
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Return whether a value is a secret, by its name.
+
+    The last word of the name decides: ``db_password`` is one, and ``num_keys``, ``key_dim`` and
+    ``tokenizer`` are not. None, booleans and empty texts are no secrets.
+    """
+    is_text = isinstance(value, (str, bytes))
+    if value is None or isinstance(value, bool) or (is_text and not value):
+        return False
+    if name.lower() in _named:
+        return _named[name.lower()]
+    words = re.findall(r"[a-z]+", _CAMEL.sub("_", name).lower())
+    if not words:
+        return False
+    last = words[-1].removesuffix("s")
+    if last.endswith(_SECRETS):
+        return True
+    kind = next((each for each in _OFTEN if last.endswith(each)), None)
+    if kind is None or not is_text:
+        return False
+    alone = words == [kind]
+    whose = last.removesuffix(kind) or (words[-2] if len(words) > 1 else "")
+    looks_random = last == kind and isinstance(value, str) and _RANDOM.fullmatch(value)
+    return bool(alone or _WHOSE.fullmatch(whose) or looks_random)
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a value with `MASK` in place of secrets; the object itself if there are none.
+
+    Args:
+        value: Plain values in mappings, namespaces, dataclasses, lists, tuples and sets. Those with
+            names are copied as dicts if they contain a secret.
+        name: Its name.
+    """
+    if (named := named_values(value)) is not None:
+        # Whatever is in `credentials` is one.
+        secret = is_secret(name, MASK)
+        items = {key: masked(each, name if secret else str(key)) for key, each in named.items()}
+        return items if any(items[key] is not named[key] for key in named) else value
+    if isinstance(value, (list, tuple, set, frozenset)):
+        parts = [masked(each, name) for each in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if is_secret(name, value):
+        return MASK
+    return _without_credentials(value) if isinstance(value, str) else value
+
+
+def masked_texts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values to be logged, with secrets in their texts masked; numbers are none."""
+    return {
+        name: masked(value, name) if isinstance(value, str) else value
+        for name, value in values.items()
+    }
+
+
+def _without_credentials(text: str) -> str:
+    """Mask the passwords and tokens of the URLs in a text."""
+    if "://" not in text:
+        return text
+    found = _QUERY.sub(_mask_query, _USER_INFO.sub(_mask_user_info, text))
+    return text if found == text else found
+
+
+def _mask_user_info(match: re.Match[str]) -> str:
+    scheme, info = match.groups()
+    user, colon, _ = info.partition(":")
+    if colon:
+        return f"{scheme}://{user}:{MASK}@"
+    return f"{scheme}://{MASK}@" if scheme.endswith(("http", "https")) else match[0]
+
+
+def _mask_query(match: re.Match[str]) -> str:
+    mark, name, value = match.groups()
+    secret = is_secret(name, value) or name.lower().endswith(("sig", "signature"))
+    return f"{mark}{name}={MASK}" if secret else match[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import dropout, mse_loss
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from callbacks import Callback, EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from tests.numerics.running import assert_same, copy_of, on_processes, quiet_trainer
@@ -243,3 +245,120 @@ def test_other_windows_inside_an_epoch_begin_where_the_last_one_ended():
     whole = trained("whole", max_epochs=1)
     assert before["seen"] + after["seen"] == whole["seen"]
     assert after["place"] == (3, 0, 2 * EPOCH)  # two of two, and what is left in one
+
+
+class Pool(Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.values = list(range(size))
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(self.values[index])])
+
+
+class Collects(Callback):
+    """Adds a sample at each update and drops some at the end of an epoch, as a replay buffer does.
+
+    Attributes:
+        began: The samples at the beginning of each epoch.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.began: dict[int, list[int]] = {}
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.began.setdefault(trainer.current_epoch, list(self.pool.values))
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        self.pool.values.append(100 + trainer.global_step)
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.pool.values = self.pool.values[10 * (trainer.current_epoch == 1) :]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.pool.values, "began": sorted(self.began.items())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pool.values = list(state["values"])
+        self.began = {epoch: list(values) for epoch, values in state["began"]}
+
+
+class Sees(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[tuple[int, list[float]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append((self.trainer.current_epoch, batch.flatten().tolist()))
+        return self.layer(batch / 100).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def collecting(folder: str, shuffle: bool, limit: float) -> dict[str, Any]:
+    pool, module = Pool(10), Sees()
+    collects = Collects(pool)
+    trainer = quiet_trainer(
+        seed=4,
+        max_epochs=4,
+        project_dir=folder,
+        callbacks=[collects, ModelCheckpoint(every=1, save_last=99)],
+        limit_train_batches=limit,
+    )
+    trainer.fit(module, DataLoader(pool, batch_size=2, shuffle=shuffle), ckpt_path="auto")
+    return {"seen": module.seen, "began": collects.began, "weights": copy_of(module)}
+
+
+@pytest.mark.parametrize(
+    ("world", "limit", "shuffle"),
+    [(1, 1.0, True), (1, 0.5, False), (2, 1.0, False), (2, 0.7, True)],
+)
+def test_an_epoch_is_of_the_data_that_there_are_when_it_begins(
+    ranks, tmp_path, world, limit, shuffle
+):
+    whole = on_processes(ranks, world, collecting, str(tmp_path / "whole"), shuffle, limit)
+    lengths = []
+    for epoch, began in whole[0]["began"].items():
+        batches = [batch for one in whole for at, batch in one["seen"] if at == epoch]
+        lengths.append(len(began))
+        assert len(batches) == math.floor(round(math.ceil(len(began) / 2) * limit, 6))
+        seen = sorted(sample for batch in batches for sample in batch)
+        assert seen == sorted(began) if limit == 1.0 else set(seen) < set(began)
+    assert lengths[0] < lengths[1] > lengths[2] < lengths[3]
+    steps = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+    for kept in (2, len(steps) // 2, len(steps) - 2):  # inside the first, another, the last epoch
+        folder = tmp_path / f"{kept}"
+        shutil.copytree(tmp_path / "whole", folder)
+        for path in steps[kept:]:
+            shutil.rmtree(folder / "checkpoints" / path.name)
+        resumed = on_processes(ranks, world, collecting, str(folder), shuffle, limit)
+        for one, rest in zip(whole, resumed, strict=True):
+            assert 0 < len(rest["seen"]) < len(one["seen"])
+            assert one["seen"][-len(rest["seen"]) :] == rest["seen"]
+            assert_same(rest["weights"], one["weights"])
+
+
+def uneven(folder: str) -> str:
+    pool = Pool(8)
+    trainer = quiet_trainer(max_epochs=2, project_dir=folder)
+
+    class Labels(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            if trainer.accelerator.is_main_process:
+                pool.values.extend([1, 2, 3, 4])
+
+    trainer.callbacks.append(Labels())
+    with pytest.raises(ValueError, match="different number of batches") as error:
+        trainer.fit(Sees(), DataLoader(pool, batch_size=2))
+    return str(error.value)
+
+
+def test_data_that_grow_on_one_process_only_are_refused(ranks2, tmp_path):
+    for said in ranks2(uneven, str(tmp_path)):
+        assert "train loader in epoch 1" in said
+        assert "rank 0: 6, rank 1: 4" in said

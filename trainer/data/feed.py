@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -37,7 +38,7 @@ from trainer.data.rebuild import (
     say_workers_end,
 )
 from trainer.data.rounds import Round, absent_rounds, ahead, own_round
-from trainer.data.sampling import ShardedSampler
+from trainer.data.sampling import EpochLength, ShardedSampler
 from trainer.data.seeding import tell_epoch
 from trainer.data.streams import (
     Stream,
@@ -87,7 +88,11 @@ class Feed:
             `trainer.data.streams`.
 
     Attributes:
+        limit: Batches of all processes, or the fraction of them as a float, after which an epoch
+            ends; None for all.
         limited_by: The user's argument that limits it, for messages.
+        length: How much data there was when the latest pass began, which lasts for that pass.
+        resumed: An epoch that has begun, and how much data there was; see `resume_length`.
         batches_read: How many processes have a batch in the round that is being read.
 
     Raises:
@@ -130,7 +135,9 @@ class Feed:
         self.batches_read = world_size
         self.sampler: ShardedSampler | None = None
         self.loader: Any = source
-        self._limit: int | None = None
+        self.limit: int | float | None = None
+        self.resumed: tuple[int, EpochLength] | None = None
+        self.length = EpochLength()
         self._generator = torch.Generator()
         if getattr(source, "_is_accelerate_prepared", False) and world_size > 1:
             raise ValueError(
@@ -175,17 +182,6 @@ class Feed:
         return getattr(self._source, "dataset", None)
 
     @property
-    def limit(self) -> int | None:
-        """The number of batches, over all processes, after which the epoch ends; None for all."""
-        return self._limit
-
-    @limit.setter
-    def limit(self, limit: int | None) -> None:
-        self._limit = limit
-        if self.sampler is not None:
-            self.sampler.limit = limit
-
-    @property
     def even(self) -> bool:
         """Whether every process gets the same number of full batches; see `ShardedSampler`."""
         return self._even
@@ -199,11 +195,37 @@ class Feed:
     @property
     def num_batches(self) -> int | None:
         """The number of batches in the epoch over all processes; None if unknown until read."""
-        if self.sampler is not None:
-            return self.sampler.num_batches
-        total = self.num_all_batches
-        limits = [each for each in (total, self._limit) if each is not None]
+        limits = [each for each in (self.length_now.batches, self._most) if each is not None]
         return min(limits, default=None)
+
+    @property
+    def length_now(self) -> EpochLength:
+        """How much data the epoch has: when it began, if it is resumed, and else now."""
+        if self._resumed_length != EpochLength():
+            return self._resumed_length
+        if self.sampler is not None:
+            return self.sampler.length
+        return EpochLength(None, self.num_all_batches)
+
+    def resume_length(self, epoch: int, length: EpochLength | None) -> None:
+        """Read an epoch as when it began; None reads it with the data that there are."""
+        self.resumed = None if length is None else (epoch, length)
+        if self.sampler is not None:
+            self.sampler.take_length(self._resumed_length.samples)
+
+    @property
+    def _resumed_length(self) -> EpochLength:
+        epoch, length = self.resumed or (None, EpochLength())
+        return length if epoch == self.epoch else EpochLength()
+
+    @property
+    def _most(self) -> int | None:
+        """The limit as a number of batches."""
+        if not isinstance(self.limit, float):
+            return self.limit
+        total = self.length_now.batches
+        assert total is not None  # `apply_limit` refuses a fraction of what is unknown
+        return math.floor(round(total * self.limit, 6))  # 100 * 0.29 is a little less than 29
 
     @property
     def num_all_batches(self) -> int | None:
@@ -235,7 +257,7 @@ class Feed:
         if total is None:
             return None
         if self.sampler is not None:
-            return len(self.sampler)
+            return self.sampler.own_batches(total)
         samples = self.num_samples if self.split else None
         return self._dealing().own_batches(total, samples, rank=self.rank)
 
@@ -270,6 +292,7 @@ class Feed:
         # Otherwise their states would decide, which no checkpoint holds.
         seed_all(self.users_generators, mix(self.seed, epoch, 3), self._alike)
         if self.sampler is not None:
+            self.sampler.take_length(self._resumed_length.samples)
             self.sampler.set_epoch(epoch)
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
@@ -377,10 +400,12 @@ class Feed:
 
     def read(self, transfer: Transfer | None = None) -> Iterator[Round]:
         """Yield the epoch's rounds, each as soon as it has been read, without `Round.last`."""
+        self.length = self.length_now
         if self.sampler is None:
             yield from self._read_stream(transfer)
             return
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
+        self.sampler.limit, total = self._most, self.num_batches
         shares = self.sampler.shares = deque()  # this pass's: another may begin before it ends
         batches = iter(batches_of(self.loader))
         read = 0
@@ -399,7 +424,7 @@ class Feed:
         if not getattr(self.loader, "persistent_workers", False):
             self._end_workers_of(batches)  # a dataset may have ended the epoch by StopIteration
         if self.world_size > 1:
-            yield from absent_rounds(shares, self._rounds_left(read))
+            yield from absent_rounds(shares, self._rounds_left(total, read))
         elif shares:
             logger.warning(
                 "The dataset (%s) ended epoch %d by StopIteration after %d of %s batches. If that "
@@ -407,12 +432,12 @@ class Feed:
                 type(self._source.dataset).__name__,
                 self.epoch,
                 read,
-                "an unknown number of" if self.num_batches is None else self.num_batches,
+                "an unknown number of" if total is None else total,
             )
 
-    def _rounds_left(self, read: int) -> int | None:
-        """Return how many rounds this pass still has after `read` of them; None if unknown."""
-        if (total := self.num_batches) is None:
+    def _rounds_left(self, total: int | None, read: int) -> int | None:
+        """Return how many rounds a pass of `total` batches has after `read`; None if unknown."""
+        if total is None:
             return None
         batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
         return batches + (rest > 0 and not self.drop_last) - self.start_round - read
@@ -421,7 +446,7 @@ class Feed:
         assert self._stream is not None
         if self.start_round and self.rank == 0:
             say_what_it_costs(self.start_round * (1 if self.split else self.world_size))
-        stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._limit)
+        stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._most)
         if self.world_size > 1:
             stream = refuse_different(stream)
         rounds = self._dealing().rounds(stream)

@@ -17,6 +17,7 @@ from trainer.data.own_generators import of_order
 from trainer.data.prefetch import Streams, send, streams_for
 from trainer.data.rebuild import users_kwargs, what_kwargs
 from trainer.data.rounds import ahead
+from trainer.data.sampling import EpochLength
 from trainer.rng import as_types, synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import children, to_device
@@ -124,6 +125,8 @@ class PreparedLoader(DataLoader[Any]):
         self._tell(self.iteration + self._unfinished, unfinished=True)
         self._read_by(self)
         self.feed.set_epoch(self.iteration)
+        for loader in self._wholes():
+            loader.feed.length = self.feed.length_now
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         self._all_end = False
         state = self.gradient_state
@@ -162,6 +165,8 @@ class PreparedLoader(DataLoader[Any]):
         for loader in self._wholes():
             loader.iteration, loader._unfinished, loader._loaded = iteration, unfinished, False
             loader._ended = not unfinished
+            if not unfinished:
+                loader.feed.resume_length(iteration, None)
 
     def _read_by(self, reader: PreparedLoader | None) -> None:
         for loader in self._wholes():
@@ -239,29 +244,38 @@ class PreparedLoader(DataLoader[Any]):
 
         The ``set_epoch`` of the sampler, the batch sampler and the dataset is called, if any.
         """
+        self._begin_at(epoch)
+
+    def _begin_at(self, epoch: int, length: EpochLength | None = None) -> None:
+        """Choose the next pass; one that has begun has the length that it had then."""
         self.iteration = epoch
         self._unfinished = self._loaded = self._ended = False
+        self.feed.resume_length(epoch, length)
         self.feed.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the pass to read after a restart, the seed, and whether one has just ended.
 
-        Inside a pass it is that pass, which `skip_first_batches` continues; from its last batch on,
-        or after a ``break``, it is the next one.
+        Inside a pass it is that pass, which `skip_first_batches` continues, and how much data there
+        was when it began; from its last batch on, or after a ``break``, it is the next one.
         """
         ended = self._ended if self._reader is None else self._reader.end_of_dataloader
         over = self._unfinished and (ended or self._reader is None)
+        resumed = self.feed.resumed and self.feed.resumed[1]
+        length = resumed if self._reader is None else self.feed.length
         return {
             "iteration": self.iteration + over,
             "seed": self.settings["seed"],
             "ended": int(ended),
+            "length": None if over or length is None else list(length),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the pass and the order from a saved state."""
         self.settings["seed"] = state["seed"]
         self.feed.reseed(state["seed"])
-        self.set_epoch(state["iteration"])
+        length = state.get("length")  # not in a checkpoint of an earlier release
+        self._begin_at(state["iteration"], None if length is None else EpochLength(*length))
         self._loaded, self._ended = True, bool(state.get("ended"))
 
     def get_sampler(self) -> Any:
@@ -300,6 +314,11 @@ class PreparedLoader(DataLoader[Any]):
         skip = self.skip_batches + num_batches
         skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
         skipped.iteration = self.iteration
+        # A pass that was left may go on although the dataset has grown.
+        length = (
+            self.feed.length if self._unfinished else self.feed.resumed and self.feed.resumed[1]
+        )
+        skipped.feed.resume_length(self.iteration, length)
         skipped._rest_of, skipped._loaded, skipped._ended = self, self._loaded, self._ended
         if self._loaded and self._ended and num_batches and self.iteration:
             # A state saved at the last batch names the next pass already, but a script may skip all

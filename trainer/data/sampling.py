@@ -31,21 +31,21 @@ from trainer.data.dealing import INDICES, Dealing
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
 _AT_ONCE = 2**16  # indices to convert at once: Python's integers take four times a tensor's memory
+_PLAIN = (RandomSampler, SequentialSampler)
 _TELLING = 64  # indices of a batch that go into a checksum
 
 
 class SeededSampler(Sampler[int]):
-    """The order of a ``RandomSampler``, but a pure function of seed and epoch.
+    """The order of a ``RandomSampler``, but a pure function of seed, epoch and length.
 
     Args:
-        like: The sampler whose length, replacement and number of samples are used.
+        like: The sampler whose replacement, number of samples and dataset's length are used, each
+            as it is when a pass begins.
         seed: The run's seed.
     """
 
     def __init__(self, like: RandomSampler, seed: int) -> None:
-        self.source_length = len(like.data_source)
-        self.replacement = like.replacement
-        self.num_samples = like.num_samples
+        self.like = like
         self.seed = seed
         self.epoch = 0
 
@@ -63,18 +63,17 @@ class SeededSampler(Sampler[int]):
 
     def _drawn(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
-        if self.replacement:
-            size = (self.num_samples,)
-            yield torch.randint(self.source_length, size, generator=generator)
+        length, left = len(self.like.data_source), self.like.num_samples
+        if self.like.replacement:
+            yield torch.randint(length, (left,), generator=generator)
             return
-        left = self.num_samples
-        while left > 0:  # more samples than the dataset has: several permutations
-            order = torch.randperm(self.source_length, generator=generator)[:left]
+        while left > 0 < length:  # more samples than the dataset has: several permutations
+            order = torch.randperm(length, generator=generator)[:left]
             left -= len(order)
             yield order
 
     def __len__(self) -> int:
-        return self.num_samples
+        return self.like.num_samples
 
 
 class BatchIndices(list[int]):
@@ -167,6 +166,18 @@ class Rest:
         return batches
 
 
+class EpochLength(NamedTuple):
+    """How much data there was when an epoch began; they may have grown or shrunk since.
+
+    Attributes:
+        samples: In the dataset; None if the user's own sampler decides.
+        batches: Without a limit; None if unknown until read.
+    """
+
+    samples: int | None = None
+    batches: int | None = None
+
+
 def _length_of(sampler: Any) -> int | None:
     """Return the length of a sampler; None if it has none, in the ways that samplers say so."""
     try:
@@ -211,6 +222,11 @@ class ShardedSampler(Sampler[Any]):
         self.batch_sampler = batches  # the user's own, under the name by which scripts find it
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
+        whole = self._sampler
+        inner = whole.sampler if type(whole) is BatchSampler else whole
+        plain = inner.like if type(inner) is SeededSampler else inner
+        self._plain: Any = plain if type(plain) in _PLAIN else None  # has the dataset's length
+        self._dataset = getattr(self._plain, "data_source", None)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
         self.split, self._drops_rest = split, drop_last
         # The user's own, since scripts read these attributes of a ``batch_sampler``.
@@ -240,18 +256,31 @@ class ShardedSampler(Sampler[Any]):
                 sampler.seed = seed
 
     @property
+    def length(self) -> EpochLength:
+        """How much data the epoch has."""
+        samples = None if self._plain is None else len(self._plain.data_source)
+        return EpochLength(samples, _length_of(self._sampler))
+
+    def take_length(self, samples: int | None) -> None:
+        """Iterate as if the dataset had so many samples; None for as many as it has."""
+        if self._plain is not None:
+            self._plain.data_source = self._dataset if samples is None else range(samples)
+
+    @property
     def num_batches(self) -> int | None:
         """The number of batches over all processes; None for a sampler without a length."""
-        total = _length_of(self._sampler)
-        if total is None or self.limit is None:
-            return self.limit if total is None else total
-        return min(total, self.limit)
+        known = [each for each in (self.length.batches, self.limit) if each is not None]
+        return min(known, default=None)
+
+    def own_batches(self, total: int) -> int:
+        """Return how many of the epoch's batches are this process's."""
+        return self._dealing().own_batches(total, self.num_samples, rank=self.rank)
 
     def __len__(self) -> int:
         total = self.num_batches
         if total is None:
             raise TypeError("The loader's sampler has no length.")
-        return self._dealing().own_batches(total, self.num_samples, rank=self.rank)
+        return self.own_batches(total)
 
     @property
     def num_samples(self) -> int | None:
@@ -390,12 +419,13 @@ def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
             "The loader has a DistributedSampler, which would shard the data a second time. "
             "Remove it: loaders are sharded already."
         )
-    pure = type(inner) in (RandomSampler, SequentialSampler)
+    pure = type(inner) in _PLAIN
+    inner = copy.copy(inner) if pure else inner
     if type(inner) is RandomSampler:
         if shuffle:
             inner = SeededSampler(inner, seed)
         else:
-            inner = SequentialSampler(range(len(inner.data_source)))
+            inner = SequentialSampler(inner.data_source)
     elif not shuffle and not pure:
         raise ValueError(
             f"The order of a {type(inner).__name__} cannot be switched off, as overfit_batches "

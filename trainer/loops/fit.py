@@ -15,6 +15,7 @@ from trainer.errors import Preempted
 from trainer.loops.accumulators import metric_states, put_metrics_back, training_set_aside
 from trainer.loops.due import refuse_missed, tell_of_missed, warn_of_shared_names
 from trainer.loops.evaluate import ENDED_EARLY, VALIDATION, EvaluationAbandoned, evaluate
+from trainer.loops.loaders import check_same_length
 from trainer.loops.manual import before_manual_step, manual_window
 from trainer.loops.randomness import generators_of, load_generators, restore_generators
 from trainer.loops.reload import reload_if_due
@@ -103,6 +104,8 @@ def train_epoch(run: FitRun) -> None:
     with logged_before(run, again=counters.rounds > 0):
         run.hooks.on_train_epoch_start()
     run.engine.begin_epoch()
+    if run.world_size > 1:
+        check_same_length(feed, f"train loader in epoch {counters.epoch}")
     run.epoch_length = feed.num_batches
     restore_rng(run)
     if run.unfinished:
@@ -311,8 +314,9 @@ def sanity_check(run: FitRun) -> None:
     try:
         if run.sanity_steps > 0:
             rounded = run.sanity_steps + -run.sanity_steps % run.world_size  # all have a share
-            for feed, limit in zip(run.val_feeds, limits, strict=True):
-                feed.limit = rounded if limit is None else min(rounded, limit)
+            for feed in run.val_feeds:
+                known = feed.num_batches
+                feed.limit = rounded if known is None else min(rounded, known)
         run.hooks.on_sanity_check_start()
         share_untrained(run)
         with run.timing.part(VALIDATING):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -123,7 +122,9 @@ def check_limit(name: str, limit: int | float | None) -> None:
 
 
 def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
-    """Limit an epoch of the feed to a number of batches, counted over all processes.
+    """Limit every epoch of the feed to a number of batches, counted over all processes.
+
+    A fraction is that of the batches that an epoch has when it begins.
 
     Raises:
         ValueError: A fraction of a stream without length, or one that rounds down to no batch.
@@ -131,21 +132,17 @@ def apply_limit(feed: Feed, name: str, limit: int | float | None) -> None:
     feed.limited_by = name
     if limit is None or (isinstance(limit, float) and limit == 1.0):
         return
-    if isinstance(limit, int):
-        feed.limit = limit
-        return
     total = feed.num_batches
-    if total is None:
+    if isinstance(limit, float) and total is None:
         raise ValueError(
             f"{name} is {limit}, but the loader has no length to take a fraction of; give an int."
         )
-    batches = math.floor(round(total * limit, 6))  # 100 * 0.29 is a little less than 29
-    if batches == 0 and limit > 0:
+    feed.limit = limit
+    if total and limit and feed.num_batches == 0:
         raise ValueError(
             f"{name} is {limit}, which of {total} batches leaves none; give at least "
-            f"{1 / max(total, 1):.3g}, or an int."
+            f"{1 / total:.3g}, or an int."
         )
-    feed.limit = batches
 
 
 def require_length(feed: Feed, **intervals: Interval | str | int) -> None:

@@ -248,7 +248,7 @@ def feeds_for(
         )
         apply_limit(feed, name, limit)
         which = f"{kind} loader" if len(loaders) == 1 else f"{kind} loader number {number}"
-        _check_same_length(feed, which)
+        check_same_length(feed, which)
         if feed.num_batches == 0:
             check = f"{name} is 0" if limit == 0 else "check its dataset, its sampler and drop_last"
             raise ValueError(f"The {which} is empty: {check}.")
@@ -256,8 +256,8 @@ def feeds_for(
     return feeds
 
 
-def _check_same_length(feed: Feed, which: str) -> None:
-    """Refuse a loader whose length differs between processes, before it can cause a deadlock."""
+def check_same_length(feed: Feed, which: str) -> None:
+    """Refuse a loader whose length differs between processes, before it deadlocks; collective."""
     lengths = all_gather_object(feed.num_batches)
     if any(length != lengths[0] for length in lengths):
         raise ValueError(

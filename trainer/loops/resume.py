@@ -14,6 +14,7 @@ from trainer import checkpoint as disk
 from trainer.checkpoint import gradients
 from trainer.checkpoint.restore import dtypes_of
 from trainer.checkpoint.weights import own_names
+from trainer.data.sampling import EpochLength
 from trainer.errors import CheckpointError
 from trainer.loops.accumulators import restore_accumulators
 from trainer.loops.lengths import Schedule
@@ -126,6 +127,10 @@ def load_run(
     run.hooks.boundary.left = state.get("boundary", [])
     run.last_logged = state["last_logged"]
     run.run_id = state["run_id"]
+    _restore_epoch(run, state)  # after the callbacks, which may have brought back the data
+    for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
+        interval, before = state["schedules"][name]
+        _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
     record = disk.load_tree(path, RECORD)
     run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
     offset: int | None = record["offset"]
@@ -200,52 +205,44 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.counters.__dict__.update(vars(counters))
     run.agreement.items_seen = state["items_seen"]
     run.agreement.latest = run.agreement.latest._replace(seconds=counters.seconds)
-    _refuse_other_data(run, state["data"])
-    run.feed.mark = state.get("order")  # None in a checkpoint of an earlier release
     if run.guard is not None and state["guard"] is not None:
         run.guard.load_state_dict(state["guard"])
     run.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update(state["updates"])
     run.recorder.validated.update(state.get("validated", {}))  # not of an earlier release
-    for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
-        interval, before = state["schedules"][name]
-        _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
 
 
-def _refuse_other_data(run: FitRun, saved: list[int | None]) -> None:
-    """Refuse to resume inside an epoch of other batches: samples would be left out or seen twice.
+def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
+    """Go on with the epoch that was saved, of the length that it had when it began.
 
     Raises:
-        CheckpointError: The batch size, the number of samples or that of batches differs.
+        CheckpointError: The batch size, the number of samples or that of batches differs from when
+            it was saved: samples would be left out or seen twice.
     """
     if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
         return
-    saved = [*saved, None][:3]  # an earlier release did not save the number of batches
-    here = data_of(run)
-    if None in (saved[2], here[2]):
-        here[2] = saved[2]
-    elif here[2] != saved[2]:
-        here[2] = _batches_of_epoch(run)
+    run.feed.mark = state.get("order")  # None in a checkpoint of an earlier release
+    if "length" in state:  # likewise
+        run.feed.resume_length(run.counters.epoch, EpochLength(*state["length"]))
+    saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
+    with run.feed.apart(run.counters.epoch):  # which may decide how much data there is
+        here = data_of(run)
+        if None in (saved[2], here[2]):
+            here[2] = saved[2]
+        elif here != saved and run.feed.sampler is not None:
+            next(iter(run.feed.sampler), None)  # it may know its batches only from here on
+            here = data_of(run)
     of_streams = saved[1] is here[1] is None
     if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
         return
     raise CheckpointError(
         f"The checkpoint was saved inside an epoch in {_described(saved)}, but the training "
         f"loader now has {_described(here)}. Use the same, even with another number of "
-        "processes, or resume from a checkpoint at the end of an epoch."
+        "processes, or resume from a checkpoint at the end of an epoch. Data that change during "
+        "the run are part of its state: save and load them in on_save_checkpoint and "
+        "on_load_checkpoint, or in a DataModule's state_dict and load_state_dict."
     )
-
-
-def _batches_of_epoch(run: FitRun) -> int | None:
-    """Return the number of batches of the epoch, which a sampler may know only once it has begun.
-
-    It may change from epoch to epoch; the sampler is at the first one, since nothing was read yet.
-    """
-    assert run.feed.sampler is not None
-    with run.feed.apart(run.counters.epoch):
-        next(iter(run.feed.sampler), None)
-        return data_of(run)[2]
 
 
 def _described(data: Sequence[int | None]) -> str:

@@ -308,6 +308,7 @@ def _state_of(run: FitRun, callbacks: Sequence[Callback]) -> dict[str, Any]:
         "reference": run.weighting.reference,
         "data": data_of(run),
         "order": run.feed.mark,
+        "length": list(run.feed.length),
         "options": run.options,
         "switches": {"begun": run.begun, "now": run.ended or switches_of(run.module)},
         "should_stop": run.stop_now or run.agreement.latest.stop_votes > 0,

@@ -169,6 +169,43 @@ def test_a_pass_may_be_gone_on_with_more_than_once(kind):
     assert [batch[0].tolist() for batch in first] != [batch[0].tolist() for batch in second]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_is_of_the_data_that_there_are_when_it_begins(kind, shuffle):
+    source = DataLoader(Noisy(9), 2, shuffle=shuffle)
+    loader = prepared(source, **kind)
+    for size in (9, 12, 5):
+        source.dataset.size = size
+        assert len(loader) == -(-size // 2)
+        batches = []
+        for batch in loader:
+            batches.append(batch)
+            source.dataset.size += 1  # as a buffer that the loop fills: for the next pass
+        assert sorted(torch.cat([x for x, _ in batches]).tolist()) == list(range(size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_is_gone_on_with_in_the_order_of_its_beginning(kind):
+    source = DataLoader(Noisy(9), 2, shuffle=True)
+    loader = prepared(source, **kind)
+    whole = list(loader)
+    loader.set_epoch(0)
+    for number, _ in enumerate(loader):
+        if number == 2:
+            state = loader.state_dict()
+            source.dataset.size = 12
+            break
+    again = resumed(source, state, **kind)
+    assert again.state_dict() == state
+    assert len(again) == 5
+    assert alike(list(skip_first_batches(loader, 3)), whole[3:])
+    assert alike(list(skip_first_batches(skip_first_batches(again, 2), 1)), whole[3:])
+    assert len(again) == len(loader) == 6
+    following = list(loader)
+    assert alike(list(again), following)
+    assert sorted(torch.cat([x for x, _ in following]).tolist()) == list(range(12))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_was_left_counts_and_one_that_was_kept_changes_no_later_pass(kind):
     loader = prepared(DataLoader(Noisy(12), 2), **kind)

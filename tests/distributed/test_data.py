@@ -251,6 +251,33 @@ def test_the_helper_that_slices_is_such_a_function(ranks2):
     assert ranks2(read) == [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"dispatch_batches": False}, {"even_batches": False},
+    {"slice_fn_for_dispatch": slice_tensors},
+])  # fmt: skip  # a table
+def test_what_is_a_column_is_decided_for_each_batch_as_it_is_read(ranks2, options):
+    """A list that is as long as a round, but not as a batch, belongs to the whole batch."""
+
+    def collate(samples):
+        numbers = torch.tensor(samples)
+        names = tuple(f"n{number}" for number in numbers.tolist())
+        return {"x": numbers, "name": names, "classes": ["first", "second"]}
+
+    def job():
+        source = DataLoader(Stream(5), 1, collate_fn=collate)
+        loader = prepare_data_loader(source, put_on_device=True, **options)
+        return [(batch["name"], batch["classes"]) for batch in loader]
+
+    found = ranks2(job)
+    if "slice_fn_for_dispatch" not in options:
+        last = 0 if options.get("even_batches", True) else None
+        expected = [[0, 2, 4], [1, 3, last]]
+        assert [[name for name, _ in own] for own in found] == [
+            [(f"n{n}",) for n in own if n is not None] for own in expected
+        ]
+    assert all(classes == ["first", "second"] for own in found for _, classes in own)
+
+
 def test_a_dispatcher_has_the_length_of_what_its_sampler_gives(ranks2):
     def lengths() -> tuple[int, int]:
         source = DataLoader(Numbers(12), 4, sampler=range(10))

@@ -3,7 +3,8 @@
 A batch is a tree whose tensors have one row per sample in their first dimension. A list or tuple
 without tensors and without nested lists (names, paths, dicts of plain values) is a column, with one
 entry per sample. Anything else (numbers, strings, tensors without dimensions) belongs to the batch
-as a whole.
+as a whole. A list that only happens to be as long as several joined batches is no column: batches
+that will be joined are marked first.
 """
 
 from __future__ import annotations
@@ -17,6 +18,33 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from trainer.tree import children, leaves, map_tree, rebuild
+
+
+class Column:
+    """A list in a marked batch; no container, so that it is handled as one value.
+
+    Attributes:
+        values: The list or tuple.
+        counts: Whether it has an entry per sample.
+    """
+
+    def __init__(self, values: Any, *, counts: bool) -> None:
+        self.values, self.counts = values, counts
+
+
+def marked(batch: Any) -> Any:
+    """Return a batch as read with its lists as `Column`, for the functions below."""
+    samples = samples_in(batch)
+
+    def mark(value: Any) -> Any:
+        return Column(value, counts=len(value) == samples) if _is_column(value) else value
+
+    return _map(mark, batch)
+
+
+def unmarked(batch: Any) -> Any:
+    """Return a marked batch, or samples of one, with the user's lists."""
+    return _map(lambda value: value.values if isinstance(value, Column) else value, batch)
 
 
 def length(batch: Any) -> int:
@@ -51,7 +79,11 @@ def take(batch: Any, start: int, stop: int) -> Any:
     samples = length(batch)
 
     def cut(value: Any) -> Any:
-        return value[start:stop] if _counts(value, samples) else value
+        if not _counts(value, samples):
+            return value
+        if isinstance(value, Column):
+            return Column(value.values[start:stop], counts=True)
+        return value[start:stop]
 
     return _map(cut, batch)
 
@@ -76,16 +108,20 @@ def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
     """Join the values that several batches have in one place."""
     place, values = found[0][0] or "the batch", [value for _, value in found]
     if all(_counts(value, size) for value, size in zip(values, sizes, strict=True)):
+        if isinstance(values[0], Column):
+            lists = [value.values for value in values]
+            return Column(type(lists[0])(chain.from_iterable(lists)), counts=True)
         if not isinstance(values[0], Tensor):
             return type(values[0])(chain.from_iterable(values))
         shapes = sorted({tuple(value.shape[1:]) for value in values})
         if len(shapes) > 1:
             raise ValueError(_unlike(f"samples have the shapes {shapes} in {place}"))
         return torch.cat(values)
-    for value in values[1:]:
-        if not _equal(values[0], value):
-            raise ValueError(_unlike(f"{place} is {values[0]!r} in one and {value!r} in another"))
-    return values[0]
+    one, *others = map(unmarked, values)
+    for other in others:
+        if not _equal(one, other):
+            raise ValueError(_unlike(f"{place} is {one!r} in one and {other!r} in another"))
+    return Column(one, counts=False) if isinstance(values[0], Column) else one
 
 
 def _unlike(what: str) -> str:
@@ -132,13 +168,17 @@ def _rows(batch: Any) -> set[int]:
     """Return the lengths of its tensors, or of its first column if there is no tensor."""
     values = [value for _, value in _parts(batch)]
     rows = {value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim > 0}
-    return rows or set([len(value) for value in values if _is_column(value)][:1])
+    lists = [value for value in values if _is_column(value)]
+    lists += [value.values for value in values if isinstance(value, Column) and value.counts]
+    return rows or set(map(len, lists[:1]))
 
 
 def _counts(value: Any, samples: int) -> bool:
     """Return whether the value has an entry per sample."""
     if isinstance(value, Tensor):
         return value.ndim > 0
+    if isinstance(value, Column):
+        return value.counts
     return _is_column(value) and len(value) == samples
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, TypeVar
 
-from trainer.data.batches import completed, concatenate, length, samples_in, take
+from trainer.data.batches import completed, concatenate, length, marked, samples_in, take, unmarked
 from trainer.tree import count_samples
 
 P = TypeVar("P")
@@ -26,7 +26,7 @@ class Kind:
         count: Returns the samples in a batch; 1 if unknown.
         length: Returns the samples in a batch that is to be cut.
         take: Returns the samples from one place up to another, as a batch.
-        joined: Returns several batches as one; None if they cannot be cut and joined.
+        joined: Returns several batches as one, to be cut or completed; None if they cannot be.
         completed: Extends a batch to a number of samples, cycling through those of another.
     """
 
@@ -61,8 +61,10 @@ def _count(batch: Any) -> int:
 SAMPLES = Kind(  # trees whose tensors have one row per sample
     count=_count,
     length=length,
-    take=take,
-    joined=lambda batches: None if None in map(samples_in, batches) else concatenate(batches),
+    take=lambda batch, start, stop: unmarked(take(batch, start, stop)),
+    joined=lambda batches: (
+        None if None in map(samples_in, batches) else concatenate([*map(marked, batches)])
+    ),
     completed=completed,
 )
 

@@ -10,7 +10,16 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from trainer.data.batches import completed, concatenate, length, packed, take, unpacked
+from trainer.data.batches import (
+    completed,
+    concatenate,
+    length,
+    marked,
+    packed,
+    take,
+    unmarked,
+    unpacked,
+)
 from trainer.data.dealing import SAMPLES, Dealing
 from trainer.data.feed import Feed
 from trainer.data.loader import Given, PreparedLoader
@@ -28,7 +37,8 @@ class Plan:
     """A round as rank 0 splits it.
 
     Attributes:
-        batch: The round's samples, repeated ones included; on the host, or being copied from it.
+        batch: The round's samples, repeated ones included, marked if there are several processes;
+            on the host, or being copied from it.
         size: Samples per process; the last ones may get fewer.
         real: Samples that are not repeated; None if unknown.
         present: The number of processes that get any samples, the lowest ranks.
@@ -111,12 +121,12 @@ class DataLoaderDispatcher(PreparedLoader):
         start, stop = self.rank * size, (self.rank + 1) * size
         if self.slice_fn is not None:
             return self.slice_fn(
-                batch,
+                unmarked(batch),
                 slice(start, stop),
                 process_index=self.rank,
                 num_processes=self.world_size,
             )
-        return batch if self.world_size == 1 else take(batch, start, stop)
+        return batch if self.world_size == 1 else unmarked(take(batch, start, stop))
 
     # -- between the processes -----------------------------------------------------------------
 
@@ -220,11 +230,12 @@ class DataLoaderDispatcher(PreparedLoader):
         while group := list(islice(batches, self._per_round)):
             if len(group) < self._per_round and self._drops_last:
                 return
-            yield group
+            yield group if self.world_size == 1 else [*map(marked, group)]
 
     def _beginning(self) -> Any:
         """Read the first round's samples, which this pass has skipped."""
         feed = self._make_feed(self.source)
+        feed.resume_length(self.feed.epoch, self.feed.length)
         feed.set_epoch(self.feed.epoch)
         feed.limit = self._per_round
         return concatenate(next(self._groups(feed)))

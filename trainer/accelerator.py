@@ -235,6 +235,8 @@ class Accelerator:
             raise
         self.ddp_kwargs = self.ddp_handler
         self.step = 0
+        self._accumulating = False  # inside a block of `accumulate`
+        self._accumulated: set[int] = set()  # the models of the current micro-batch, by id
         self._trigger = Trigger()
         self._models: list[nn.Module] = []
         self._frozen: list[nn.Parameter] = []  # parameters of DDP models that DDP does not average
@@ -658,6 +660,7 @@ class Accelerator:
         self._frozen.clear()
         self._steps_at_backward.clear()
         self.step = 0
+        self._accumulated = set()
         self.sync_gradients = True  # an abandoned window must not delay a later update
         self.precision.begin()
         if self.scaler is not None:  # its state is keyed by id(optimizer), and ids are reused
@@ -708,27 +711,38 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Count a micro-batch; in the block, synchronise gradients only if it ends its window.
 
+        Blocks of other models, nested or one after another, belong to the same micro-batch; it ends
+        where a model comes again, or none is given.
+
         The last batch of the prepared loader being read also ends the window; inside
         `join_uneven_inputs`, where processes end apart, the last batch over all processes does.
         With ``static_graph``, the first micro-batch of a process is synchronised too, with the same
         sum but another rounding: a resumed run on several processes then equals the uninterrupted
         one only up to rounding.
         """
-        state = self.gradient_state
+        state, given, nested = self.gradient_state, {*map(id, models)}, self._accumulating
         if state._data_end_window:
             self.step = 0
-            state.sync_gradients = True
+            self._accumulated = set()
+        elif nested or (given and self._accumulated and not given & self._accumulated):
+            self._accumulated |= given
         else:
             self.step += 1
-            state.sync_gradients = self.step % state.num_steps == 0
-        # Who joins later cannot follow means that change within a window: only its end is reduced.
-        if state.sync_gradients or (state.sync_each_batch and not state._joins):
-            yield
-            return
-        with ExitStack() as stack:
-            for model in models:
-                stack.enter_context(accumulating(model))
-            yield
+            self._accumulated = given
+        state.sync_gradients = self.step % state.num_steps == 0
+        self._accumulating = True
+        try:
+            # Who joins later cannot follow means that change within a window: only its end is
+            # reduced.
+            if state.sync_gradients or (state.sync_each_batch and not state._joins):
+                yield
+                return
+            with ExitStack() as stack:
+                for model in models:
+                    stack.enter_context(accumulating(model))
+                yield
+        finally:
+            self._accumulating = nested
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -991,6 +1005,7 @@ class Accelerator:
             hooks=self._load_hooks.values(),
             **load_model_func_kwargs,
         )
+        self._accumulated = set()
         # Resume inside the saved window, so that its restored gradients are not zeroed.
         self.sync_gradients = self.step % self.gradient_state.num_steps == 0
         self._steps_at_backward = [

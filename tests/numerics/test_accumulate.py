@@ -156,6 +156,40 @@ def assert_close(actual: Any, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
 
 
+def two_models(blocks: str, steps: int, samples: int) -> dict[str, Any]:
+    """Two models, each with its optimizer, in one block of `accumulate` a batch or in two."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    loader = accelerator.prepare(DataLoader(rows(samples), SIZE))
+    models = [accelerator.prepare(network(seed)) for seed in (1, 2)]
+    optimizers = [accelerator.prepare(momentum(model)) for model in models]
+    trace: dict[str, Any] = {"marks": "", "weights": []}
+
+    def train(batch: Sequence[Tensor], *which: int) -> None:
+        for i in which:
+            accelerator.backward(loss_of(models[i], batch))
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+
+    for _ in range(2):
+        for batch in loader:
+            if blocks == "one":
+                with accelerator.accumulate(*models):
+                    train(batch, 0, 1)
+            elif blocks == "nested":
+                with accelerator.accumulate(models[0]), accelerator.accumulate(models[1]):
+                    train(batch, 0, 1)
+            elif blocks == "again":  # a helper that has a block of its own
+                with accelerator.accumulate(*models), accelerator.accumulate(models[1]):
+                    train(batch, 0, 1)
+            else:
+                for i, model in enumerate(models):
+                    with accelerator.accumulate(model):
+                        train(batch, i)
+            trace["marks"] += "!" if accelerator.sync_gradients else "."
+            trace["weights"].append([weights(model) for model in models])
+    return trace
+
+
 # -- the window --------------------------------------------------------------------------------
 
 TABLE = [  # micro-batches of a process in an epoch, arguments, divisor of the loss, marks
@@ -182,6 +216,30 @@ def test_every_window_is_the_update_of_its_batches(
         assert found["marks"] == marks
         assert_close(found["gradients"], expected["gradients"])
         assert_close(found["weights"], expected["weights"])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("blocks", ["nested", "again", "after one another"])
+def test_two_blocks_a_batch_are_one_micro_batch(ranks, world, blocks):
+    samples = 5 * SIZE * world
+    one = on_processes(ranks, world, two_models, "one", 2, samples)
+    two = on_processes(ranks, world, two_models, blocks, 2, samples)
+    for expected, found in zip(one, two, strict=True):
+        assert found["marks"] == expected["marks"] == ".!.!!" * 2
+        torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=0)
+    torch.testing.assert_close(two[0]["weights"][-1], two[-1]["weights"][-1], rtol=0, atol=0)
+    reference = plain(rows(samples), dealt(samples, world, epochs=2), ".!.!!" * 2, 2)
+    assert_close(two[0]["weights"][-1][0], reference["weights"][-1])
+
+
+def test_a_model_that_comes_again_in_a_batch_begins_another_micro_batch():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    first, second = network(), network()
+    marks = ""
+    for models in [(first,), (first,), (second,), (first, second), (), (), ()]:
+        with accelerator.accumulate(*models):
+            marks += "!" if accelerator.sync_gradients else "."
+    assert marks == "...!..!"
 
 
 @pytest.mark.parametrize("world", WORLDS)

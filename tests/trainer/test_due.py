@@ -379,3 +379,32 @@ def test_a_metric_of_which_the_worst_would_be_kept_is_told(name, mode, word, cap
     said = told(caplog)
     assert [text.split()[0] for text in said] == kinds
     assert all(repr(name) in text and str(word) in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("which", "options", "told"),
+    [
+        ("train", {"max_epochs": 2}, "reads them 2 times"),
+        ("train", {"max_epochs": 1}, None),
+        ("train", {"max_epochs": 2, "max_steps": 2}, None),  # an epoch may be as long as that
+        ("train", {"max_epochs": 2, "limit_train_batches": 3}, None),
+        ("val", {"max_epochs": 1}, "reads them 2 times .once for the sanity check"),
+        ("val", {"max_epochs": 1, "num_sanity_val_steps": 0}, None),
+    ],
+)
+@pytest.mark.parametrize("of", [iter, lambda batches: (batch for batch in batches)])
+def test_an_iterator_that_would_be_read_twice_is_refused_before_the_first_step(
+    which, options, told, of
+):
+    batches = [torch.zeros(1, 1)] * 6
+    sources = {"train": batches, "val": batches} | {which: of(batches)}
+    module = Net()
+    trainer = quiet_trainer(**{"num_sanity_val_steps": 2, **options})
+    if told is None:
+        trainer.fit(module, sources["train"], sources["val"])
+        assert trainer.global_step == options.get("max_steps", 6)
+        return
+    with pytest.raises(ValueError, match=f"{told}.*such as a DataLoader or a list"):
+        trainer.fit(module, sources["train"], sources["val"])
+    assert trainer.global_step == 0
+    assert len(list(sources[which])) == 6

@@ -574,7 +574,8 @@ def test_a_stream_that_gives_nothing_is_refused_once_it_was_read():
 
 def test_an_iterator_cannot_be_read_a_second_time():
     once = iter([[torch.ones(2, 2)]])
-    text = fit_fails(Net(), ValueError, "read only once", "in epoch 1", train=once, max_epochs=2)
+    options = {"train": once, "max_epochs": 2, "limit_train_batches": 1}
+    text = fit_fails(Net(), ValueError, "read only once", "in epoch 1", **options)
     assert "iterated again" in text
 
 

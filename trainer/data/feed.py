@@ -182,6 +182,16 @@ class Feed:
         return getattr(self._source, "dataset", None)
 
     @property
+    def reads_once(self) -> bool:
+        """Whether the source is an iterator without a beginning, as a generator is.
+
+        One of the user's own classes may begin anew where it is iterated again.
+        """
+        kind = type(self._source)
+        pythons = kind.__module__ in ("builtins", "itertools")
+        return issubclass(kind, Generator) or (pythons and issubclass(kind, Iterator))
+
+    @property
     def even(self) -> bool:
         """Whether every process gets the same number of full batches; see `ShardedSampler`."""
         return self._even

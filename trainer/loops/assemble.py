@@ -27,7 +27,13 @@ from trainer.loops.about import name_of, versions
 from trainer.loops.asked import AskedSaves
 from trainer.loops.choosing import WORDS
 from trainer.loops.differing import refuse_differing, refuse_differing_options
-from trainer.loops.due import can_be_due, monitors_of, tell_of_modes, tell_of_no_validation
+from trainer.loops.due import (
+    can_be_due,
+    monitors_of,
+    refuse_second_pass,
+    tell_of_modes,
+    tell_of_no_validation,
+)
 from trainer.loops.lengths import Schedule
 from trainer.loops.loaders import check_step, feeds_for, loaders_for
 from trainer.loops.moving import counts_items
@@ -216,6 +222,7 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
         if run.rank > 0:
             # Rank 0 draws as a single process would; the others must draw other dropout masks.
             seed_generators(mix(run.feed.seed, run.rank) % 2**32)
+    refuse_second_pass(run, parts.settings.reload_dataloaders_every_n_epochs)
     told = logged(run.module)
     if isinstance(run.datamodule, DataModule):
         told = logged(run.datamodule) | told

@@ -172,6 +172,37 @@ def _has_loaders(module: TrainModule, datamodule: Any) -> bool:
     return hasattr(datamodule, "val_dataloader")
 
 
+def refuse_second_pass(run: FitRun, reload_every: int) -> None:
+    """Refuse iterators that would be empty when they are read for the second time.
+
+    One with a limit may go on, and a run that ends by steps or by the clock may read it once.
+
+    Args:
+        run: The fit, restored.
+        reload_every: Epochs after which the loaders are created again; 0 for never.
+
+    Raises:
+        ValueError: There is such an iterator.
+    """
+    length, counters = run.length, run.counters
+    epochs = 1
+    if length.max_epochs and length.max_steps is None and length.max_seconds is None:
+        epochs = length.max_epochs - counters.epoch - counters.epoch_complete
+    epochs = min(epochs, reload_every or epochs)
+    sanity_check = run.sanity_steps != 0 and counters.batches_seen == 0
+    reads = [("train", run.feed, epochs)]
+    reads += [("val", feed, epochs + sanity_check) for feed in run.val_feeds]
+    for which, feed, passes in reads:
+        if feed.reads_once and feed.limit is None and passes > 1:
+            sanity = " (once for the sanity check)" * (which == "val" and sanity_check)
+            raise ValueError(
+                f"The {which} loader is a {type(feed.loader).__name__}, whose batches can be read "
+                f"once, but this run reads them {passes} times{sanity}. Pass an object that can be "
+                f"iterated again, such as a DataLoader or a list, or set limit_{which}_batches to "
+                "read on where the last epoch ended."
+            )
+
+
 def refuse_missed(run: FitRun, logged: Iterable[str]) -> None:
     """Refuse a decision that depends on a validation if the run has none.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import copy
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,10 +112,104 @@ def test_lists_are_never_changed():
     assert inputs == [[1], [2], [3]]
 
 
-@pytest.mark.parametrize("whole", ["prompt", 3, None, object(), {"a": "prompt"}, {}])
+@pytest.mark.parametrize("whole", [{"a": "prompt", "b": b"x", "c": 3, "d": None, "e": object}, {}])
 def test_what_has_no_items_goes_to_every_process_whole(whole):
     assert parts(whole, 2) == [whole, whole]
     assert parts(whole, 2, padding=True) == [whole, whole]
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> int:
+        return range(5)[index] ** 2
+
+
+class Frame:
+    """What a data frame offers of it; its index and `select` are for columns."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, column: str) -> list[int]:
+        return {"rows": self.rows}[column]
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def select(self, columns: list[str]) -> dict[str, list[int]]:
+        return {column: self[column] for column in columns}
+
+    @property
+    def iloc(self) -> dict:
+        frame = self
+
+        class Rows:
+            def __getitem__(self, indices: object) -> Frame:
+                return Frame([frame.rows[index] for index in indices])
+
+        return Rows()
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize(
+    ("inputs", "kind"),
+    [
+        (range(5), range),
+        (deque(range(5), maxlen=7), deque),
+        (UserList(range(5)), UserList),
+        (array.array("i", range(5)), torch.utils.data.Subset),
+        (np.arange(5), np.ndarray),
+        (Frame(list(range(5))), Frame),
+        (Squares(), torch.utils.data.Subset),
+        (torch.utils.data.TensorDataset(torch.arange(5)), torch.utils.data.Subset),
+    ],
+)
+def test_what_has_a_length_and_an_index_is_split(inputs, kind, padding):
+    def plain(items: object) -> list:
+        return [int(item[0] if isinstance(item, tuple) else item) for item in items]
+
+    expected = parts(plain(inputs), 3, padding=padding)
+    for found in (
+        parts(inputs, 3, padding=padding),
+        [part["x"] for part in parts({"y": ["a"] * 5, "x": inputs}, 3, padding=padding)],
+    ):
+        assert [plain(part) for part in found] == expected
+        assert {type(part) for part in found} <= ({kind, list} if kind is range else {kind})
+    with pytest.raises(ValueError, match=r"inputs\['x'\] 5, inputs\['y'\] 4"):
+        parts({"x": inputs, "y": [0] * 4}, 3, padding=padding)
+
+
+def test_rows_of_an_array_are_not_copied():
+    rows = np.zeros((5, 3))
+    assert all(np.shares_memory(part, rows) for part in parts(rows, 2))
+    assert [part.shape for part in parts(rows, 2, padding=True)] == [(3, 3)] * 2
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("inputs", ["prompt", b"x", 3, None, {1, 2}, iter([1]), Stream()])
+def test_anything_else_is_refused(inputs, world_size):
+    text = f"inputs is a {type(inputs).__name__}, which cannot be split .*Pass a list"
+    with pytest.raises(TypeError, match=text):
+        parts(inputs, world_size)
+
+
+@pytest.mark.parametrize("value", [{1, 2}, iter([1]), Stream()])
+def test_a_dictionary_with_items_that_have_no_index_is_refused(value):
+    with pytest.raises(TypeError, match=r"inputs\['b'\] is a "):
+        parts({"a": [1, 2], "b": value}, 2)
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -131,9 +227,11 @@ def test_unequal_values_are_refused_on_any_number_of_processes(world_size):
         parts({"a": [1, 2], "b": {"c": (1, 2, 3)}}, world_size)
 
 
-def test_a_tensor_without_dimensions_is_refused():
-    with pytest.raises(ValueError, match=r"inputs\['t'\] is a tensor without dimensions"):
-        parts({"t": torch.tensor(1.0)}, 2)
+@pytest.mark.parametrize("value", [torch.tensor(1.0), np.array(1.0)])
+def test_a_tensor_without_dimensions_is_refused(value):
+    for inputs, name in ((value, "inputs"), ({"t": value}, r"inputs\['t'\]")):
+        with pytest.raises(ValueError, match=rf"{name} is an? \w+ without dimensions"):
+            parts(inputs, 2)
 
 
 def test_one_process_gets_the_inputs_themselves():

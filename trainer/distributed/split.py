@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import UserList, deque
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset, Subset
+
+from trainer.tree import rebuild
 
 
 def split(
@@ -21,9 +25,9 @@ def split(
     """Return the inputs of one process: ``len // world_size`` items, one more on the first ranks.
 
     Args:
-        inputs: A list, a tuple, a tensor (along its first dimension), a dataset with ``select``, or
-            a nested mapping of those; it is never changed. Anything else, alone or in a mapping,
-            goes to every process whole.
+        inputs: What has a length and an index: a list, tuple, range, deque, tensor or array (along
+            its first dimension), data frame or map-style dataset; or a nested mapping of those,
+            whose other values (strings, numbers, objects) go to every process. It is never changed.
         rank: This process.
         world_size: The number of processes; a single one gets the inputs themselves.
         padding: Repeat the last item so that every process has the same number. Empty inputs stay
@@ -31,13 +35,17 @@ def split(
         device: The device for tensors with `padding`, so that they can be gathered.
 
     Returns:
-        The same type as the inputs (a tuple for a named tuple); empty on some processes if there
-        are fewer items than processes and no padding.
+        The same type as the inputs: a tuple for a named tuple, a list for a padded range, and a
+        `torch.utils.data.Subset` where the type is not known. It is empty on some processes if
+        there are fewer items than processes and no padding.
 
     Raises:
-        ValueError: The values of a mapping have different numbers of items, or a tensor has no
-            dimension to split.
+        ValueError: The values of a mapping have different numbers of items, or a tensor or array
+            has no dimension to split.
+        TypeError: The inputs, or an iterable in a mapping, have no length or no index.
     """
+    if not isinstance(inputs, Mapping) and not _has_items(inputs):
+        raise _refusal(inputs, "inputs")
     lengths = dict(_lengths(inputs, "inputs"))
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -51,13 +59,18 @@ def split(
     share, extra = divmod(length, world_size)
     start = rank * share + min(rank, extra)
     stop = start + share + (rank < extra)
-    repeats = share + (extra > 0) - (stop - start) if padding else 0
+    repeats = share + (extra > 0) - (stop - start) if padding and length else 0
     return _take(inputs, range(start, stop), repeats, device if padding else None)
 
 
-def _splits(value: Any) -> bool:
-    return isinstance(value, (list, tuple, Tensor)) or (
-        hasattr(value, "select") and hasattr(value, "__len__")
+def _has_items(value: Any) -> bool:
+    """Return whether a value has a length and an index for each item."""
+    kind = type(value)
+    indexed = hasattr(kind, "__getitem__") or hasattr(kind, "select")
+    return (
+        indexed
+        and hasattr(kind, "__len__")
+        and not isinstance(value, (str, bytes, Mapping, IterableDataset))
     )
 
 
@@ -66,33 +79,51 @@ def _lengths(value: Any, name: str) -> Iterator[tuple[str, int]]:
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _lengths(each, f"{name}[{key!r}]")
-    elif isinstance(value, Tensor) and value.ndim == 0:
+    elif getattr(value, "shape", None) == ():
+        kind = "a tensor" if isinstance(value, Tensor) else "an array"
         raise ValueError(
-            f"{name} is a tensor without dimensions, which cannot be split between processes; "
-            "pass its .item() to give it to all of them."
+            f"{name} is {kind} without dimensions, which cannot be split between processes; pass "
+            "its .item() to give it to all of them."
         )
-    elif _splits(value):
+    elif _has_items(value):
         yield name, len(value)
+    elif hasattr(type(value), "__iter__") and not isinstance(value, (str, bytes)):
+        raise _refusal(value, name)
+
+
+def _refusal(value: Any, name: str) -> TypeError:
+    return TypeError(
+        f"{name} is a {type(value).__name__}, which cannot be split between processes: it has no "
+        "length and index for each item, as a list, an array or a map-style dataset has. Pass a "
+        "list of its items; a value for all processes needs no splitting. Loaders and streams are "
+        "divided by prepare()."
+    )
 
 
 def _take(value: Any, items: range, repeats: int, device: torch.device | None) -> Any:
     """Return these items of a value, then its last item `repeats` times."""
     if isinstance(value, Mapping):
-        taken = {key: _take(each, items, repeats, device) for key, each in value.items()}
-        if type(value) is dict or not isinstance(value, MutableMapping):
-            return taken
-        result: Any = copy.copy(value)
-        for key, each in taken.items():
-            result[key] = each
-        return result
-    if not _splits(value):
+        return rebuild(value, [_take(each, items, repeats, device) for each in value.values()])
+    if not _has_items(value):
         return value
+    own = slice(items.start, items.stop)
+    indices: Sequence[int] = [*items, *[len(value) - 1] * repeats] if repeats else items
+    if isinstance(value, (list, tuple, UserList)):
+        parts: Any = value[own], value[-1:]  # of the same type
+        return parts[0] + parts[1] * repeats
     if isinstance(value, Tensor):
-        part = value[items.start : items.stop]
+        part = value[own]
         if repeats:
             part = torch.cat([part, value[-1:].expand(repeats, *value.shape[1:])])
         return part if device is None else part.to(device)
-    if isinstance(value, (list, tuple)):
-        pair: Any = value[items.start : items.stop], value[-1:]  # both lists, or both tuples
-        return pair[0] + pair[1] * repeats
-    return value.select([*items, *[len(value) - 1] * repeats])
+    if isinstance(value, numpy.ndarray):
+        return value[indices] if repeats else value[own]
+    if isinstance(value, range):
+        return [value[index] for index in indices] if repeats else value[own]
+    if isinstance(value, deque):
+        return deque((value[index] for index in indices), value.maxlen)
+    if hasattr(value, "iloc"):  # a data frame, whose select is of columns
+        return value.iloc[indices]
+    if hasattr(value, "select"):  # a dataset of the library `datasets`
+        return value.select(indices)
+    return Subset(value, indices)

@@ -268,14 +268,15 @@ class PartialState(Shared):
         See `trainer.distributed.split.split`.
 
         Args:
-            inputs: A list, a tuple, a tensor, a data set with ``select``, or a dictionary of those.
+            inputs: What has a length and an index, such as a list, a tensor, an array or a
+                map-style dataset; or a dictionary of those.
             apply_padding: Repeat the last item so that every process has the same number, for
                 example to gather the results; drop the repeats afterwards. Tensors are then moved
                 to `device`.
 
         Raises:
             ValueError: The values of a dictionary have different numbers of items.
-            TypeError: `apply_padding` is not a bool.
+            TypeError: The inputs have no length or no index, or `apply_padding` is not a bool.
         """
         expect_bools(apply_padding=apply_padding)
         yield split(

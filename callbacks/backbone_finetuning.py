@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from callbacks.base import Callback
 from callbacks.checks import expect_bools, expect_counts, expect_numbers, given
+from trainer.names import bare_names
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -105,7 +106,7 @@ class BaseFinetuning(Callback):
         own = {id(p) for module in _all_modules(modules) for p in module.parameters(recurse=False)}
         new = {
             name: parameter
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in self._parameters()
             if parameter.requires_grad and id(parameter) in own - taken
         }
         if new:
@@ -117,8 +118,8 @@ class BaseFinetuning(Callback):
             return getattr(self, "_final", {})
         return {
             "epoch": self._epoch,
-            "frozen": [n for n, p in self._module.named_parameters() if not p.requires_grad],
-            "norms": [name for name, part in self._module.named_modules() if part in self._norms],
+            "frozen": [name for name, p in self._parameters() if not p.requires_grad],
+            "norms": [name for name, part in self._parts() if part in self._norms],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -146,9 +147,9 @@ class BaseFinetuning(Callback):
             return
         self._epoch = self._loaded["epoch"]
         frozen, norms = set(self._loaded["frozen"]), set(self._loaded["norms"])
-        for name, parameter in module.named_parameters():
+        for name, parameter in self._parameters():
             parameter.requires_grad = name not in frozen
-        for name, part in module.named_modules():
+        for name, part in self._parts():
             if name in norms:
                 self._freeze_statistics(part)
             else:
@@ -171,6 +172,12 @@ class BaseFinetuning(Callback):
         for norm in list(self._norms):
             self._unfreeze_statistics(norm)
         self._trainer = None
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return bare_names(self._module, self._module.named_parameters())
+
+    def _parts(self) -> Iterator[tuple[str, nn.Module]]:
+        return bare_names(self._module, self._module.named_modules())
 
     def _freeze_statistics(self, module: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module not in self._norms:

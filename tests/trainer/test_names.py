@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from callbacks import EMA, GradientNormMonitor, ModelCheckpoint, ModelSummary
+from callbacks import EMA, BaseFinetuning, GradientNormMonitor, ModelCheckpoint, ModelSummary
 from trainer import Accelerator, Trainer, TrainModule
 from trainer.names import bare_names, bare_state_dict
 from trainer.strategies.model import get_state_dict
@@ -91,6 +91,23 @@ def test_a_run_and_its_files_are_those_of_the_bare_module(wrap, capsys):
         state = bare_state_dict(module)
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+class Freeze(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.body)
+
+
+@wrapped
+def test_what_is_frozen_is_kept_by_the_users_own_names(wrap):
+    callback = Freeze()
+    trainer = Trainer(
+        max_steps=1, cpu=True, progress_bar=False, project_dir="run", callbacks=callback
+    )
+    trainer.fit(Net(wrap), data())
+    state = callback.state_dict()
+    assert state["norms"] == ["body.1"]
+    assert state["frozen"] == [f"body.{n}.{name}" for n in (0, 1) for name in ("weight", "bias")]
 
 
 @wrapped

@@ -873,9 +873,10 @@ class Trainer:
         check or a validation has shown its names, there is none but at the end of an epoch.
         """
         run = self._fit
-        if run is None or (run.validates and not (run.recorder.validated or self.epoch_complete)):
+        if run is None:
             return None
-        return run.recorder.monitored(name)
+        unknown = run.validates and not (self.validations or run.recorder.validated)
+        return None if unknown and not self.epoch_complete else run.recorder.monitored(name)
 
     @property
     def logged_names(self) -> set[str]:

@@ -516,6 +516,14 @@ def test_a_run_with_few_updates_stops_by_the_loss_of_its_epochs():
     assert records(trainer) == [{"step": 9, "epoch": 2, "x": 3.0}]  # which log_every decides
 
 
+def test_a_monitor_of_training_waits_for_the_names_of_the_first_validation_alone():
+    stopping = EarlyStopping("x", patience=2)
+    trainer = make(callbacks=stopping, val_every=2)
+    net = Net(lambda m, b, i: m.log("x", b.mean()), lambda m, b, i: None)
+    trainer.fit(net, loader(9), loader(1))
+    assert (stopping.best_score, stopping.stopped_step) == (2.0, 4)
+
+
 @pytest.mark.parametrize("sanity", [0, 1])
 @pytest.mark.parametrize("log_every", [1, 3, 50])
 @pytest.mark.parametrize("on_epoch", [False, True])

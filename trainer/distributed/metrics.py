@@ -110,8 +110,9 @@ def _has_columns(thing: Any, use_gather_object: bool) -> bool:
     if not lengths and not any(isinstance(value, Tensor) for value in values):
         return False
     of_samples = len(thing) in batch
-    of_columns = lengths <= batch | {1}  # one row may be a value of the process
-    fit = len(lengths - {1}) <= 1 and (of_columns or not of_samples)
+    of_process = set() if use_gather_object else {1}  # one row may be a value of the process
+    of_columns = lengths <= batch | of_process
+    fit = len(lengths - of_process) <= 1 and (of_columns or not of_samples)
     if use_gather_object or not any(isinstance(value, Tensor) for value in values):
         return fit and (isinstance(thing, tuple) or (bool(batch) and of_columns and not of_samples))
     if not fit and PartialState().num_processes > 1:

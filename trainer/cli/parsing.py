@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer.errors import choose, printable
+
+_DEEPEST_YAML, _MOST_YAML = 100, 1_000_000  # levels and values; configurations have far fewer
 
 
 def echo(text: object = "", *, error: bool = False) -> None:
@@ -109,6 +112,42 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number of 1 or more")
     return int(text)
+
+
+def check_yaml(text: str) -> str:
+    """Return a YAML text if it can be loaded with reasonable memory.
+
+    A few lines of aliases of aliases may stand for any number of values. So values are counted in
+    the parser's events, before anything is built from them.
+
+    Raises:
+        yaml.YAMLError: The text is not YAML, is nested too deeply, or stands for too many values.
+    """
+    import yaml
+
+    sizes: dict[str | None, float] = {}  # of what an alias stands for
+    open_parts: list[tuple[str | None, float]] = [(None, 0)]
+    for event in yaml.parse(text, yaml.SafeLoader):
+        size: float = 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_parts.append((event.anchor, 1))
+            if len(open_parts) > _DEEPEST_YAML:
+                raise yaml.YAMLError(f"it is nested more than {_DEEPEST_YAML} levels deep")
+            continue
+        if isinstance(event, yaml.AliasEvent):
+            size = sizes.get(event.anchor, math.inf)  # of a part that contains itself
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_parts.pop()
+            sizes[anchor] = size
+        elif isinstance(event, yaml.ScalarEvent):
+            sizes[event.anchor] = 1
+        else:
+            continue
+        anchor, before = open_parts[-1]
+        open_parts[-1] = anchor, before + size
+        if before + size > _MOST_YAML:
+            raise yaml.YAMLError(f"with its aliases it has more than {_MOST_YAML:,} values")
+    return text
 
 
 @contextmanager

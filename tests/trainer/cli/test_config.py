@@ -155,6 +155,12 @@ def test_what_means_nothing_here_is_noted():
     ]
 
 
+def bomb(form: str) -> str:
+    """Ten lines of YAML whose aliases stand for 8 to the power of 9 values."""
+    lines = [f"a{i}: &a{i} {form.format(f'*a{i - 1}')}" for i in range(1, 10)]
+    return "\n".join(["a0: &a0 {key: 1}", *lines])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -168,6 +174,10 @@ def test_what_means_nothing_here_is_noted():
         ("dynamo_config: {dynamo_use_regional_compilation: true}", "not supported"),
         ("- 1", "must be a mapping"),
         ("a: [", "is not YAML"),
+        ("a: " + "[" * 200 + "]" * 200, "nested more than 100 levels deep"),
+        (bomb("[{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}]"), "more than 1,000,000 values"),
+        (bomb("{{<<: [{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}]}}"), "more than 1,000,000 values"),
+        ("a: &a [*a]", "more than 1,000,000 values"),
         ("distributed_type: [NO]", "Did you mean|it must be one of"),
         ("dynamo_config: 3", "dynamo_config is 3; it must be a mapping"),
     ],

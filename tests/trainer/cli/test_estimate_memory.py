@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -421,6 +423,25 @@ def test_a_configuration_of_transformers(capsys):
     config.save_pretrained("bert")
     (row,) = estimate(capsys, "./bert", "--precision", "no")
     assert row["parameters"] == nbytes(AutoModel.from_config(config).parameters())
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
+    # In a process of its own, since the library goes on trying in a thread.
+    script = (
+        "import sys\n"
+        "from trainer.cli import estimate_memory, main\n"
+        "estimate_memory._PATIENCE = 0.5\n"
+        "sys.exit(main(['estimate-memory', 'somebody/model']))\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        command = [sys.executable, "-c", script]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert ended.returncode == 1
+    assert "the hub did not answer within 0.5 seconds" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_nothing_of_the_process_is_changed(capsys):

@@ -445,6 +445,16 @@ def test_a_script_is_no_configuration(capsys):
     )
 
 
+def test_a_file_that_would_take_all_memory_is_refused(capsys):
+    lines = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]" for i in range(1, 10)]
+    Path("bomb.yaml").write_text("\n".join(["a0: &a0 x", *lines, "trainer: {callbacks: *a9}"]))
+    Path("deep.yaml").write_text("trainer: " + "[" * 2000 + "]" * 2000)
+    for name, why in (("bomb", "more than 1,000,000 values"), ("deep", "100 levels deep")):
+        shown = error_of(capsys, "fit", f"{name}.yaml")
+        assert why in shown
+        assert f"The files are: {name}.yaml." in shown
+
+
 def test_a_file_of_another_encoding_is_told(capsys):
     Path("old.yaml").write_bytes("# für später\n".encode("latin-1"))
     assert main(["fit", "old.yaml"]) == 2

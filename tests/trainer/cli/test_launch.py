@@ -877,6 +877,7 @@ def test_a_dry_run_shows_and_starts_nothing(capsys):
         ("-m --no_python train", 2, "exclude each other"),
         ("--nnodes 3:1 --nproc_per_node 1 train.py", 2, "fewer than at least 3"),
         ("--num_processes 2 --nproc_per_node 2 train.py", 2, "pass one of them"),
+        ("--num_processes 100000000 train.py", 2, "100000000 processes on this machine are too"),
         ("--config_file none.yaml train.py", 1, "there is no configuration file none.yaml"),
         ("--max_restarts -1 train.py", 2, "must be at least 0"),
         ("--num_processes 2 --rdzv_conf timeout train.py", 2, "like timeout=600"),

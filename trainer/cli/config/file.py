@@ -19,6 +19,7 @@ import yaml
 from trackers.strict_json import dumps
 from trainer import environment
 from trainer.choices import DynamoBackend, PrecisionType
+from trainer.cli.parsing import check_yaml
 from trainer.configuration import refuse_fp8
 from trainer.errors import choose
 
@@ -235,9 +236,10 @@ def read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """
     try:
         # JSON is YAML too, unless there are tabs in it.
-        load = json.loads if path.suffix == ".json" else yaml.safe_load
-        loaded = load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        is_json = path.suffix == ".json"
+        loaded = json.loads(text) if is_json else yaml.safe_load(check_yaml(text))
+    except (yaml.YAMLError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise ValueError(f"{path} is not {kind}: {error}") from error
     if loaded is None:

@@ -6,7 +6,10 @@ import argparse
 import inspect
 import logging
 import re
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -18,6 +21,7 @@ import yaml
 from trackers.strict_json import dumps
 from trainer.cli.parsing import (
     CommandError,
+    check_yaml,
     command_parser,
     count,
     echo,
@@ -39,6 +43,7 @@ _UNMEASURED = {  # torch's optimizers of which one step on dummy gradients says 
     "sparseadam": "it takes only sparse gradients, whose size depends on the data",
 }
 _OWN = "MODULE:NAME, a class or function that creates an optimizer from a list of parameters"
+_PATIENCE = 10.0  # seconds in which a hub finds a configuration of a few kilobytes
 _COLUMNS = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
@@ -230,7 +235,7 @@ def _pair(text: str) -> tuple[str, Any]:
     if not equals or not name.isidentifier():
         raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE")
     try:
-        read = yaml.safe_load(value)
+        read = yaml.safe_load(check_yaml(value))
     except yaml.YAMLError:
         raise argparse.ArgumentTypeError(f"{value!r}, of {name}, cannot be read as YAML") from None
     if isinstance(read, str):  # to YAML 1e-3 is a text, 1.0e-3 a number
@@ -325,8 +330,23 @@ def _of_library(name: str, init: dict[str, Any]) -> nn.Module:
             f"{name!r} is not MODULE:CLASS, so it names a model of {library}, which is not "
             f"installed: pip install {library}."
         ) from None
+    lookup: Future[Any] = Future()
+
+    def look_up() -> None:
+        try:
+            lookup.set_result(AutoConfig.from_pretrained(name, **init))  # only config.json
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            lookup.set_exception(error)
+
+    # In a thread, since offline the library tries for minutes.
+    threading.Thread(target=look_up, daemon=True).start()
     try:
-        config = AutoConfig.from_pretrained(name, **init)  # only config.json
+        config = lookup.result(_PATIENCE)
+    except FutureTimeoutError:
+        raise CommandError(
+            f"{name!r} was not found on this machine, and the hub did not answer within "
+            f"{_PATIENCE:g} seconds."
+        ) from None
     except OSError as error:
         raise CommandError(f"transformers finds no model {name!r}: {error}") from None
     model: nn.Module = AutoModel.from_config(config)

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from jsonargparse import (
     ArgumentParser,
     DefaultHelpFormatter,
     Namespace,
+    get_loader,
+    set_loader,
     set_parsing_settings,
 )
 
@@ -22,6 +25,7 @@ from callbacks import Callback, PredictionWriter
 from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
 from trainer.cli.fit.saved import SavedConfiguration
+from trainer.cli.parsing import check_yaml
 from trainer.configuration import KwargsHandler
 from trainer.datamodule import DataModule
 from trainer.module import TrainModule
@@ -76,6 +80,10 @@ exit codes:
   1    an error in the run; 2 in the configuration
   124  max_time is over; 130 Ctrl-C; 143 SIGTERM: the run is saved, and --ckpt_path auto
        resumes it"""
+
+
+_load_yaml = get_loader("yaml")
+set_loader("yaml", lambda text: _load_yaml(check_yaml(text)), (yaml.YAMLError,))
 
 
 class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):

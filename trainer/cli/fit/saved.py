@@ -12,6 +12,7 @@ import yaml
 from callbacks import Callback
 from trackers.jsonl import unused_name
 from trainer.checkpoint.atomic import write_whole
+from trainer.cli.parsing import check_yaml
 from trainer.distributed.control import on_main
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def _text_of(file: Path) -> str:
 def _content(text: str) -> Any:
     """Return the settings of a configuration, except ``ckpt_path``."""
     try:
-        found = yaml.safe_load(text)
+        found = yaml.safe_load(check_yaml(text))
     except yaml.YAMLError:  # it was edited: compare the text
         return text
     return {k: v for k, v in found.items() if k != "ckpt_path"} if isinstance(found, dict) else text

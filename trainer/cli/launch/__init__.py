@@ -8,6 +8,7 @@ are started by torch's elastic agent, see `trainer.cli.launch.group`.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -23,6 +24,8 @@ from trainer.cli.config.file import LaunchConfiguration, default_place
 from trainer.cli.launch.options import parser as parser
 from trainer.cli.launch.slurm import batch_script
 from trainer.cli.parsing import CommandError, echo, ended_at_once
+
+_LEAST_MEMORY = 4 << 20  # bytes of a process; Python alone takes more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +158,11 @@ def make_plan(arguments: argparse.Namespace, configuration: LaunchConfiguration)
         and _processes(arguments, configuration) == 1
     )
     processes = 1 if here else _processes(arguments, configuration)
+    if processes > (most := _most_processes()):
+        raise argparse.ArgumentTypeError(
+            f"{processes} processes on this machine are too many: it can start at most {most}, by "
+            "its memory and the user's limit. Pass a smaller --num_processes."
+        )
     if (
         not here
         and machines[1] > 1
@@ -220,6 +228,18 @@ def _processes(arguments: argparse.Namespace, configuration: LaunchConfiguration
             f"--multi_gpu needs at least two devices, but {wanted} would be used. Leave it out."
         )
     return wanted
+
+
+def _most_processes() -> float:
+    """Return the number of processes above which this machine starts none, whatever they do."""
+    try:
+        import resource
+    except ImportError:  # Windows, where neither is known
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = memory // _LEAST_MEMORY
+    return most if limit == resource.RLIM_INFINITY else min(most, limit)
 
 
 def _on_cpu(configuration: LaunchConfiguration) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trackers.files import read_json
 from trackers.jsonl import FIELDS, parse_record
 from trackers.masking import masked
 from trackers.media import one_level
@@ -204,7 +204,7 @@ def _is_run(folder: Path) -> bool:
 
 def _read_about(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        about = json.loads(path.read_bytes())
+        about = read_json(path)
         if any(np.isnan(_number(start["begin"])) for start in about["starts"]):
             raise TypeError("a start has no time")
         if any(np.isnan(_number(start.get("end") or 0)) for start in about["starts"]):
@@ -213,7 +213,7 @@ def _read_about(path: Path, problems: list[str]) -> dict[str, Any]:
             raise TypeError("a warning has no text")
     except FileNotFoundError:
         return {}
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         problems.append(f"{path.name} cannot be read: {error!r}.")
         return {}
     return dict(about)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import statistics
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trackers.files import read_json
 from trackers.jsonl import FIELDS, parse_record
 from trainer.checkpoint import layout
 from trainer.checkpoint.lock import holder_of
@@ -238,7 +238,7 @@ def _number(value: Any, *, finite: bool = True) -> float | None:
 def _end_of(folder: Path) -> tuple[str, str | None]:
     """Return how the last start of a run ended, according to `run.json`, and its error."""
     try:
-        start = json.loads((folder / "run.json").read_bytes())["starts"][-1]
+        start = read_json(folder / "run.json")["starts"][-1]
         status, error = start["status"], start["error"]
     except (OSError, ValueError, LookupError, TypeError):  # an older run has no such file
         return "not running", None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 # The ranked names with their scores, the newest names, and those no longer wanted.
 _Decisions = tuple[dict[str, float], list[str], list[str]]
+
+
+_NAME = re.compile(r"step-[0-9]{8,}")  # what `_name_at` returns
 
 
 def _name_at(step: int) -> str:
@@ -206,7 +210,14 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the decisions in ``state``."""
+        """Restore the decisions in ``state``.
+
+        Raises:
+            ValueError: A checkpoint that it may remove is none of those that it names.
+        """
+        for name in (*state["scores"], *state["newest"], *state["displaced"]):
+            if not _NAME.fullmatch(name):  # such as a path that leads to another folder
+                raise ValueError(f"{name!r} is not the name of a checkpoint of this callback")
         self._scores = self._rank(state["scores"])
         self._newest = list(state["newest"])
         self._displaced = list(state["displaced"])

@@ -11,6 +11,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+LARGEST = 1 << 26  # bytes of a file of JSON that describes something
+
 _HIDDEN = ".cadence-writing-"
 
 
@@ -76,7 +78,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
     return content
 
 
-def read_json(path: str | os.PathLike[str], limit: int = 1 << 24) -> Any:
+def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:
     """Read a regular file of JSON.
 
     Args:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from callbacks.arguments import explained
 from callbacks.folder import with_home
 from trainer import checkpoint as disk
+from trainer.checkpoint.manifest import MANIFEST, check_form
 from trainer.distributed.collectives import gather
 from trainer.errors import CheckpointError, choose
 from trainer.hparams import HyperParameters, keep, kept_by, make
@@ -165,11 +166,13 @@ class TrainModule(nn.Module):
         device = None if map_location is None else _device(map_location)
         folder = _checkpoint_at(path)
         manifest = disk.verify(folder)
+        check_form(manifest, {"files": {disk.WEIGHTS_NAME: dict}}, folder / MANIFEST)
         strict = cls.strict_loading if strict is None else strict
         module = make(cls, manifest.get("hyper_parameters", {}), kwargs, folder, strict=strict)
         module.configure_model()
         if f"{_TRAINER}.json" in manifest["files"]:  # first: it may replace parts of the module
-            module.on_load_checkpoint(disk.load_tree(folder, _TRAINER)["extra"])
+            saved = disk.load_tree(folder, _TRAINER, manifest["files"], {"extra": dict})
+            module.on_load_checkpoint(saved["extra"])
         module.to(device)
         weights = disk.load_weights(folder)
         disk.load_into(module, weights, where=folder / disk.WEIGHTS_NAME, strict=strict)

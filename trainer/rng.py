@@ -135,6 +135,19 @@ def load_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(state["mps"])
 
 
+def is_rng_state(state: Any) -> bool:
+    """Return whether the CPU's generators take a state of `rng_state`; they are left alone."""
+    try:
+        version, internal, gauss = state["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        torch.Generator().set_state(state["torch"])
+        if "numpy" in state:
+            numpy.random.RandomState().set_state(tuple(state["numpy"]))
+    except Exception:  # noqa: BLE001 - of any type, as the state may have any form
+        return False
+    return True
+
+
 def _load_device_state(device: Any, saved: Any) -> None:
     if isinstance(saved, torch.Tensor):  # only the current device's
         device.set_rng_state(saved)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.checkpoint.layout import committed, set_aside, step_of
-from trainer.checkpoint.manifest import peek, read_manifest
+from trainer.checkpoint.manifest import read_manifest, run_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ def refuse_other_runs(chosen: Path, roots: Iterable[Path]) -> None:
         CheckpointError: The checkpoint cannot be read.
         ValueError: A folder holds a checkpoint of another run.
     """
-    run_id = read_manifest(chosen).get("run_id")
+    run_id = run_id_of(chosen)
     for path in (path for root in roots for path in committed(root)):
-        other = peek(path).get("run_id")
+        other = run_id_of(path)
         if None not in (run_id, other) and run_id != other:
             raise ValueError(
                 f"{path} is a checkpoint of another run than {chosen}, from which this one is to "

@@ -5,24 +5,34 @@ A new folder, or one that holds only a checkpoint, is committed by one rename
 
     folder/notes.txt                    the user's file: left alone
     folder/.cadence-staging/            a save in progress, or one that was killed …
-    folder/.cadence-staging/manifest.json      … after which only the moves are left to do
+    folder/.cadence-staging/manifest.json      … after which its files only need their names
 
-Writing the staged manifest is the commit: the next process that finds it completes the moves. The
-old manifest is removed first and the new one moved last, so that no reader takes a mixture of old
-and new files for a checkpoint.
+Writing the staged manifest is the commit: from then on readers take the staging folder, which stays
+whole until every file has its name in the folder, and the next save completes that. The old
+manifest is removed first and the new one comes last, so that no reader takes a mixture of old and
+new files for a checkpoint. Reading changes nothing on the disk.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.atomic import sync, sync_folders
 from trainer.checkpoint.layout import commit, discard, locate, open_staging, seal
-from trainer.checkpoint.manifest import MANIFEST, is_ours, read_manifest
+from trainer.checkpoint.manifest import (
+    MANIFEST,
+    check_folders,
+    is_ours,
+    open_listed,
+    read_manifest,
+    strangers,
+    verify,
+)
 from trainer.errors import CheckpointError
 
 STAGING = ".cadence-staging"
@@ -41,8 +51,8 @@ def open_folder(target: Path) -> Path:
     if not is_shared(target):
         return open_staging(target)
     staging = target / STAGING
-    if staging.exists():
-        shutil.rmtree(staging)
+    if os.path.lexists(staging):
+        shutil.rmtree(staging)  # refuses a link
     staging.mkdir()
     return staging
 
@@ -60,21 +70,42 @@ def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> P
     if staging.parent != target:
         return commit(staging, target, manifest)
     seal(staging, manifest)
-    _move(staging, target)
+    _put_in_place(staging, target, read_manifest(staging)["files"])
     return target
 
 
 def recover(target: Path) -> Path:
-    """Complete the moves of a save that was killed after its commit, if there was one.
+    """Complete a save to a folder that was killed after its commit, if there was one.
 
-    Call it on one rank, before ``target`` is read.
+    Call it on one rank, before ``target`` is written.
 
     Returns:
         ``target``, or the path to which a killed save has set it aside.
     """
-    if is_ours(target / STAGING):
-        _move(target / STAGING, target)
+    staging = target / STAGING
+    if (manifest := _committed(staging)) is not None:
+        _put_in_place(staging, target, manifest["files"])
     return locate(target)
+
+
+def examine(target: Path, *, hashes: bool = True) -> tuple[Path, dict[str, Any]]:
+    """Check the files of a checkpoint against its manifest; nothing is changed on the disk.
+
+    Args:
+        target: The checkpoint.
+        hashes: See :func:`trainer.checkpoint.verify`.
+
+    Returns:
+        The folder to read, and its manifest: ``target``, the path to which a killed save has set it
+        aside, or the staging folder of a save that was killed after its commit.
+
+    Raises:
+        CheckpointError: See :func:`trainer.checkpoint.verify`.
+    """
+    path = locate(target)
+    if (manifest := _committed(path / STAGING, hashes=hashes)) is not None:
+        return path / STAGING, manifest
+    return path, verify(path, hashes=hashes)
 
 
 def abandon(staging: Path) -> None:
@@ -92,31 +123,50 @@ def is_shared(target: Path) -> bool:
         return True
     if not is_ours(target):
         return True  # also a damaged checkpoint: which of its files are ours is unknown
-    listed = {MANIFEST, *read_manifest(target)["files"]}
-    folders = {parent.as_posix() for name in listed for parent in Path(name).parents}
-    names = {entry.relative_to(target).as_posix() for entry in target.rglob("*")}
-    return bool(names - listed - folders)
+    return bool(strangers(target, read_manifest(target)))
 
 
-def _move(staging: Path, target: Path) -> None:
-    new, old = _listed(staging), _listed(target)
+def _committed(staging: Path, *, hashes: bool = True) -> dict[str, Any] | None:
+    """Return the manifest of a staging folder that is complete and intact; else None."""
+    try:
+        return None if staging.is_symlink() else verify(staging, hashes=hashes)
+    except CheckpointError:
+        return None
+
+
+def _put_in_place(staging: Path, target: Path, new: Collection[str]) -> None:
+    for name in new:
+        check_folders(target, name)
+    old = list(read_manifest(target)["files"]) if is_ours(target) else []
     (target / MANIFEST).unlink(missing_ok=True)
     sync(target)
     for name in new:
-        if (staging / name).exists():  # otherwise it was moved before the process was killed
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / name, target / name)
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        _name(staging / name, target / name, staging)
     for name in set(old) - set(new):
-        (target / name).unlink(missing_ok=True)
+        _delete_regular(target, name)
     sync_folders(target)
-    os.replace(staging / MANIFEST, target / MANIFEST)
+    _name(staging / MANIFEST, target / MANIFEST, staging)
     sync(target)
+    (staging / MANIFEST).unlink()  # from here on readers take the target
     shutil.rmtree(staging)
 
 
-def _listed(folder: Path) -> list[str]:
-    """Return the files that a folder's manifest lists; none if it is missing or damaged."""
+def _name(source: Path, goal: Path, staging: Path) -> None:
+    """Give a file another name too, atomically; copy it where the file system has no hard links."""
+    other = staging / f"{STAGING}-link"
+    other.unlink(missing_ok=True)
     try:
-        return list(read_manifest(folder)["files"])
-    except CheckpointError:
-        return []
+        os.link(source, other, follow_symlinks=False)
+    except OSError:
+        shutil.copyfile(source, other)
+        sync(other)
+    os.replace(other, goal)
+    other.unlink(missing_ok=True)  # it stays if both were names of the same file
+
+
+def _delete_regular(target: Path, name: str) -> None:
+    """Delete a file of an earlier checkpoint, unless something else has taken its place."""
+    with suppress(OSError):
+        open_listed(target, name).close()
+        (target / name).unlink()

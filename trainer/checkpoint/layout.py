@@ -92,8 +92,7 @@ def open_staging(target: Path) -> Path:
         logger.warning("%s is not an intact checkpoint. It is now %s.", target, set_aside(target))
     _refuse_foreign(target)
     staging = staging_path(target)
-    if staging.exists():
-        shutil.rmtree(staging)
+    _clear(staging)
     staging.mkdir(parents=True)
     return staging
 
@@ -205,6 +204,8 @@ def remove(path: Path) -> None:
             f"{path} has no manifest of this format, so it is not deleted. Delete it by hand if it "
             "is not needed."
         )
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a link, so it is not deleted. Delete it by hand.")
     if others := strangers(path, read_manifest(path)):
         raise CheckpointError(
             f"{path} holds files that are not the checkpoint's ({', '.join(others[:3])}), so it is "
@@ -212,8 +213,7 @@ def remove(path: Path) -> None:
         )
     trash = path.with_name(_TRASH + path.name)
     try:
-        if trash.exists():
-            shutil.rmtree(trash)
+        _clear(trash)
         os.rename(path, trash)
         sync(path.parent)
         shutil.rmtree(trash)
@@ -237,7 +237,9 @@ def sweep(root: Path) -> list[Path]:
         return []
     ours = (_STAGING, _REPLACED, _TRASH)
     leftovers = [
-        entry for entry in sorted(root.iterdir()) if entry.name.startswith(ours) and entry.is_dir()
+        entry
+        for entry in sorted(root.iterdir())
+        if entry.name.startswith(ours) and entry.is_dir() and not entry.is_symlink()
     ]
     for entry in leftovers:
         target = root / entry.name.removeprefix(_REPLACED)
@@ -260,16 +262,22 @@ def discard(path: Path) -> None:
             logger.warning("%s is no longer needed but could not be deleted: %s", path, error)
 
 
+def _clear(path: Path) -> None:
+    """Delete a folder of ours that readers ignore, if it exists."""
+    if os.path.lexists(path):
+        shutil.rmtree(path)  # refuses a link
+
+
 def _discard_replaced(aside: Path) -> None:
-    """Delete a replaced checkpoint, unless its folder holds other files."""
+    """Delete a replaced checkpoint, unless it is a link or its folder holds other files."""
     try:
-        if not is_ours(aside) or strangers(aside, read_manifest(aside)):
+        manifest = read_manifest(aside) if is_ours(aside) and not aside.is_symlink() else None
+        if manifest is None or strangers(aside, manifest):
             kept = set_aside(aside, "replaced")
             logger.warning("The replaced checkpoint held other files: it is now %s.", kept)
             return
         trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
-        if trash.exists():
-            shutil.rmtree(trash)
+        _clear(trash)
         os.rename(aside, trash)  # so that a partial deletion is swept, not taken for a checkpoint
     except OSError as error:
         logger.warning("%s is no longer needed but could not be moved: %s", aside, error)

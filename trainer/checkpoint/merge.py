@@ -22,7 +22,7 @@ from trainer.checkpoint.atomic import write_whole
 from trainer.checkpoint.layout import locate
 from trainer.checkpoint.manifest import MANIFEST, read_manifest, sha256_of
 from trainer.checkpoint.model import INDEX_SUFFIX
-from trainer.checkpoint.weightfiles import find_weight_files
+from trainer.checkpoint.weightfiles import find_weight_files, read_index
 from trainer.checkpoint.weights import tied_names
 from trainer.errors import CheckpointError
 
@@ -137,7 +137,7 @@ def _check_against_index(checkpoint: Path, files: list[Path], found: dict[str, _
         indexes = sorted(files[0].parent.glob(f"*.safetensors{INDEX_SUFFIX}"))
     if not indexes:
         return
-    listed = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
+    listed = read_index(indexes[0])
     if files[0].name not in listed.values():  # the index describes other files
         return
     for name, file in listed.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint.jointly import Ranks, keeper_of, keeps, together
 from trainer.checkpoint.layout import committed, step_of, without_manifest
-from trainer.checkpoint.manifest import is_newer, peek, read_manifest, verify
+from trainer.checkpoint.manifest import is_newer, read_manifest, run_id_of, verify
 from trainer.errors import CheckpointError, LaterReleaseError
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ def newest_sound(
     *,
     group: dist.ProcessGroup | None = None,
     on_each_node: bool = False,
+    check: Callable[[Path, dict[str, Any]], object] = lambda _, manifest: manifest,
 ) -> Path | None:
     """Return the newest intact checkpoint of a run, alike on all ranks; collective.
 
@@ -36,6 +37,8 @@ def newest_sound(
         state: The ranks.
         group: The process group of the collectives.
         on_each_node: The machines share no disk.
+        check: Called with an intact checkpoint and its manifest; raises a CheckpointError if it is
+            malformed nevertheless.
 
     Returns:
         The checkpoint, in the `root` of the rank that keeps the checkpoints on this rank's disk, or
@@ -52,7 +55,7 @@ def newest_sound(
         for path in without_manifest(root) if keeper else ():
             logger.warning("%s is not used: it has no manifest.json, so it is damaged.", path)
         here = [path for path in committed(root) if not holds_weights_only(path)]
-        return {step_of(path) or 0: (path, peek(path).get("run_id")) for path in here}
+        return {step_of(path) or 0: (path, run_id_of(path)) for path in here}
 
     first = keeper_of(state, on_each_node, group)
     found = together(what, lambda: list_() if keeper else None, state, group)
@@ -65,7 +68,7 @@ def newest_sound(
             continue
         path, _ = listed[first][step]  # this process's working directory may be another one
         # the lambda is called at once
-        verdicts = together(what, lambda: _verdict(path) if keeper else None, state, group)  # noqa: B023
+        verdicts = together(what, lambda: _verdict(path, check) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
                 f"{what} failed: {later[0].text} To resume from an older checkpoint anyway, pass "
@@ -142,10 +145,10 @@ class _Verdict(NamedTuple):
     damaged: bool  # False: a later release wrote it
 
 
-def _verdict(path: Path) -> _Verdict | None:
+def _verdict(path: Path, check: Callable[[Path, dict[str, Any]], object]) -> _Verdict | None:
     """Return why a checkpoint cannot be used, and log damage; None if it is intact."""
     try:
-        verify(path)
+        check(path, verify(path))
     except CheckpointError as error:
         damaged = not is_newer(path)
         if damaged:

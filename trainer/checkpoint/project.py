@@ -14,7 +14,7 @@ from trainer.checkpoint.jointly import Ranks, keeps, refuse_together, together
 from trainer.checkpoint.layout import NUMBERED, remove, sweep
 from trainer.checkpoint.manifest import is_ours
 from trainer.checkpoint.restore import Prepared, logger
-from trainer.checkpoint.state import LoadHook, SaveHook, examine
+from trainer.checkpoint.state import LoadHook, SaveHook, check_readable, find_state
 from trainer.configuration import ProjectConfiguration
 from trainer.errors import CheckpointError
 
@@ -217,7 +217,9 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
 
 def _is_sound(path: Path) -> bool:
     try:
-        examine(path)
+        folder, manifest = find_state(path)
+        if manifest is not None:  # else accelerate's
+            check_readable(folder, manifest)
     except CheckpointError as error:
         logger.warning("%s is not used: %s", path, error)
         return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from trainer.checkpoint import gradients
 from trainer.checkpoint.tensors import load_tree
 from trainer.errors import CheckpointError
 from trainer.strategies.communication import for_processes
+
+FILE = re.compile(r"random_states_\d+\.json")
 
 
 def name_of(rank: int) -> str:
@@ -25,6 +29,7 @@ class Loading:
 
     Attributes:
         path: The checkpoint.
+        files: The names of its files.
         own: The state saved by the same rank or, if there was none, by another one. Earlier
             releases saved neither gradients nor states of communication hooks.
         rank: The rank.
@@ -33,6 +38,7 @@ class Loading:
     """
 
     path: Path
+    files: Container[str]
     own: dict[str, Any]
     rank: int
     saved_by: int
@@ -62,10 +68,11 @@ def communication_of(it: Loading) -> list[dict[str, Any]]:
 def _every_rank(it: Loading, how: str, what: str) -> list[dict[str, Any]]:
     """Return the per-rank state of every rank that saved."""
     path, saved_by = it.path, it.saved_by
-    files = [path / f"{name_of(rank)}.json" for rank in range(saved_by)]
-    if missing := [file.name for file in files if not file.exists()]:  # on another machine's disk
+    stems = [name_of(rank) for rank in range(saved_by)]
+    missing = [f"{stem}.json" for stem in stems if f"{stem}.json" not in it.files]
+    if missing:  # on another machine's disk
         raise CheckpointError(
             f"{path} was saved {how} by {saved_by} processes, and {', '.join(missing)} with {what} "
             f"are missing here. Load it with {saved_by} processes."
         )
-    return [load_tree(path, file.stem) for file in files]
+    return [load_tree(path, stem, it.files) for stem in stems]

@@ -21,6 +21,8 @@ from trainer.errors import CheckpointError
 from trainer.optim.state import load_state
 from trainer.rng import load_rng_state, mix, seed_generators
 
+OPTIMIZER_FORM = {"state?": dict, "param_groups?": [{"params": list}]}  # of torch's and others
+
 logger = logging.getLogger(__name__)
 
 

@@ -23,24 +23,27 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch
 
 from trainer.checkpoint import accelerate_format, gradients, ranks
-from trainer.checkpoint.folder import abandon, commit_folder, open_folder, recover
+from trainer.checkpoint.folder import STAGING, abandon, commit_folder, examine, open_folder
 from trainer.checkpoint.jointly import Ranks, keeper_of, keeps, refuse_together, together
-from trainer.checkpoint.manifest import MANIFEST, verify
+from trainer.checkpoint.layout import locate
+from trainer.checkpoint.manifest import MANIFEST, check_form, count
 from trainer.checkpoint.model import BIN_NAME, INDEX_SUFFIX, write_weights_file
-from trainer.checkpoint.restore import Prepared, Stored, apply, check, logger
+from trainer.checkpoint.restore import OPTIMIZER_FORM, Prepared, Stored, apply, check, logger
 from trainer.checkpoint.tensors import load_tree, save_tree
 from trainer.checkpoint.torchfile import read_torch_file
+from trainer.checkpoint.weightfiles import read_shapes
 from trainer.checkpoint.weights import WEIGHTS_NAME, load_weights, separate_tied
 from trainer.errors import CheckpointError, DistributedOperationException
 from trainer.names import bare_state_dict
 from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import state_of
-from trainer.rng import rng_state
+from trainer.rng import is_rng_state, rng_state
 
 SaveHook = Callable[[list[torch.nn.Module], list[dict[str, Any]], str], object]
 LoadHook = Callable[[list[torch.nn.Module], str], object]
@@ -48,6 +51,17 @@ T = TypeVar("T")
 
 _WEIGHTS = (WEIGHTS_NAME, f"{WEIGHTS_NAME}{INDEX_SUFFIX}", BIN_NAME)
 _KIND = "accelerator"
+_FORM = {
+    **dict.fromkeys(("world_size", "models", "optimizers", "schedulers", "custom_objects"), count),
+    "scaler": bool,
+}
+_RANK_FORM = {
+    "rng": is_rng_state,
+    "step": count,
+    "gradients?": (dict, NoneType),
+    "window_open?": bool,
+    "communication?": list,
+}
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
@@ -190,7 +204,7 @@ def load_state(
         lambda: _expect_folder(target), processes, here=main, operation="load_state (arguments)"
     )
     keeper = keeper_of(processes, save_on_each_node, operation="load_state (machines)")
-    examined = step("folder", lambda: examine(target) if main else None)[keeper]
+    examined = step("folder", lambda: find_state(target) if main else None)[keeper]
     assert examined is not None  # the keeper has examined it
     path, manifest = examined
     for number in range(max(step("hooks", lambda: len(hooks)))):
@@ -232,37 +246,38 @@ def load_state(
     return stored.step
 
 
-def examine(path: Path) -> tuple[Path, dict[str, Any] | None]:
+def find_state(target: Path) -> tuple[Path, dict[str, Any] | None]:
     """Check that a folder holds an intact state.
 
     Returns:
-        The folder (or the path to which a killed save has set it aside) and its manifest, which is
-        None for a folder of accelerate.
+        The folder to read, see :func:`trainer.checkpoint.folder.examine`, and its manifest, which
+        is None for a folder of accelerate.
 
     Raises:
         CheckpointError: If it is damaged, or not a state of an `Accelerator`.
     """
-    path = recover(Path(os.path.abspath(path)))
-    if not (path / MANIFEST).exists() and accelerate_format.recognised(path):
+    path = locate(Path(os.path.abspath(target)))
+    manifests = [each for each in (path, path / STAGING) if (each / MANIFEST).exists()]
+    if not manifests and accelerate_format.recognised(path):
         return path, None
     weights = [each for each in _WEIGHTS if (path / each).exists()]
-    state = (path / MANIFEST).exists() or any(path.glob("random_states_*.json"))
-    if weights and not state:
+    if weights and not manifests and not any(path.glob("random_states_*.json")):
         raise CheckpointError(
             f"{path} holds weights ({weights[0]}), but no state of save_state: there is no "
             f"{MANIFEST}. Load them with load_checkpoint_in_model(model, folder)."
         )
-    manifest = verify(path)
+    path, manifest = examine(path)
     if manifest.get("kind") != _KIND:
         raise CheckpointError(
             f"{path} was not saved by Accelerator.save_state. A Trainer's checkpoint is resumed "
             "with Trainer.fit(…, ckpt_path=…)."
         )
+    check_form(manifest, _FORM, path / MANIFEST)
     return path, manifest
 
 
 def _expect_folder(target: Path) -> None:
-    if not recover(target).is_dir():
+    if not locate(target).is_dir():
         if target.is_file():
             raise ValueError(
                 f"{target} is a file; give the path of a folder that save_state wrote."
@@ -372,42 +387,78 @@ def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
     return gradients.named_parameters(prepared.models, prepared.optimizers)
 
 
-def _read_weights(path: Path, listed: Container[str], number: int) -> Any:
-    """Read a model's weights from the file in the manifest; ignore one of the other format."""
-    file = f"{_numbered('model', number)}.safetensors"
-    if file in listed:
-        return load_weights(path / file)
-    return read_torch_file(path / f"{_numbered('pytorch_model', number)}.bin")
+def check_readable(path: Path, manifest: dict[str, Any]) -> None:
+    """Read all that a folder holds, only the headers of weights, and compare it with its form.
+
+    Raises:
+        CheckpointError: A file is malformed.
+    """
+    for number in range(manifest["models"]):
+        file = path / _weights_file(manifest["files"], number)
+        if file.suffix == ".safetensors":
+            read_shapes(file)
+    _read_shared(path, manifest, copy=False)
+    for stem in _rank_stems(manifest["files"]):
+        load_tree(path, stem, manifest["files"], _RANK_FORM, copy=False)
+
+
+def _rank_stems(listed: Iterable[str]) -> list[str]:
+    stems = sorted(name[: -len(".json")] for name in listed if ranks.FILE.fullmatch(name))
+    if not stems:
+        raise CheckpointError("The manifest lists no state of a process.")
+    return stems
+
+
+def _weights_file(listed: Container[str], number: int) -> str:
+    """Return the name of the file of a model's weights in the manifest."""
+    names = f"{_numbered('model', number)}.safetensors", f"{_numbered('pytorch_model', number)}.bin"
+    for name in names:
+        if name in listed:
+            return name
+    raise CheckpointError(f"The manifest lists neither {names[0]} nor {names[1]}.")
+
+
+def _read_shared(path: Path, manifest: dict[str, Any], *, copy: bool = True) -> dict[str, Any]:
+    """Return the fields of `Stored` that all processes read alike, except the weights."""
+
+    def tree(stem: str, form: Any = object) -> Any:
+        return load_tree(path, stem, manifest["files"], form, copy=copy)
+
+    def trees(name: str, key: str, form: Any) -> list[Any]:
+        return [tree(_numbered(name, number), form) for number in range(manifest[key])]
+
+    numbers = range(manifest["custom_objects"])
+    return {
+        "optimizers": trees("optimizer", "optimizers", OPTIMIZER_FORM),
+        "schedulers": trees("scheduler", "schedulers", dict),
+        "loaders": tree("sampler", [{"state": object}]),
+        "custom_objects": [tree(f"custom_checkpoint_{number}") for number in numbers],
+        "scaler": tree("scaler", dict) if manifest["scaler"] else None,
+    }
 
 
 def _read(
     path: Path, manifest: dict[str, Any], rank: int, processes: int, *, hooked: bool
 ) -> Stored:
-    saved_by = manifest["world_size"]
-
-    def trees(name: str, key: str) -> list[Any]:
-        return [load_tree(path, _numbered(name, number)) for number in range(manifest[key])]
-
-    own = load_tree(path, ranks.name_of(rank)) if rank < saved_by else None
-    first = own or load_tree(path, min(file.stem for file in path.glob("random_states_*.json")))
-    loading = ranks.Loading(path=path, own=first, rank=rank, saved_by=saved_by, here=processes)
+    saved_by, files = manifest["world_size"], manifest["files"]
+    stem = ranks.name_of(rank)
+    own = load_tree(path, stem, files, _RANK_FORM) if rank < saved_by else None
+    first = own or load_tree(path, _rank_stems(files)[0], files, _RANK_FORM)
+    loading = ranks.Loading(
+        path=path, files=files, own=first, rank=rank, saved_by=saved_by, here=processes
+    )
+    weights = [path / _weights_file(files, number) for number in range(manifest["models"])]
     return Stored(
         path=path,
         weights=[
-            _read_weights(path, manifest["files"], number) for number in range(manifest["models"])
+            load_weights(file) if file.suffix == ".safetensors" else read_torch_file(file)
+            for file in weights
         ],
-        optimizers=trees("optimizer", "optimizers"),
-        schedulers=trees("scheduler", "schedulers"),
-        loaders=load_tree(path, "sampler"),
-        custom_objects=[
-            load_tree(path, f"custom_checkpoint_{number}")
-            for number in range(manifest["custom_objects"])
-        ],
-        scaler=load_tree(path, "scaler") if manifest["scaler"] else None,
         rng=None if own is None else own["rng"],
         first_rng=first["rng"],
         step=first["step"],
         gradients=ranks.gradients_of(loading),
         window_open=first.get("window_open", True),
         communication=ranks.communication_of(loading) if hooked else [],
+        **_read_shared(path, manifest),
     )

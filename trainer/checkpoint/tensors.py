@@ -20,7 +20,7 @@ import json
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from enum import Enum
 from errno import EIO
 from math import isfinite
@@ -29,7 +29,9 @@ from typing import Any
 
 import torch
 
+from trackers.files import read_json
 from trackers.strict_json import fits_64_bits, is_unicode
+from trainer.checkpoint.manifest import check_form, reading
 from trainer.errors import CheckpointError
 from trainer.tree import dense
 
@@ -45,6 +47,7 @@ DTYPES = frozenset(
     }
 )
 
+_LARGEST = 1 << 30  # bytes of a tree's JSON
 _NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text: fully described by their bytes
 _FACTORIES: dict[str, type | None] = {
     "None": None,
@@ -81,7 +84,13 @@ def encode_tree(tree: object, stem: str) -> tuple[str, dict[str, torch.Tensor]]:
     tensors: _Tensors = {}
     encoded = _encode(tree, _Place(stem, ()), tensors)
     file = f"{stem}.safetensors" if tensors else None
-    return json.dumps({"tensors": file, "tree": encoded}, allow_nan=False), tensors
+    document = json.dumps({"tensors": file, "tree": encoded}, allow_nan=False)
+    if len(document) > _LARGEST:
+        raise TypeError(
+            f"{stem} has {len(document):,} bytes without its tensors and arrays, of which "
+            f"{_LARGEST:,} can be read. Save large lists as tensors or arrays."
+        )
+    return document, tensors
 
 
 def write_tree(
@@ -93,25 +102,40 @@ def write_tree(
         write_tensors(tensors, directory / f"{stem}.safetensors")
 
 
-def load_tree(directory: Path, stem: str) -> Any:
+def load_tree(
+    directory: Path,
+    stem: str,
+    files: Container[str] | None = None,
+    form: Any = object,
+    *,
+    copy: bool = True,
+) -> Any:
     """Load a tree that :func:`save_tree` wrote, with its tensors on the CPU.
 
+    Args:
+        directory: The folder.
+        stem: The files' name before the dot.
+        files: The names of the files that may be read; None if all may.
+        form: See :func:`trainer.checkpoint.manifest.check_form`.
+        copy: See :func:`read_tensors`.
+
     Raises:
-        CheckpointError: If a file is missing or cannot be read; the message names it.
+        CheckpointError: If a file is missing, cannot be read, or has another form; the message
+            names it.
     """
     file = directory / f"{stem}.json"
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        tensors, tree = document["tensors"], document["tree"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error!r}.") from error
-    stored = read_tensors(directory / tensors)[0] if tensors else {}
-    try:
-        return decode_tree(tree, stored)
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} does not fit its tensors or this release: {error!r}."
-        ) from error
+    with reading(file):
+        if files is not None and file.name not in files:
+            raise CheckpointError(f"{file} is not in the checkpoint's manifest.")
+        document = read_json(file, _LARGEST)
+        named, tree = document["tensors"], document["tree"]
+        name = f"{stem}.safetensors"
+        if named not in (None, name) or (named and files is not None and name not in files):
+            raise CheckpointError(f"{file} points to tensors in {named!r}, not in {name!r}.")
+        tensors = read_tensors(directory / name, copy=copy)[0] if named else {}
+        loaded = decode_tree(tree, tensors)
+        check_form(loaded, form, file)
+        return loaded
 
 
 def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
@@ -170,23 +194,26 @@ def write_tensors(
     file.chmod(mode)
 
 
-def read_tensors(file: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_tensors(
+    file: Path, *, copy: bool = True
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Read the tensors of a safetensors file to the CPU, and its metadata.
+
+    Args:
+        file: The file.
+        copy: Otherwise the tensors map the file: for use while it is certain to stay.
 
     Raises:
         CheckpointError: If the file is missing or damaged; the message names it.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            # Clone: safe_open's tensors map the file, which keeps a removed checkpoint's disk space
-            # on a local disk and kills the process on a network disk.
-            tensors = {name: opened.get_tensor(name).clone() for name in names}
-            return tensors, dict(opened.metadata() or {})
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    with reading(file), safe_open(file, framework="pt") as opened:
+        # safe_open's tensors keep a removed checkpoint's disk space on a local disk and kill the
+        # process on a network disk.
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = dict(opened.metadata() or {})
+        return {name: t.clone() if copy else t for name, t in tensors.items()}, metadata
 
 
 class _Place:
@@ -341,17 +368,28 @@ _CONTAINERS: dict[type, Callable[[Any, _Place, _Tensors], Any]] = {
 
 
 def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the tree that a document's JSON and its tensors represent."""
+    """Return the tree that a document's JSON and its tensors represent.
+
+    Raises:
+        ValueError: If they do not represent one, or one that needs a later release.
+    """
+    try:
+        return _decode(value, tensors)
+    except Exception as error:  # of any type, as the data may have any form
+        raise ValueError(f"it does not fit its tensors or this release: {error!r}") from error
+
+
+def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode_tree(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if "$" not in value:
-        return {key: decode_tree(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors) for key, item in value.items()}
     fields = dict(value)
     decoder = _DECODERS[fields.pop("$")]
     if "items" in fields:
-        fields["items"] = decode_tree(fields["items"], tensors)
+        fields["items"] = _decode(fields["items"], tensors)
     return decoder(tensors, **fields)
 
 
@@ -361,19 +399,30 @@ def _decode_tensor(
     stored = tensors[name]
     if strides is None:
         return stored
+    form = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device="meta")
+    if form.untyped_storage().nbytes() > stored.nbytes:
+        raise ValueError(f"strides of {strides} are not dense in {tuple(stored.shape)}")
     return torch.empty_strided(stored.shape, strides, dtype=stored.dtype).copy_(stored)
 
 
 def _decode_ndarray(
     tensors: Mapping[str, torch.Tensor], dtype: str, shape: list[int], data: Any
 ) -> Any:
-    return decode_tree(data, tensors).numpy().view(dtype).reshape(shape)
+    return _decode(data, tensors).numpy().view(_numpy_dtype(dtype)).reshape(shape)
 
 
 def _decode_scalar(_: object, dtype: str, **fields: str) -> Any:
     import numpy as np
 
-    return np.frombuffer(bytes.fromhex(fields["hex"]), dtype)[0]
+    return np.frombuffer(bytes.fromhex(fields["hex"]), _numpy_dtype(dtype))[0]
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy as np
+
+    if (dtype := np.dtype(name)).kind not in _NUMPY_KINDS:
+        raise ValueError(f"arrays of {name!r} are not saved")
+    return dtype
 
 
 def _decode_dtype(_: object, name: str) -> torch.dtype:

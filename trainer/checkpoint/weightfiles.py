@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.manifest import is_portable, reading
 from trainer.checkpoint.model import BIN_NAME, INDEX_SUFFIX
 from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import WEIGHTS_NAME, tied_names
@@ -89,30 +90,36 @@ def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        names = sorted(set(content.get("weight_map", content).values()))  # some are the map itself
-        missing = [name for name in names if not (index.parent / name).is_file()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index of weights: {error!r}.") from error
+    names = sorted(set(read_index(index).values()))
     if not names:
         raise CheckpointError(f"{index} lists no file of weights.")
-    if outside := [name for name in names if Path(name).name != name]:
+    if outside := [name for name in names if "/" in name or not is_portable(name)]:
         raise CheckpointError(f"{index} lists files outside its folder: {', '.join(outside)}.")
-    if missing:
+    if missing := [name for name in names if not (index.parent / name).is_file()]:
         raise CheckpointError(f"{index} lists files that are missing: {', '.join(missing)}.")
     return [index.parent / name for name in names]
 
 
+def read_index(index: Path) -> dict[str, str]:
+    """Return the file of each weight, as an index lists them.
+
+    Raises:
+        CheckpointError: It cannot be read, or is not an index.
+    """
+    with reading(index, "is not an index of weights"):
+        content = json.loads(index.read_bytes())  # perhaps by a link, as in the cache of a hub
+        places = content.get("weight_map", content)  # some are the map itself
+        if not all(isinstance(name, str) for name in places.values()):
+            raise CheckpointError(f"{index} is not an index of weights.")
+        return dict(places)
+
+
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
+    with reading(file), safe_open(file, framework="pt") as opened:
+        yield opened
 
 
 def _torch_weights(file: Path) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ named it, or if it has one of our manifests. Its state is
     sound        as it was written, as far as was checked
     damaged      a file or the manifest is missing or altered
     unreadable   it cannot be read, or a later release wrote it
-    unfinished   a killed save only has to be moved into place; loading does that
+    unfinished   a killed save only has to be moved into place; the next save does that
     foreign      named like one, but without a manifest: accelerate's or somebody else's
 
 This module works without torch and does not import it.
@@ -14,7 +14,6 @@ This module works without torch and does not import it.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -24,16 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trackers.strict_json import from_json
+from trackers.files import read_json
 from trainer.checkpoint import layout
 from trainer.checkpoint.folder import STAGING as INNER_STAGING
-from trainer.checkpoint.manifest import (
-    MANIFEST,
-    is_newer,
-    is_ours,
-    read_manifest,
-    verify,
-)
+from trainer.checkpoint.folder import examine
+from trainer.checkpoint.manifest import MANIFEST, is_newer, is_ours, metrics_of, read_manifest
 from trainer.errors import CheckpointError
 
 State = Literal["sound", "damaged", "unreadable", "unfinished", "foreign"]
@@ -98,8 +92,7 @@ class Entry:
     @property
     def metrics(self) -> dict[str, float]:
         """The numeric metrics that were saved with it."""
-        values = from_json(self.manifest.get("metrics") or {})
-        return {name: value for name, value in values.items() if isinstance(value, (int, float))}
+        return metrics_of(self.manifest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,12 +169,14 @@ def read_entry(path: Path, *, hashes: bool) -> Entry | None:
     manifest: dict[str, Any] = {}
     note = None if path.name == _own_name(path) else f"{SET_ASIDE}."
     try:
-        if _is_unfinished(path):
-            state, note = "unfinished", "a killed save only has to be moved; loading does that."
-            manifest = read_manifest(path / INNER_STAGING)
-        else:
-            manifest = read_manifest(path)
-            verify(path, hashes=hashes)
+        if not _is_unfinished(path):
+            manifest = read_manifest(path)  # known even if a file is damaged
+        place, manifest = examine(path, hashes=hashes)
+        if place != path:
+            state, note = (
+                "unfinished",
+                "a killed save only has to be moved; the next save does that.",
+            )
     except CheckpointError as error:
         state, note = _state_of(path, error), str(error)
     if state == "foreign":
@@ -231,11 +226,13 @@ def ranked_by(entries: list[Entry]) -> list[tuple[str, str]]:
     """Return the same metrics, each with its mode: ``"min"`` or ``"max"``."""
     for entry in reversed(entries):
         try:
-            document = json.loads((entry.path / "trainer.json").read_bytes())
+            document = read_json(entry.path / "trainer.json")
             keys = list(document["tree"]["callbacks"])
         except (OSError, ValueError, KeyError, TypeError):  # not the Trainer's, or damaged
             continue
-        return [(match[1], match[2]) for key in keys if (match := _RANKING.fullmatch(str(key)))]
+        return [
+            (match[1], match[2]) for key in keys if (match := _RANKING.fullmatch(str(key)[:1000]))
+        ]
     return []
 
 
@@ -257,7 +254,7 @@ def _is_candidate(path: Path, name: str) -> bool:
 def _has_manifest(path: Path) -> bool:
     """Return whether there is a manifest of ours, or one too damaged to tell whose it is."""
     try:
-        json.loads((path / MANIFEST).read_bytes())
+        read_json(path / MANIFEST)
         return is_ours(path)
     except ValueError:
         return True

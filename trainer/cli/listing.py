@@ -170,6 +170,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str | None:
-    if not math.isfinite(seconds):
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+    except (OverflowError, ValueError, OSError):  # infinite, or of a year that Python does not have
         return None
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")

@@ -6,12 +6,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from trackers.strict_json import from_json
 from trainer import checkpoint as disk
-from trainer.checkpoint.manifest import MANIFEST, peek
+from trainer.checkpoint.manifest import MANIFEST, metrics_of, run_id_of
 from trainer.errors import CheckpointError, LaterReleaseError, choose
+from trainer.loops.resume import read_saved
 from trainer.state import PartialState
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def _of_one_run(choose_here: Callable[[], Path], on_each_node: bool) -> Path:
 
     def look() -> tuple[Path, str | None]:
         path = choose_here()
-        return path, peek(path).get("run_id") if disk.keeps(state, on_each_node) else None
+        return path, run_id_of(path) if disk.keeps(state, on_each_node) else None
 
     found = disk.together("Choosing a checkpoint", look, state)
     runs = {rank: run_id for rank, (_, run_id) in enumerate(found) if run_id is not None}
@@ -85,7 +86,12 @@ def _newest(roots: Sequence[Path], on_each_node: bool) -> Path | None:
     newest, refused = [], []
     for root in roots:
         try:
-            found = disk.newest_sound(root, PartialState(), on_each_node=on_each_node)
+            found = disk.newest_sound(
+                root,
+                PartialState(),
+                on_each_node=on_each_node,
+                check=partial(read_saved, copy=False),
+            )
         except LaterReleaseError:  # it may be newer than the checkpoints in other folders
             raise
         except CheckpointError as error:  # on all processes alike
@@ -164,7 +170,7 @@ def scores_of(root: Path, monitor: str) -> dict[str, float]:
     scores = {}
     for path in disk.committed(root):
         try:
-            value = from_json(disk.read_manifest(path)["metrics"].get(monitor))
+            value = metrics_of(disk.read_manifest(path)).get(monitor)
         except CheckpointError as error:
             logger.warning("%s is not used: %s", path, error)
             continue

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import NoReturn
 
+from trainer.checkpoint.manifest import reading
 from trainer.data.rounds import Round
 from trainer.distributed.meeting import meet
 from trainer.distributed.objects import all_gather_object
@@ -143,7 +144,8 @@ def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
 def restore_rng(run: FitRun) -> None:
     """Restore the generators from the checkpoint that the run resumes from, once."""
     if run.saved_rng is not None:
-        restore_generators(run, run.saved_rng)
+        with reading("The state of the random generators", "cannot be restored"):
+            restore_generators(run, run.saved_rng)
         run.saved_rng = None
 
 

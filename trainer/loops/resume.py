@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from callbacks import Callback, Interval, Progress
 from trainer import checkpoint as disk
 from trainer.checkpoint import gradients
-from trainer.checkpoint.restore import dtypes_of
+from trainer.checkpoint.manifest import MANIFEST, check_form, reading
+from trainer.checkpoint.restore import OPTIMIZER_FORM, dtypes_of
+from trainer.checkpoint.weightfiles import read_shapes
 from trainer.checkpoint.weights import own_names
 from trainer.data.sampling import EpochLength
 from trainer.errors import CheckpointError
@@ -22,8 +25,12 @@ from trainer.loops.options import keep_options, options_of, refuse_other_schedul
 from trainer.loops.run import Counters, FitRun
 from trainer.loops.snapshot import (
     DATA,
+    MANIFEST_FORM,
     OPTIMIZER,
+    RANK_FORM,
     RECORD,
+    RECORD_FORM,
+    STATE_FORM,
     TRAINED_NAME,
     TRAINER,
     data_of,
@@ -43,6 +50,8 @@ from trainer.strategies.static import StaticDataParallel
 
 logger = logging.getLogger(__name__)
 
+_UNFIT = "cannot be restored"
+
 
 def load_datamodule(datamodule: Any, path: Path) -> None:
     """Restore a datamodule from a checkpoint, if it has a state for it; collective.
@@ -52,9 +61,10 @@ def load_datamodule(datamodule: Any, path: Path) -> None:
     """
 
     def load() -> None:
-        if f"{DATA}.json" not in disk.read_manifest(path)["files"]:
+        files = disk.read_manifest(path)["files"]
+        if f"{DATA}.json" not in files:
             return
-        state = disk.load_tree(path, DATA)
+        state = disk.load_tree(path, DATA, files, dict)
         if type(datamodule).__qualname__ in state:
             datamodule.load_state_dict(state[type(datamodule).__qualname__])
         else:
@@ -91,7 +101,8 @@ def load_run(
             f"{path} holds only weights, from which no run can resume. Start a new run with them: "
             "pass its path as ckpt_path, in another project_dir."
         )
-    state: dict[str, Any] = disk.load_tree(path, TRAINER)
+    saved = read_saved(path, manifest)
+    state = saved.state
     trained = set(map(id, parameters_of(run.optimizers)))
     trained &= set(map(id, run.module.parameters()))
     run.module.on_load_checkpoint(state["extra"])  # first: it may resize buffers
@@ -109,39 +120,90 @@ def load_run(
     apart = path / TRAINED_NAME
     if differs := TRAINED_NAME in manifest["files"]:
         weights = disk.load_weights(apart)
-    _restore_optimizers(run, path, state, weights)
+    with reading(path / f"{OPTIMIZER}.json", _UNFIT):
+        _restore_optimizers(run, path, saved, weights)
     restored = options_of(run.optimizer_names, run.optimizers, run.schedulers)
     keep_options(run.options, state.get("options", {}), restored, tell=run.rank == 0)
-    run.precision.load_state_dict(state["scaler"])
-    _restore_counters(run, state)
+    with reading(path / f"{TRAINER}.json", _UNFIT):
+        run.precision.load_state_dict(state["scaler"])
+        _restore_counters(run, state)
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
+            with reading(f"The state of {callback.state_key} in {path}", _UNFIT):
+                callback.load_state_dict(state["callbacks"][callback.state_key])
     if differs:
         disk.load_into(run.module, weights, where=apart)
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, run.module, state["extra"])
-    _restore_ranks(run, path, manifest["world_size"])
+    with reading(f"The states of the processes in {path}", _UNFIT):
+        _restore_ranks(run, path, saved.ranks)
     run.stop_now = stays_stopped and state["should_stop"]
     run.unfinished = state["unfinished"]
     run.hooks.boundary.left = state.get("boundary", [])
     run.last_logged = state["last_logged"]
     run.run_id = state["run_id"]
     _restore_epoch(run, state)  # after the callbacks, which may have brought back the data
-    for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
-        interval, before = state["schedules"][name]
-        _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
-    record = disk.load_tree(path, RECORD)
-    run.recorder.resume(record.get("trackers", {}), run.counters.global_step)
-    offset: int | None = record["offset"]
+    with reading(path / f"{TRAINER}.json", _UNFIT):
+        for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
+            interval, before = state["schedules"][name]
+            _restore_schedule(schedule, Interval.parse(interval), Progress(**before), run)
+    run.recorder.resume(saved.record.get("trackers", {}), run.counters.global_step)
+    offset: int | None = saved.record["offset"]
     return offset
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a fit resumes with, except weights, read and of the right form.
+
+    Attributes:
+        state: What is the same on all processes.
+        optimizers: The optimizers' state dicts.
+        ranks: What differs between processes.
+        record: The length of the local record, and the ids of the trackers' runs.
+    """
+
+    state: dict[str, Any]
+    optimizers: list[dict[str, Any]]
+    ranks: list[dict[str, Any]]
+    record: dict[str, Any]
+
+
+def read_saved(path: Path, manifest: Mapping[str, Any], *, copy: bool = True) -> Saved:
+    """Read what a fit resumes with, except weights, of which only the headers are read.
+
+    Args:
+        path: The checkpoint, whose files are intact.
+        manifest: Its manifest.
+        copy: See `trainer.checkpoint.tensors.read_tensors`.
+
+    Raises:
+        CheckpointError: It is malformed, or not of a fit.
+    """
+    check_form(manifest, MANIFEST_FORM, path / MANIFEST)
+    files = manifest["files"]
+
+    def tree(stem: str, form: Any) -> Any:
+        return disk.load_tree(path, stem, files, form, copy=copy)
+
+    for name in {disk.WEIGHTS_NAME, TRAINED_NAME} & files.keys():
+        read_shapes(path / name)
+    if f"{DATA}.json" in files:
+        tree(DATA, dict)
+    return Saved(
+        state=tree(TRAINER, STATE_FORM),
+        optimizers=tree(OPTIMIZER, [OPTIMIZER_FORM]),
+        ranks=[tree(disk.rank_stem(rank), RANK_FORM) for rank in range(manifest["world_size"])],
+        record=tree(RECORD, RECORD_FORM),
+    )
+
+
 def _restore_optimizers(
-    run: FitRun, path: Path, state: Mapping[str, Any], weights: Mapping[str, torch.Tensor]
+    run: FitRun, path: Path, read: Saved, weights: Mapping[str, torch.Tensor]
 ) -> None:
     """Restore the optimizers and schedulers; `weights` are those that the optimizers trained."""
-    _same_number(path, "optimizers", run.optimizers, optimizers := disk.load_tree(path, OPTIMIZER))
+    state, optimizers = read.state, read.optimizers
+    _same_number(path, "optimizers", run.optimizers, optimizers)
     _same_names(path, run.optimizer_names, state["optimizers"])
     schedulers = [entry.scheduler for entry in run.schedulers]
     for optimizer, groups in zip(run.optimizers, state["groups"], strict=True):
@@ -155,9 +217,8 @@ def _restore_optimizers(
         entry.scheduler.load_state_dict(saved)
 
 
-def _restore_ranks(run: FitRun, path: Path, saved_by: int) -> None:
+def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> None:
     """Restore the state of each process, or redistribute that of another number of processes."""
-    ranks = [disk.load_tree(path, disk.rank_stem(rank)) for rank in range(saved_by)]
     run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
     taken_in = [rank["metrics"] for rank in ranks]
     for part in taken_in:  # decisions by what was logged must be the same on every process
@@ -283,8 +344,10 @@ def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
         CheckpointError: The checkpoint is damaged or does not fit the module.
     """
     manifest = disk.verify(path)
-    if f"{TRAINER}.json" in manifest["files"]:  # not if only weights were saved
-        module.on_load_checkpoint(disk.load_tree(path, TRAINER)["extra"])
+    files = manifest["files"]
+    check_form(manifest, MANIFEST_FORM, path / MANIFEST)
+    if f"{TRAINER}.json" in files:  # not if only weights were saved
+        module.on_load_checkpoint(disk.load_tree(path, TRAINER, files, {"extra": dict})["extra"])
     weights, file = disk.load_weights(path), path / disk.WEIGHTS_NAME
     disk.load_into(module, weights, where=file, strict=module.strict_loading)
     return manifest

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from callbacks import Callback
 from trackers.masking import masked
 from trainer import checkpoint as disk
 from trainer.checkpoint import gradients
+from trainer.checkpoint.manifest import count
 from trainer.checkpoint.portions import (
     Encoded,
     Portion,
@@ -36,6 +38,7 @@ from trainer.loops.untrained import share_untrained
 from trainer.names import bare_names, bare_state_dict
 from trainer.optim.groups import names_of_groups
 from trainer.optim.state import state_of
+from trainer.rng import is_rng_state
 from trainer.state import PartialState
 from trainer.strategies.ddp import DataParallel
 from trainer.strategies.static import StaticDataParallel
@@ -44,6 +47,54 @@ logger = logging.getLogger(__name__)
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
 TRAINED_NAME = "trained.safetensors"  # the trained weights, if the model's file holds others
+
+# The forms of what is saved, see `trainer.checkpoint.manifest.check_form`; states of objects that
+# only these understand are dicts.
+_NUMBER = (int, float)
+_SWITCHES = {"frozen": [str], "evaluating": [str]}
+MANIFEST_FORM = {
+    **dict.fromkeys(("step", "epoch"), count),
+    "world_size": lambda n: count(n) and n > 0,
+    "files": {disk.WEIGHTS_NAME: dict},
+}
+RECORD_FORM = {"offset": (int, NoneType), "trackers?": dict}
+
+
+def _are_sizes(values: Any, *numbers: int) -> bool:
+    fits = isinstance(values, list) and len(values) in numbers
+    return fits and all(value is None or count(value) for value in values)
+
+
+STATE_FORM = {
+    "run_id": str,
+    "counters": {
+        **dict.fromkeys(("global_step", "epoch", "epoch_batches", "validations"), count),
+        **dict.fromkeys(("batches_seen", "samples_seen"), count),
+        "epoch_complete": bool,
+        "seconds": _NUMBER,
+    },
+    "items_seen": _NUMBER,
+    "data": lambda sizes: _are_sizes(sizes, 2, 3),
+    "length?": lambda sizes: _are_sizes(sizes, 2),
+    "validated?": dict,
+    "order?": (int, NoneType),
+    "options?": dict,
+    "switches?": {"begun": _SWITCHES, "now": _SWITCHES},
+    **dict.fromkeys(("should_stop", "unfinished"), bool),
+    "boundary?": list,
+    **dict.fromkeys(("latest", "updates", "callbacks", "extra"), dict),
+    "schedules": {"val": list, "log": list},
+    "optimizers": [str],
+    "groups": [list],
+    "schedulers": [dict],
+    **dict.fromkeys(("scaler", "guard"), (dict, NoneType)),
+}
+RANK_FORM = {
+    "rng": lambda state: is_rng_state(state) and isinstance(state.get("own", {}), dict),
+    "metrics": {"epochs": dict, "states": dict, "names": [str], "stepwise?": dict},
+    "stream": (dict, NoneType),
+    **dict.fromkeys(("communication?", "gradients?"), dict),
+}
 
 
 def save_run(

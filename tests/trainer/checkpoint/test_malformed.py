@@ -1,0 +1,463 @@
+"""Checkpoints made by somebody else: every hash is right, and what the files hold is not."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from callbacks import EarlyStopping, ModelCheckpoint
+from trainer import Trainer, TrainModule
+from trainer.checkpoint import committed, load_tree, verify
+from trainer.checkpoint import folder as folder_module
+from trainer.checkpoint.layout import commit, open_staging, remove
+from trainer.checkpoint.manifest import check_form, is_portable, read_manifest
+from trainer.checkpoint.merge import merge_weights
+from trainer.checkpoint.project import load_state as load_project
+from trainer.checkpoint.project import save_state as save_project
+from trainer.checkpoint.restore import Prepared
+from trainer.checkpoint.state import load_state, save_state
+from trainer.cli import main
+from trainer.configuration import ProjectConfiguration
+from trainer.errors import CheckpointError
+from trainer.loops.resume import read_saved
+
+ALONE = SimpleNamespace(
+    is_main_process=True,
+    is_local_main_process=True,
+    num_processes=1,
+    process_index=0,
+    local_process_index=0,
+)
+DEEP: Any = json.loads("[" * 500 + "]" * 500)
+OTHERS = (
+    *(None, True, -1, 10**25, 1.5, "../../victim", "a\0b", [], {}, [[1]], DEEP),
+    *({"$": "tensor", "name": "none"}, {"$": "x"}, {"$": []}, {"$": "device", "name": "zz"}),
+    {"$": "float", "bits": "00"},
+)
+needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="os.mkfifo is needed")
+
+
+class Net(TrainModule):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(2, width)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def fit(folder: Path, steps: int = 3) -> Trainer:
+    trainer = Trainer(
+        max_steps=steps,
+        cpu=True,
+        project_dir=folder,
+        progress_bar=False,
+        val_every=1,
+        num_sanity_val_steps=0,
+        seed=1,
+        callbacks=[ModelCheckpoint(monitor="val", every=1, save_top_k=9), EarlyStopping("val")],
+    )
+    data = TensorDataset(torch.arange(16.0).reshape(8, 2))
+    trainer.fit(Net(), DataLoader(data, 2), DataLoader(data, 4), ckpt_path="auto")
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with checkpoints of its updates 1 to 3."""
+    folder = tmp_path_factory.mktemp("run")
+    fit(folder)
+    return folder
+
+
+def prepared(seed: int = 0, step: int = 0) -> Prepared:
+    torch.manual_seed(seed)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return Prepared(
+        models=[model], optimizers=[optimizer], schedulers=[scheduler], window_open=True, step=step
+    )
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys of every value; of a list, those of the first two."""
+    yield at
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, item in inner if isinstance(value, (dict, list)) else ():
+        yield from places(item, (*at, key)) if isinstance(item, (dict, list)) else [(*at, key)]
+
+
+def changed(document: Any, at: tuple[Any, ...], value: Any) -> Any:
+    if not at:
+        return value
+    document = copy.deepcopy(document)
+    inner = document
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = value
+    return document
+
+
+def seal(folder: Path, manifest: Any) -> None:
+    """Write a manifest with the right hash."""
+    if isinstance(manifest, dict):
+        manifest = {key: value for key, value in manifest.items() if key != "sha256"}
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        manifest["sha256"] = digest
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def described(file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def write(folder: Path, name: str, document: Any) -> None:
+    """Replace a file of JSON, with right hashes."""
+    if name == "manifest.json":
+        return seal(folder, document)
+    (folder / name).write_text(json.dumps(document))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = described(folder / name)
+    return seal(folder, manifest)
+
+
+def every_change(folder: Path) -> Iterator[str]:
+    """Replace every value of every JSON file in turn, each by another one of `OTHERS`."""
+    others = itertools.cycle(OTHERS)
+    before = {file: file.read_bytes() for file in folder.glob("*.json")}
+    for file, text in before.items():
+        document = json.loads(text)
+        for at in places(document):
+            write(folder, file.name, changed(document, at, next(others)))
+            yield f"{file.name}{list(at)}"
+            for each, content in before.items():
+                each.write_bytes(content)
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """What would show that something was written, moved, removed or renamed."""
+    found = ((path, path.lstat()) for path in sorted(folder.rglob("*")))
+    return {str(p): (s.st_mode, s.st_ino, s.st_size, s.st_mtime_ns) for p, s in found}
+
+
+def test_whatever_a_state_holds_it_is_loaded_or_refused_and_nothing_is_written(tmp_path):
+    save_state("out", prepared(step=3), ALONE)
+    refused = 0
+    for where in every_change(Path("out")):
+        before = state_of(tmp_path)
+        try:
+            load_state("out", prepared(1), ALONE)
+        except CheckpointError:
+            refused += 1
+        assert state_of(tmp_path) == before, where
+    assert refused > 100
+
+
+def test_whatever_a_fit_saved_it_is_read_or_refused(run, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "copy")
+    folder = committed(tmp_path / "copy" / "checkpoints")[-1]
+    refused = 0
+    for where in every_change(folder):
+        before = state_of(tmp_path)
+        with suppress(CheckpointError):
+            refused += 1
+            read_saved(folder, verify(folder))
+            refused -= 1
+        if "width" not in where:  # which the class may refuse as it likes
+            with suppress(CheckpointError):
+                Net.load_from_checkpoint(folder)
+        if where.startswith("manifest"):
+            with pytest.raises(SystemExit) as ended:
+                sys.exit(main(["checkpoints", str(folder.parent), "--verify"]))
+            assert ended.value.code in (0, 1)
+            assert "Traceback" not in "".join(capsys.readouterr())
+        assert state_of(tmp_path) == before, where
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value"),
+    [
+        ("manifest.json", ("world_size",), 10**15),
+        ("manifest.json", ("files", "../../victim"), {"size": 0, "sha256": ""}),
+        ("manifest.json", ("run_id",), ["a"]),
+        ("manifest.json", ("metrics",), None),
+        ("trainer.json", ("tree", "counters"), None),
+        ("trainer.json", ("tree",), DEEP),
+        ("trainer.json", ("tensors",), "../../victim.safetensors"),
+        ("optimizer.json", ("tree", 0, "state", "items", 0, 1, "exp_avg", "name"), "none"),
+        ("rank-00000.json", ("tree", "rng", "python", "items", 1, "items", 0), "x"),
+    ],
+)
+def test_a_run_goes_on_from_the_newest_that_is_sound(run, tmp_path, capsys, name, at, value):
+    shutil.copytree(run, tmp_path / "copy")
+    *_, older, newest = committed(tmp_path / "copy" / "checkpoints")
+    document = json.loads((newest / name).read_text())
+    write(newest, name, changed(document, at, value))
+    fit(tmp_path / "copy", steps=4)
+    assert f"Resuming from {older}" in capsys.readouterr().out
+
+
+def test_a_state_that_cannot_be_restored_is_a_checkpoint_error(run, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    newest = committed(tmp_path / "copy" / "checkpoints")[-1]
+    document = json.loads((newest / "trainer.json").read_text())
+    victim = open_staging(tmp_path / "victim")
+    commit(victim, tmp_path / "victim", {})  # it could be removed as a checkpoint
+    at = ("tree", "callbacks", "ModelCheckpoint(val, min)", "displaced")
+    write(newest, "trainer.json", changed(document, at, ["../../victim"]))
+    with pytest.raises(CheckpointError, match=r"ModelCheckpoint.*cannot be restored.*victim"):
+        fit(tmp_path / "copy", steps=4)
+    assert verify(tmp_path / "victim") is not None
+
+
+def test_the_newest_state_that_is_sound_is_loaded():
+    project = ProjectConfiguration(project_dir="p", automatic_checkpoint_naming=True)
+    for number in (1, 2):
+        saved = save_project(None, prepared(step=number), ALONE, project)
+    document = json.loads((saved / "scheduler.json").read_text())
+    write(saved, "scheduler.json", changed(document, ("tree",), [None]))
+    again = ProjectConfiguration(project_dir="p", automatic_checkpoint_naming=True)
+    assert load_project(None, prepared(), ALONE, again) == 1
+    assert again.iteration == 2
+
+
+# -- names and file types --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../a", "a/../b", "/etc/a", "a//b", "a/", "a\\b", "C:a", "a\0", "\ud800"],
+)
+def test_a_manifest_lists_only_names_inside_its_folder(tmp_path, name):
+    assert not is_portable(name)
+    seal(tmp_path, {"format_version": 1, "files": {name: {"size": 0, "sha256": ""}}})
+    with pytest.raises(CheckpointError, match="which is no name of its own files"):
+        read_manifest(tmp_path)
+
+
+def plant(kind: str, path: Path, victim: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(victim if kind == "link" else path.with_name("nowhere"))
+
+
+@needs_pipes
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "optimizer.json"])
+def test_only_regular_files_are_read(tmp_path, kind, name):
+    save_state("out", prepared(step=3), ALONE)
+    (Path("out") / name).rename(tmp_path / "victim")
+    plant(kind, Path("out") / name, tmp_path / "victim")
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        load_state("out", prepared(), ALONE)
+
+
+@needs_pipes
+@pytest.mark.parametrize("file", ["optimizer.bin", "model.safetensors.index.json"])
+def test_nothing_waits_for_a_pipe_in_a_folder_of_another_library(file):
+    Path("out").mkdir()
+    os.mkfifo(Path("out") / file)
+    with pytest.raises((CheckpointError, ValueError)):
+        load_state("out", prepared(), ALONE)
+
+
+def test_a_folder_inside_a_checkpoint_is_no_link(tmp_path):
+    staging = open_staging(tmp_path / "out")
+    (staging / "sub").mkdir()
+    (staging / "sub" / "a").write_text("x")
+    path = commit(staging, tmp_path / "out", {})
+    (path / "sub").rename(tmp_path / "elsewhere")
+    (path / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is not a real folder"):
+        verify(path)
+
+
+def test_what_is_not_a_file_is_not_saved(tmp_path):
+    staging = open_staging(tmp_path / "out")
+    (staging / "a").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match=r"a cannot be saved.*It is a link"):
+        commit(staging, tmp_path / "out", {})
+
+
+@needs_pipes
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder", "replaced"])
+def test_a_checkpoint_with_anything_else_in_it_is_kept(run, tmp_path, capsys, kind):
+    shutil.copytree(run, tmp_path / "copy")
+    root = tmp_path / "copy" / "checkpoints"
+    first = committed(root)[0]
+    if kind == "replaced":  # the user has moved a file to another disk
+        (first / "model.safetensors").rename(tmp_path / "moved")
+        (first / "model.safetensors").symlink_to(tmp_path / "moved")
+    else:
+        plant(kind, first / "mine", tmp_path)
+    with pytest.raises(CheckpointError, match="holds files that are not the checkpoint's"):
+        remove(first)
+    with pytest.raises(SystemExit):
+        sys.exit(main(["checkpoints", str(root), "--prune", "--keep-last", "1", "--yes"]))
+    left = [path.name for path in root.iterdir() if path.is_dir()]
+    assert sorted(left) == ["step-00000001", "step-00000003"]
+
+
+def test_a_link_to_a_checkpoint_is_not_removed(run, tmp_path):
+    shutil.copytree(committed(run / "checkpoints")[0], tmp_path / "elsewhere")
+    link = tmp_path / "step-00000001"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a link, so it is not deleted"):
+        remove(link)
+    assert verify(link)
+
+
+# -- the staging folder of somebody else -----------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path) -> Path:
+    file = tmp_path / "victim"
+    file.write_text("precious")
+    return file
+
+
+@pytest.mark.parametrize("name", ["../victim", "{victim}", "a/../../victim", "sub/victim"])
+@pytest.mark.parametrize("where", ["staging", "old"])
+def test_a_planted_staging_folder_reaches_nothing_outside(tmp_path, victim, name, where):
+    save_state("out", prepared(step=3), ALONE)
+    (Path("out") / "notes.txt").write_text("mine")
+    (Path("out") / "sub").symlink_to(tmp_path)
+    staging = Path("out") / ".cadence-staging"
+    staging.mkdir()
+    name = name.format(victim=victim)
+    seal(staging, {"format_version": 1, "files": {name: described(victim)}})
+    if where == "old":  # files that a save removes
+        (staging / "manifest.json").rename("out/manifest.json")
+    before = state_of(tmp_path)
+    if where == "staging":
+        assert load_state("out", prepared(), ALONE) == 3
+    else:
+        with pytest.raises(CheckpointError):
+            load_state("out", prepared(), ALONE)
+    assert state_of(tmp_path) == before
+    save_state("out", prepared(step=4), ALONE)
+    assert load_state("out", prepared(), ALONE) == 4
+    assert victim.read_text() == "precious"
+    assert (Path("out") / "notes.txt").read_text() == "mine"
+
+
+def test_a_staging_folder_that_is_a_link_is_left_alone(tmp_path):
+    other = save_state("other", prepared(step=5), ALONE)
+    save_state("out", prepared(step=3), ALONE)
+    (Path("out") / ".cadence-staging").symlink_to(tmp_path / other)
+    assert load_state("out", prepared(), ALONE) == 3
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        save_state("out", prepared(step=4), ALONE)
+    assert load_state("other", prepared(), ALONE) == 5
+
+
+@pytest.mark.parametrize("renames", range(8))
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_save_killed_at_any_rename_is_loaded_without_a_change(
+    tmp_path, monkeypatch, renames, linked
+):
+    Path("out").mkdir()
+    (Path("out") / "notes.txt").write_text("mine")
+    save_state("out", prepared(step=3), ALONE)
+    left = itertools.count()
+    real = os.replace
+
+    def killed(source, goal):
+        if next(left) == renames:
+            raise KeyboardInterrupt
+        real(source, goal)
+
+    def refused(*_, **__):
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(folder_module.os, "replace", killed)
+    if not linked:
+        monkeypatch.setattr(folder_module.os, "link", refused)
+    with suppress(KeyboardInterrupt):
+        save_state("out", prepared(step=4), ALONE)
+    monkeypatch.undo()
+    before = state_of(tmp_path)
+    assert load_state("out", prepared(), ALONE) == 4
+    assert state_of(tmp_path) == before
+    save_state("out", prepared(step=5), ALONE)
+    assert load_state("out", prepared(), ALONE) == 5
+    assert not (Path("out") / ".cadence-staging").exists()
+    assert all(stat.S_ISREG(path.stat().st_mode) for path in Path("out").iterdir())
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "tensor", "name": "a", "strides": [10**12]},
+        {"$": "tensor", "name": "a", "strides": [0]},
+        {"$": "tensor", "name": "a", "strides": ["x"]},
+        {"$": "ndarray", "dtype": "O", "shape": [1], "data": {"$": "tensor", "name": "a"}},
+        {"$": "scalar", "dtype": "O", "hex": "00" * 8},
+        {"$": "namedtuple", "name": "x y", "fields": ["a"], "items": [1]},
+        {"$": "set", "items": [[]]},
+        [[]],  # nested more deeply than Python's stack
+    ],
+)
+def test_a_tree_that_nothing_was_saved_as_is_refused(tmp_path, tree):
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(8, dtype=torch.uint8)}, tmp_path / "t.safetensors")
+    text = json.dumps({"tensors": "t.safetensors", "tree": tree})
+    (tmp_path / "t.json").write_text(text.replace("[[]]", "[" * 10**5 + "]" * 10**5))
+    with pytest.raises(CheckpointError, match=r"t\.json"):
+        load_tree(tmp_path, "t")
+
+
+def test_a_form_names_the_place_that_differs():
+    form = {"a": [{"b?": (int, str)}]}
+    check_form({"a": [{}, {"b": 1}, {"b": "x", "c": None}]}, form, "tree")
+    with pytest.raises(CheckpointError, match=r"tree\['a'\]\[1\]\['b'\] is a list that does not"):
+        check_form({"a": [{}, {"b": []}]}, form, "tree")
+    with pytest.raises(CheckpointError, match=r"tree lacks 'a'"):
+        check_form({}, form, "tree")
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", '{"weight_map": {"a": null}}', '{"weight_map": [1]}', "[" * 10**5]
+)
+def test_an_index_that_is_none_is_refused(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"is not an index of weights"):
+        merge_weights(tmp_path, tmp_path / "merged.safetensors")

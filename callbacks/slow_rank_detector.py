@@ -6,7 +6,6 @@ import logging
 import math
 import socket
 import time
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -238,7 +237,7 @@ class SlowRankDetector(Callback):
         for place, work in enumerate(_WORK, 1):
             times = [row[place] for row in rows]
             slowest = max(range(len(times)), key=times.__getitem__)
-            others = median([*times[:slowest], *times[slowest + 1 :]])
+            others = _median([*times[:slowest], *times[slowest + 1 :]])
             ratio = times[slowest] / others if others > 0 else 1.0
             module.log(f"slow_rank/{work}", ratio, on_step=True, on_epoch=False, batch_size=1)
             self._judge(work, times, update)
@@ -249,8 +248,14 @@ class SlowRankDetector(Callback):
 
     def _judge(self, work: str, times: list[float], update: float) -> None:
         for rank, own in enumerate(times):
-            others = median([*times[:rank], *times[rank + 1 :]])
+            others = _median([*times[:rank], *times[rank + 1 :]])
             slow = own > self.threshold * others and own - others > self.min_share * update
             self._in_a_row[rank, work] = self._in_a_row.get((rank, work), 0) + 1 if slow else 0
             if slow:
                 self.slow.append(Slow(rank, self._hosts[rank], work, own, others))
+
+
+def _median(values: list[float]) -> float:
+    from statistics import median  # five modules, which `import trainer` does not need
+
+    return median(values)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from callbacks.base import Callback
@@ -171,6 +170,8 @@ class SpikeDetection(Callback):
 
     def _judge(self, value: float) -> str | None:
         """Return why the value is a spike, or None if it is not."""
+        from statistics import median  # five modules, which `import trainer` does not need
+
         name = self.monitor.name
         if not math.isfinite(value):
             return f"{name} = {value} is not finite" if self.check_finite else None

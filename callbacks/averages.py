@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from trainer.names import bare_names
 
@@ -17,8 +18,9 @@ class Averages:
     """The average of each trained weight of a module, kept name by name.
 
     Frozen weights are their own average and cost nothing; one that is trained later is averaged
-    from then on. Averages of 16-bit weights are kept in float32, in which a small step towards the
-    weights is not rounded away.
+    from then on, and so is one with a new name or shape, such as a pruned weight, or a lazy one
+    after its first use. The average of a tensor that is gone is dropped. Averages of 16-bit weights
+    are kept in float32, in which a small step towards the weights is not rounded away.
 
     Args:
         use_buffers: Average floating-point buffers that are part of the ``state_dict`` too, such as
@@ -40,7 +42,7 @@ class Averages:
     @torch.no_grad()
     def update(self, module: nn.Module, weight: float) -> None:
         """Move each average by ``weight`` of the way to the module's; new ones start as copies."""
-        named = self._averaged(module)
+        named = self._matched(self._averaged(module))
         known = [name for name in named if name in self.values]
         averages = [self.values[name] for name in known]
         targets = [named[name].to(self.values[name].dtype) for name in known]
@@ -71,12 +73,12 @@ class Averages:
             module: The module.
             keep_buffers: Store the other buffers as they are now, for `take_out` to put back.
         """
-        named = _named(module)
+        named = self._matched(_named(module))
         if keep_buffers:
             self._aside = {
                 name: buffer.clone()
                 for name, buffer in module.named_buffers()
-                if name not in self.values
+                if name not in self.values and not is_lazy(buffer)
             }
         for name, average in self.values.items():
             tensor = named[name]
@@ -91,7 +93,7 @@ class Averages:
     @torch.no_grad()
     def take_out(self, module: nn.Module) -> None:
         """Put the trained weights back."""
-        named = _named(module)
+        named = self._matched(_named(module))
         for name, average in self.values.items():
             if name not in self._aside:
                 now = named[name].detach().clone()
@@ -109,7 +111,7 @@ class Averages:
             module: The module.
             only_narrow: Only those of 16-bit weights, which are more precise than the weights.
         """
-        named = _named(module)
+        named = self._matched(_named(module))
         exact = (
             (name, named[name].detach() if self.in_place and name not in self._aside else value)
             for name, value in self.values.items()
@@ -119,7 +121,7 @@ class Averages:
 
     def state_dicts(self, module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the module's ``state_dict()`` with the averages, and with the trained weights."""
-        names = {id(tensor): name for name, tensor in _named(module).items()}
+        names = {id(tensor): name for name, tensor in self._matched(_named(module)).items()}
         held = module.state_dict(keep_vars=True)
         here = {key: _detached(value) for key, value in held.items()}
         other: dict[str, Tensor] = {}  # by name: a tied weight is cast once
@@ -137,15 +139,27 @@ class Averages:
             dtype = torch.float32 if narrow else named[name].dtype
             self.values[name] = named[name].detach().to(dtype, copy=True)
 
+    def _matched(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Drop what ``named`` does not have, or has in another shape; return ``named``."""
+        for kept in (self.values, self._aside):
+            for name, tensor in list(kept.items()):
+                if name not in named or named[name].shape != tensor.shape:
+                    del kept[name]
+        return named
+
     def _averaged(self, module: nn.Module) -> dict[str, Tensor]:
         """Return what to average: trained weights, once-trained ones, and buffers if asked for."""
         named: dict[str, Tensor] = {
             name: parameter.detach()
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad or name in self.values
+            if (parameter.requires_grad or name in self.values) and not is_lazy(parameter)
         }
         buffers = dict(module.named_buffers()) if self.use_buffers else {}
-        floating = {name: each for name, each in buffers.items() if each.is_floating_point()}
+        floating = {
+            name: each
+            for name, each in buffers.items()
+            if not is_lazy(each) and each.is_floating_point()
+        }
         if floating:  # building the `state_dict` takes longer than all else here
             held = {id(tensor) for tensor in module.state_dict(keep_vars=True).values()}
             named |= {name: each for name, each in floating.items() if id(each) in held}
@@ -153,8 +167,9 @@ class Averages:
 
 
 def _named(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: tensor for name, tensor in named.items() if not is_lazy(tensor)}
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return value.detach() if isinstance(value, Tensor) and not is_lazy(value) else value

@@ -31,8 +31,8 @@ class StochasticWeightAveraging(Callback):
     Better Generalization", 2018; the rates follow ``torch.optim.swa_utils.SWALR``). When the run
     ends, the mean replaces the weights, and the statistics of batch normalisation are recomputed
     for it by a pass over the training data like that of ``swa_utils.update_bn``: `training_step` is
-    called without gradients, what it logs is dropped, and RNG states, metric objects and other
-    buffers are restored.
+    called without a backward pass, what it logs is dropped, and RNG states, metric objects and
+    other buffers are restored. Layers that it does not use keep their statistics.
 
     Validations during the fit use the trained weights, the only ones for which the statistics are
     right. The last checkpoint's ``model.safetensors`` holds the final mean, those before it the

@@ -46,7 +46,8 @@ class WeightAveraging(Callback):
         update_starting_at_epoch: The first epoch, counted from 0, in which to update the average;
             with both, both must be reached.
         use_buffers: Average floating-point buffers too, such as the statistics of batch
-            normalisation; otherwise the averaged weights use the buffers of the trained ones.
+            normalisation; otherwise the averaged weights use the buffers of the trained ones. Pass
+            False if weights are pruned in several steps: a mask is a buffer too.
         final_weights: What the module holds after the fit, ``"average"`` or ``"trained"``.
 
     Attributes:

@@ -407,16 +407,36 @@ def test_a_run_that_is_started_again_after_its_end_has_the_same_statistics(tmp_p
     assert_same(drawn_without, drawn)
 
 
-def fit_on_ranks(folder: str) -> dict[str, Any]:
+class Penalised(Net):
+    """A gradient penalty, and normalisation that the step does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.BatchNorm1d(2, affine=False)
+        self.unused.running_mean.fill_(3)
+        self.unused.num_batches_tracked.fill_(7)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].clone().requires_grad_()
+        loss = super().training_step([x], batch_idx)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + slope.square().sum()
+
+
+def fit_on_ranks(folder: str, make: type[Net]) -> dict[str, Any]:
     loader = DataLoader(data(22), batch_size=4)  # six batches, of which four processes have two
-    module = train(StochasticWeightAveraging(0.05, 1), folder=folder, loader=loader, max_epochs=1)
+    average = StochasticWeightAveraging(0.05, 1)
+    module = train(average, module=make(), folder=folder, loader=loader, max_epochs=1)
+    assert all(parameter.grad is None for parameter in module.parameters())
     return copy_of(module)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_statistics_are_those_of_one_process(ranks, tmp_path, world):
-    results = ranks(world)(fit_on_ranks, str(tmp_path / "run"))
-    module = Net()
+@pytest.mark.parametrize(("world", "make"), [(1, Penalised), (2, Penalised), (2, Net), (4, Net)])
+def test_statistics_are_those_of_one_process(ranks, tmp_path, world, make):
+    results = on_processes(ranks, world, fit_on_ranks, str(tmp_path / "run"), make)
+    unused = {n: t for n, t in make().state_dict().items() if "unused" in n}
+    assert_same({name: results[0][name] for name in unused}, unused)
+    module = make()
     module.load_state_dict(results[0])
     module.net.train()
     update_bn([batch for (batch,) in DataLoader(data(22), batch_size=4)], module.net)
@@ -426,6 +446,22 @@ def test_statistics_are_those_of_one_process(ranks, tmp_path, world):
             {n: t for n, t in result.items() if n.startswith("net")},
             {n: t for n, t in module.state_dict().items() if n.startswith("net")},
         )
+
+
+def test_a_buffer_that_grows_is_as_it_was_before_the_pass():
+    class Growing(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("losses", torch.zeros(0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.losses = torch.cat([self.losses, loss.detach().float()[None]])
+            return loss
+
+    watch = Watch()
+    module = train(watch, StochasticWeightAveraging(0.05, 1), module=Growing(), max_epochs=1)
+    assert module.losses.tolist() == pytest.approx(watch.losses)
 
 
 class Endless(IterableDataset):

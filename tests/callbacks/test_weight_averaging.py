@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -147,6 +148,76 @@ def test_the_average_is_torchs_to_the_last_bit(arguments, options, steps):
     for step, weights in seen.weights.items():
         assert_same(weights, by_hand.get(step, watch.weights[step - 1]))
     assert_same(copy_of(module), by_hand[len(watch.weights)])
+
+
+class Changing(Net):
+    """A buffer that grows, a part that is deleted, a weight that is pruned and made permanent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            del self.extra
+            prune.l1_unstructured(self.first, "weight", amount=0.5)
+        if self.trainer.current_epoch == 2:
+            prune.remove(self.first, "weight")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 3 == 1:
+            self.seen = torch.cat([self.seen, batch[0].sum()[None]])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_a_tensor_with_another_name_or_shape_is_averaged_anew(use_buffers):
+    watch, seen = Watch(), Seen()
+    average = EMA(0.8, use_buffers=use_buffers)
+    module = train(average, seen, watch, module=Changing(), val_every=1)
+    expected: dict[str, Any] = {}
+    for step, now in enumerate(watch.weights, 1):
+        before, expected = expected, {}
+        for name, value in now.items():
+            buffer = any(part in name for part in ("running", "tracked", "seen", "mask"))
+            averaged = value.is_floating_point() and (use_buffers or not buffer)
+            same = name in before and before[name].shape == value.shape
+            expected[name] = before[name].lerp(value, 0.2) if averaged and same else value
+        torch.testing.assert_close(seen.weights[step], expected)
+    torch.testing.assert_close(copy_of(module), expected)
+    assert set(average.state_dict()["names"]) <= set(expected)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(
+    "callbacks", [list, lambda: [EMA(0.8)], lambda: [StochasticWeightAveraging(0.05, 1)]]
+)
+def test_a_lazy_layer_that_is_never_used_is_left_out(callbacks):
+    class Lazy(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.lazy = nn.LazyLinear(2), nn.LazyBatchNorm1d()
+
+    def fit(folder: str, **options: Any) -> Watch:
+        watch = Watch()
+        module = train(
+            *callbacks(),
+            watch,
+            module=Lazy(),
+            folder=folder,
+            checkpointing=True,
+            ckpt_path="auto",
+            **options,
+        )
+        assert isinstance(module.linear.weight, nn.UninitializedParameter)
+        return watch
+
+    whole = fit("whole")
+    fit("cut", max_steps=9)
+    assert_same(fit("cut").weights, whole.weights[9:])
+    (saved,) = Path("whole/checkpoints").glob("step-*")
+    assert set(load_file(saved / "model.safetensors")) == set(whole.weights[-1]) - {"tied.weight"}
 
 
 def test_a_warm_up_forgets_early_weights():

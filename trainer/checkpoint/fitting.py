@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.weights import own_names
 from trainer.errors import CheckpointError, printable
@@ -52,18 +53,23 @@ class Misfits:
 def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Misfits:
     """Compare the names and shapes of weights with a model's.
 
-    A name that the model ties to a saved one does not count as missing.
+    A name that the model ties to a saved one does not count as missing, nor does one of a lazy
+    module that was never called.
     """
     here = model.state_dict(keep_vars=True)
     saved = {id(here[name]) for name in shapes if name in here}
     return Misfits(
-        [name for name, value in here.items() if name not in shapes and id(value) not in saved],
+        [
+            name
+            for name, value in here.items()
+            if name not in shapes and id(value) not in saved and not is_lazy(value)
+        ],
         [name for name in shapes if name not in here],
         {
             name: (shapes[name], tuple(value.shape))
             for name, value in here.items()
             if isinstance(value, torch.Tensor)
-            and not torch.nn.parameter.is_lazy(value)
+            and not is_lazy(value)
             and tuple(shapes.get(name, value.shape)) != tuple(value.shape)
         },
     )

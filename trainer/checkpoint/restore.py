@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.fitting import compare, renames
 from trainer.checkpoint.weights import own_names
@@ -195,9 +196,10 @@ def _check_model(
 ) -> None:
     here = model.state_dict(keep_vars=True)
     by_value = {id(here[name]): weights[name] for name in weights if name in here}
-    for name, value in here.items():  # a tied name may have been saved under the other
-        if name not in weights and id(value) in by_value:
-            weights[name] = by_value[id(value)]
+    # A tied name may have been saved under the other; a lazy module had nothing to save.
+    for name, value in here.items():
+        if name not in weights and (id(value) in by_value or is_lazy(value)):
+            weights[name] = by_value.get(id(value), value)
     if renames(model):
         return
     shapes = {

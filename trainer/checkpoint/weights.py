@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from trainer.checkpoint.tensors import portable, read_tensors, write_tensors
 from trainer.names import COMPILED, bare_names
@@ -58,6 +59,8 @@ def separate_tied(
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Split a ``state_dict()`` into the tensors to store and the further names of tied ones.
 
+    A lazy module that was never called has no values yet: its tensors are left out.
+
     Returns:
         The tensors, in order and unchanged; and the first name for each further name of a tensor.
 
@@ -73,6 +76,8 @@ def separate_tied(
                 f"The weight {name!r} is a {type(value).__name__}; a weights file holds tensors "
                 "only. Make get_extra_state return a tensor, or save that state separately."
             )
+        if is_lazy(value):
+            continue
         first = first_name.setdefault(_memory(value), name) if value.numel() else name
         if first != name and name != "format":
             tied[name] = first

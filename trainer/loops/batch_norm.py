@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from trainer.data.own_generators import alike, set_aside
 from trainer.distributed.collectives import reduce
 from trainer.loops.accumulators import metric_states, put_metrics_back
-from trainer.loops.evaluate import kept
+from trainer.loops.evaluate import kept_buffers
 from trainer.loops.moving import items_of
 from trainer.loops.randomness import of_module
 from trainer.loops.run import FitRun
@@ -49,8 +49,9 @@ def require_readable(run: FitRun) -> None:
 def update_batch_norm(run: FitRun) -> None:
     """Recompute the statistics over an epoch of the training data; collective.
 
-    `training_step` runs under autocast without gradients on every batch, with each submodule in its
-    mode: layers in evaluation mode keep their statistics. Nothing is logged; generators, which are
+    `training_step` runs under autocast on every batch, with each submodule in its mode. It may take
+    gradients, as a penalty on them does; there is no backward pass. Layers in evaluation mode, and
+    those that it does not use, keep their statistics. Nothing is logged; generators, which are
     seeded for it, other buffers and the states of metric objects are restored.
 
     Raises:
@@ -62,16 +63,15 @@ def update_batch_norm(run: FitRun) -> None:
         return
     # A layer that synchronises over processes needs all of them in each forward pass.
     together = any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+    before = [[buffer.clone() for buffer in norm.buffers(recurse=False)] for norm in norms]
     feed = run.feed.another()
     # The same wherever it is called, as a run that is started again calls it elsewhere.
     seed = mix(run.feed.seed, run.counters.epoch, run.rank)
     generators = of_module(run)
-    own = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     with (
-        kept([buffer for buffer in run.module.buffers() if id(buffer) not in own]),
+        kept_buffers(run.module, besides=set(norms)),
         kept_metrics(run.module),
         _cumulative(norms),
-        torch.no_grad(),
         isolated_rng(seed),
         set_aside(generators, mix(seed, 1), alike(generators)),
         run.metrics.muted(),
@@ -83,7 +83,8 @@ def update_batch_norm(run: FitRun) -> None:
                 batch, _ = items_of(current)
                 with run.precision.autocast():
                     run.module.training_step(batch, batch_idx)
-    _average(norms)
+    for norm, earlier in zip(norms, before, strict=True):
+        _average(norm, earlier)
 
 
 def _trained_norms(module: nn.Module) -> list[_BatchNorm]:
@@ -91,21 +92,27 @@ def _trained_norms(module: nn.Module) -> list[_BatchNorm]:
     return [
         part
         for part in module.modules()
-        if isinstance(part, _BatchNorm) and part.training and part.running_mean is not None
+        if isinstance(part, _BatchNorm)
+        and part.training
+        and part.running_mean is not None
+        and not is_lazy(part.running_mean)
     ]
 
 
-def _average(norms: list[_BatchNorm]) -> None:
-    """Make the statistics the mean over the batches of all processes."""
-    for norm in norms:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        assert norm.num_batches_tracked is not None
-        batches = norm.num_batches_tracked
-        total = reduce(batches)
-        for statistic in (norm.running_mean, norm.running_var):
-            statistic.copy_(reduce(statistic * batches) / total)
-        batches.copy_(total)
+def _average(norm: _BatchNorm, earlier: list[Tensor]) -> None:
+    """Make the statistics the mean over the batches of all processes, if there were any."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.num_batches_tracked is not None
+    batches = norm.num_batches_tracked
+    total = reduce(batches)
+    if not total:
+        for buffer, value in zip(norm.buffers(recurse=False), earlier, strict=True):
+            buffer.copy_(value)
+        return
+    for statistic in (norm.running_mean, norm.running_var):
+        statistic.copy_(reduce(statistic * batches) / total)
+    batches.copy_(total)
 
 
 @contextmanager

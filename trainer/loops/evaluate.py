@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer.data.feed import Feed
@@ -47,15 +47,22 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def kept(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the tensors may be changed in place: their values are restored."""
-    before = [(tensor, tensor.clone()) for tensor in tensors]
+def kept_buffers(module: nn.Module, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
+    """Inside, buffers may be changed or replaced: they are restored, except those of `besides`."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in module.modules()
+        if part not in besides
+        for name, buffer in part.named_buffers(recurse=False)
+        if not is_lazy(buffer)
+    ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
+            for part, name, buffer, value in before:
+                buffer.copy_(value)
+                setattr(part, name, buffer)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from trainer.data.rounds import Round
 from trainer.distributed.objects import broadcast_object
 from trainer.loops.apart import Apart, reason
 from trainer.loops.batch_norm import kept_metrics
-from trainer.loops.evaluate import ENDED_EARLY, kept
+from trainer.loops.evaluate import ENDED_EARLY, kept_buffers
 from trainer.loops.moving import items_of
 from trainer.loops.run import FitRun
 from trainer.loops.window import count_round, see_if_log_is_due, take_note
@@ -116,7 +116,7 @@ def stand_in(run: FitRun, batch_idx: int) -> None:
         optimizer.weightless = True
     try:
         with (
-            kept(run.module.buffers()),
+            kept_buffers(run.module),
             kept_metrics(run.module),
             isolated_rng(),
             run.metrics.muted(),

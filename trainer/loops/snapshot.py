@@ -284,8 +284,7 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
         if not disk.keeps(state, on_each_node):
             return
         kept = [optimizer.state_dict() for optimizer in run.optimizers]
-        weights = {k: w for k, w in bare_state_dict(run.module).items() if not is_lazy(w)}
-        now = weights_portion(weights).size + tree_portion(kept, OPTIMIZER).size
+        now = weights_portion(bare_state_dict(run.module)).size + tree_portion(kept, OPTIMIZER).size
         later = now + 2 * sum(
             p.nbytes for p in run.parameters if p.requires_grad and not is_lazy(p)
         )

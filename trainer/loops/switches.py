@@ -81,7 +81,7 @@ def load_switches(
     if begun["frozen"] == before["frozen"]:
         frozen = set(now["frozen"])
         for name, parameter in bare_names(module, module.named_parameters()):
-            parameter.requires_grad_(name not in frozen)
+            parameter.requires_grad = name not in frozen  # an assignment: it may be lazy
     elif tell and (others := set(begun["frozen"]) ^ set(now["frozen"])):
         logger.warning(
             "The script freezes different parameters than when the checkpoint was saved, and its "

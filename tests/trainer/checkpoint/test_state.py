@@ -252,6 +252,22 @@ def test_a_save_that_fails_leaves_the_earlier_state():
     assert load_state(OUT, make(3), ALONE) == 1
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_layer_that_is_never_used_has_nothing_to_save():
+    def models() -> list[nn.Module]:
+        return [nn.ModuleList([nn.Linear(2, 2), nn.LazyLinear(2), nn.LazyBatchNorm1d()])]
+
+    saved, loaded = Prepared(models=models()), Prepared(models=models())
+    saved.models[0][1](torch.ones(1, 3))
+    save_state(OUT, saved, ALONE)
+    load_state(OUT, loaded, ALONE)
+    for number in (0, 1):
+        torch.testing.assert_close(
+            loaded.models[0][number].state_dict(), saved.models[0][number].state_dict()
+        )
+    assert isinstance(loaded.models[0][2].weight, nn.UninitializedParameter)
+
+
 def test_a_save_hook_writes_into_the_checkpoint_and_takes_weights_away():
     prepared = make(1)
     seen = []

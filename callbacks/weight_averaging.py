@@ -214,4 +214,13 @@ class WeightAveraging(Callback):
             self._evaluating = False
 
 
-EMA = WeightAveraging
+class EMA(WeightAveraging):
+    """`WeightAveraging` under its usual name.
+
+    A class, not an alias, so that a configuration file may name it without its module.
+    """
+
+    @property
+    def state_key(self) -> str:
+        """That of a `WeightAveraging`: the state is the same."""
+        return WeightAveraging.__qualname__

@@ -168,6 +168,29 @@ def to_manifest(owner: object) -> dict[str, Any]:
     return tree
 
 
+def saved_arguments(saved: Any, where: object) -> dict[str, Any]:
+    """Return the arguments of a class by name, without secrets that were masked.
+
+    Args:
+        saved: The result of `to_manifest`.
+        where: The checkpoint, for the error message.
+
+    Raises:
+        CheckpointError: They cannot be read.
+    """
+    try:
+        arguments: dict[str, Any] = dict(decode_tree(saved.get("arguments", {}), {}))
+        for name in saved.get("namespaces", ()):
+            arguments[name] = Namespace(**arguments[name])
+        for name in saved.get("masked", ()):
+            del arguments[name]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"The hyper-parameters in {where} cannot be read: {error!r}."
+        ) from error
+    return arguments
+
+
 def make(
     cls: type[T], saved: Any, given: Mapping[str, Any], where: object, *, strict: bool = True
 ) -> T:
@@ -186,16 +209,8 @@ def make(
             the class does not take one that was given.
         CheckpointError: The class does not take a saved argument, or it cannot be read.
     """
-    try:
-        arguments: dict[str, Any] = dict(decode_tree(saved.get("arguments", {}), {}))
-        for name in saved.get("namespaces", ()):
-            arguments[name] = Namespace(**arguments[name])
-        for name in (hidden := set(saved.get("masked", ()))):
-            del arguments[name]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"The hyper-parameters in {where} cannot be read: {error!r}."
-        ) from error
+    arguments = saved_arguments(saved, where)
+    hidden = set(saved.get("masked", ()))
     parameters = inspect.signature(cls).parameters
     takes = _parameters(cls)
     variadic = any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -14,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import callbacks
 from callbacks import EarlyStopping, ModelCheckpoint, PredictionWriter
 from trainer import DataLoaderConfiguration, DistributedDataParallelKwargs, Trainer
 from trainer.cli import main
@@ -240,7 +242,7 @@ def test_arguments_that_are_no_plain_values_are_read():
     assert trainer.accelerator.dataloader_config == DataLoaderConfiguration(non_blocking=True)
     assert trainer.accelerator.ddp_handler == DistributedDataParallelKwargs(bucket_cap_mb=7)
     names = [type(each).__name__ for each in trainer.callbacks]
-    assert names[:2] == ["EarlyStopping", "WeightAveraging"]
+    assert names[:2] == ["EarlyStopping", "EMA"]
 
 
 def test_a_tracker_may_be_a_class_path():
@@ -319,6 +321,93 @@ def test_validation_test_and_prediction_work_from_the_same_file(capsys):
     assert len(list(Path("runs/configured").glob("config*"))) == 1
 
 
+LINKED = """
+from fitted import Line, RowsData
+
+
+class Counted(RowsData):
+    def __init__(self, count: int = 24, batch_size: int = 4):
+        super().__init__(count, batch_size)
+        self.classes = 6
+
+    test_dataloader = RowsData.val_dataloader
+
+
+class Sized(Line):
+    def __init__(self, classes: int, batch_size: int, scale: float = 1.0):
+        super().__init__(classes)
+        self.save_hyperparameters()
+        self.given = classes, batch_size, scale
+"""
+
+
+@pytest.fixture
+def linked():
+    Path("linked.py").write_text(LINKED)
+    Path("linked.yaml").write_text("""
+trainer: {max_steps: 2, progress_bar: false, project_dir: runs/linked, val_every: 1}
+model: linked.Sized
+data: {class_path: linked.Counted, init_args: {batch_size: 3}}
+links:
+  model.init_args.classes: data.classes
+  model.init_args.batch_size: data.init_args.batch_size
+""")
+    yield
+    sys.modules.pop("linked", None)
+
+
+def test_values_are_linked_between_the_data_and_the_module(linked):
+    assert made("linked.yaml").module.given == (6, 3, 1.0)
+    assert made("linked.yaml", "--data.batch_size=2").module.given == (6, 2, 1.0)
+    assert main(["fit", "linked.yaml"]) == 0
+    saved = Path("runs/linked/config.yaml")  # has the links, not their values
+    assert yaml.safe_load(saved.read_text())["model"]["init_args"] == {"scale": 1.0}
+    assert made(str(saved), "--data.batch_size=8").module.given == (6, 8, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("link", "text"),
+    [
+        ("model.init_args.scale: trainer.project_dir", "must be of type float. Got value: runs/"),
+        ("model.init_args.scael: data.classes", "there is no model.init_args.scael"),
+        ("model.init_args.scale: data.init_args.sise", "there is no data.init_args.sise"),
+        ("modle.x: seed", 'links: modle.x: seed: No action for key "modle.x"'),
+        ("model.init_args.scale: 3", "links:\n    - must be of type str. Got value: 3"),
+    ],
+)
+def test_a_link_that_leads_nowhere_or_to_another_type_is_told(capsys, linked, link, text):
+    Path("wrong.yaml").write_text(Path("linked.yaml").read_text() + f"  {link}\n")
+    shown = error_of(capsys, "fit", "wrong.yaml")
+    assert text in shown
+    assert not Path("runs").exists()
+
+
+def test_links_are_no_options(capsys, linked):
+    words = ["--model=linked.Sized", "--model.classes=1", "--model.batch_size=1"]
+    shown = error_of(capsys, "fit", *words, "--links={model.init_args.scale: seed}")
+    assert "links stand in a configuration file" in shown
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "runs/linked/checkpoints/step-00000002"])
+def test_an_evaluation_takes_the_arguments_that_only_the_checkpoint_has(capsys, linked, ckpt_path):
+    assert main(["fit", "linked.yaml", "--model.scale=2.5"]) == 0
+    Path("short.yaml").write_text("""
+trainer: {progress_bar: false, project_dir: runs/linked}
+model: linked.Sized
+data: linked.Counted
+""")
+    line = line_of("test-model")
+    module = line.make(line.parse(["short.yaml", "--ckpt_path", ckpt_path])).module
+    assert module.given == (6, 3, 2.5)
+    words = ["short.yaml", "--ckpt_path", ckpt_path, "--model.scale=1.0"]
+    assert line.make(line.parse(words)).module.given == (6, 3, 1.0)
+    for stage in ("validate", "test-model"):
+        assert main([stage, "short.yaml", "--ckpt_path", ckpt_path]) == 0
+    shown = error_of(capsys, "test-model", "short.yaml")
+    assert "are required: classes, batch_size\n" in shown
+    assert "pass --model.classes ..." in shown
+
+
 def test_a_prediction_writer_of_ones_own_is_the_only_one():
     line = line_of("predict")
     config = line.parse(
@@ -365,7 +454,7 @@ def test_the_help_teaches(capsys):
         (["--config=off.yaml"], ["trainer.mixed_precision", "in quotes, 'no'"]),
         (
             ["--seeds=3"],
-            ["sections are: seed, ckpt_path, trainer, model, data. Did you mean 'seed'"],
+            ["sections are: seed, ckpt_path, trainer, model, data, links. Did you mean 'seed'"],
         ),
         (["--callbacks=x"], ["Did you mean 'trainer.callbacks'?"]),
         (["--model=fitted.Lin"], ["model:", "'fitted.Lin'", "Did you mean 'Line'?"]),
@@ -437,7 +526,7 @@ def test_a_script_is_no_configuration(capsys):
     assert shown.endswith("To run a script, use `trainer launch fitted.py`.\n")
     Path("words.yaml").write_text("only words, and many of them")
     shown = error_of(capsys, "fit", "base.yaml", "words.yaml")
-    assert "A file must have the sections seed, ckpt_path, trainer, model, data." in shown
+    assert "A file must have the sections seed, ckpt_path, trainer, model, data, links." in shown
     assert "many of them" not in shown
     Path("words.yaml").write_text("a: [")
     assert "The files are: base.yaml, words.yaml." in error_of(
@@ -477,6 +566,39 @@ def test_a_configuration_that_somebody_has_spoilt_is_kept_beside():
 def test_a_module_is_required(capsys):
     shown = error_of(capsys, "fit")
     assert "Write model into a configuration file, or pass --model ..." in shown
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "model: {width: 3}",
+        "model: {init_args: {width: 3}}",
+        "model: {}",
+        "data: {}\nmodel: fitted.Line",
+    ],
+)
+def test_a_section_without_a_class_is_told(capsys, content):
+    Path("classless.yaml").write_text(content)
+    shown = error_of(capsys, "fit", "classless.yaml", "--trainer.max_epochs=1")
+    assert shown.startswith(f"trainer fit: {content.partition(':')[0]} has no class_path. Name its")
+
+
+def test_callbacks_may_be_named_without_their_module():
+    every = {name: getattr(callbacks, name) for name in callbacks.__all__}
+    names = [
+        name
+        for name, each in every.items()
+        if issubclass(each, callbacks.Callback)
+        and all(p.default is not p.empty for p in inspect.signature(each).parameters.values())
+    ]
+    assert {"EMA", "WeightAveraging", "Timer", "ModelCheckpoint"} <= set(names)
+    Path("bare.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": names}}))
+    described = [{"class_path": name} for name in names]
+    Path("paths.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": described}}))
+    for file in ("bare.yaml", "paths.yaml"):
+        config = line_of().parse(["base.yaml", file])
+        paths = [each.class_path for each in config.trainer.callbacks]
+        assert paths == [f"callbacks.{name}" for name in names]
 
 
 def test_an_error_that_the_trainer_finds_is_told_without_a_traceback(capsys):

@@ -68,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         made = line.make(config)
         _work(arguments.stage, made)
+    except CommandError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
         if _is_ours(error):
             code = 2 if made is None else 1

@@ -7,8 +7,10 @@ are checked against the annotations before anything is created.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,12 +24,14 @@ from jsonargparse import (
 )
 
 from callbacks import Callback, PredictionWriter
+from trainer.checkpoint import read_manifest
 from trainer.cli.fit import readable
 from trainer.cli.fit.loaders import Loaders  # noqa: F401 - so that its class path may be short
 from trainer.cli.fit.saved import SavedConfiguration
-from trainer.cli.parsing import check_yaml
+from trainer.cli.parsing import CommandError, check_yaml
 from trainer.configuration import KwargsHandler
 from trainer.datamodule import DataModule
+from trainer.hparams import saved_arguments
 from trainer.module import TrainModule
 from trainer.trainer import Trainer
 
@@ -55,6 +59,9 @@ and arguments of the module and of the data:
     init_args: {{width: 64}}
   data:
     class_path: digits.DigitsData # a DataModule; or Loaders, with a DataLoader for each stage
+  links:                          # values that one part takes from another
+    model.init_args.classes: data.classes                  # an attribute of the created object
+    model.init_args.batch_size: data.init_args.batch_size  # a value of the configuration
 
 Files come first, or each after --config. Later files override earlier ones, and options override
 all files."""
@@ -96,7 +103,7 @@ class Made:
 
     Attributes:
         trainer: Created first, so that `seed` is set when the others are created.
-        module: Created next.
+        module: Created next, unless a link takes one of its arguments from the data.
         data: Created last; None if the module has its own loaders.
         ckpt_path: See `Trainer.fit`.
     """
@@ -116,27 +123,41 @@ class ConfiguredLine:
     """
 
     def __init__(self, prog: str, stage: str) -> None:
-        self._stage = stage
+        self._prog, self._stage = prog, stage
+        self._words: list[str] = []
         set_parsing_settings(subclasses_enabled=[KwargsHandler])  # else for no dataclass
-        self._parser = ArgumentParser(
-            prog=prog,
-            usage=f"{prog} [CONFIG.yaml ...] [--KEY VALUE ...]",
-            description=_EXPLANATION.format(purpose=_PURPOSES[stage]),
-            epilog=_EXAMPLES.format(prog=prog, module=prog),
+
+    def _make_parser(self, links: Mapping[str, str]) -> ArgumentParser:
+        parser = ArgumentParser(
+            prog=self._prog,
+            usage=f"{self._prog} [CONFIG.yaml ...] [--KEY VALUE ...]",
+            description=_EXPLANATION.format(purpose=_PURPOSES[self._stage]),
+            epilog=_EXAMPLES.format(prog=self._prog, module=self._prog),
             formatter_class=_Formatter,
             exit_on_error=False,
             allow_abbrev=False,
         )
-        self._add_arguments()
-
-    def _add_arguments(self) -> None:
-        add = self._parser.add_argument
+        add = parser.add_argument
         add("--config", action="config", help="a configuration file; may be repeated")
         add("--seed", type=int | None, help="the Trainer's argument; seeds all generators")
         add("--ckpt_path", type=str | None, help="a checkpoint's folder; or last, best or auto")
-        self._parser.add_class_arguments(Trainer, "trainer", skip={"accelerator", "seed"})
-        self._parser.add_subclass_arguments(TrainModule, "model", required=True)
-        self._parser.add_subclass_arguments(DataModule, "data", required=False)
+        add(
+            "--links", type=dict[str, str] | None, help="in files: a key, and what it is taken from"
+        )
+        _add_trainer(parser)
+        parser.add_subclass_arguments(TrainModule, "model", required=True)
+        parser.add_subclass_arguments(DataModule, "data", required=False)
+        for target, source in links.items():
+            part, _, name = source.partition(".")
+            try:
+                if _is_attribute(source):  # by a function, since a missing one would be ignored
+                    get = attrgetter(name)
+                    parser.link_arguments(part, target, get, apply_on="instantiate")
+                else:
+                    parser.link_arguments(source, target)
+            except ValueError as error:
+                raise CommandError(f"links: {target}: {source}: {error}", code=2) from None
+        return parser
 
     def parse(self, words: Sequence[str]) -> Namespace:
         """Return the configuration given by the words of a command line.
@@ -145,15 +166,29 @@ class ConfiguredLine:
             CommandError: The words do not match the classes that they name.
             SystemExit: ``--help`` or ``--print_config`` was given.
         """
-        words = _files_first(words)
+        self._words = _files_first(words)
+        links = _links_in(readable.files(self._words))
+        self._parser = self._make_parser(links)
+        # For an evaluation, the checkpoint may have arguments that are missing here.
+        config = self._parsed(_skip_validation=self._stage != "fit")
+        if (config.links or {}) != links:
+            raise CommandError("links stand in a configuration file, not among the options.", 2)
+        for target, source in links.items() if config.model else ():
+            for key in (target,) if _is_attribute(source) else (target, source):
+                if key not in config:  # which jsonargparse ignores
+                    raise CommandError(f"links: {target}: {source}: there is no {key}.", code=2)
+        return config
+
+    def _parsed(self, **options: Any) -> Namespace:
         try:
-            return self._parser.parse_args(words)
+            config = self._parser.parse_args(self._words, **options)
         except argparse.ArgumentError as error:
-            raise readable.explained(str(error), self._parser, words) from None
+            raise readable.explained(str(error), self._parser, self._words) from None
         except UnicodeDecodeError as error:
-            raise readable.explained(
-                f"Problems parsing config: {error}", self._parser, words
-            ) from None
+            text = f"Problems parsing config: {error}"
+            raise readable.explained(text, self._parser, self._words) from None
+        readable.check_classes(config)
+        return config
 
     def make(self, config: Namespace) -> Made:
         """Create the objects of a configuration.
@@ -161,13 +196,35 @@ class ConfiguredLine:
         Raises:
             Exception: Whatever their classes raise.
         """
-        part = self._parser.instantiate(Namespace(trainer=config.trainer), instantiate_groups=False)
+        # By its own parser: one with links needs the module and the data, which are made later.
+        part = _add_trainer(ArgumentParser()).instantiate(
+            Namespace(trainer=config.trainer), instantiate_groups=False
+        )
         settings = dict(vars(part.trainer))
         settings["callbacks"] = self._callbacks(settings, config)
         trainer = Trainer(seed=config.seed, **settings)
+        if self._stage != "fit":
+            config = self._parsed(namespace=self._saved(config, trainer))
         rest = Namespace(model=config.model, data=config.data)
         made = self._parser.instantiate(rest, instantiate_groups=False)
         return Made(trainer=trainer, module=made.model, data=made.data, ckpt_path=config.ckpt_path)
+
+    def _saved(self, config: Namespace, trainer: Trainer) -> Namespace:
+        """Return the arguments of the module in the checkpoint, if there is one; collective.
+
+        Values that equal the configuration's are left out: it may have them in another type.
+        """
+        parts = trainer._parts
+        chosen = parts.choose(parts.project.given_checkpoint(config.ckpt_path))
+        if chosen is None or not config.model:
+            return Namespace()
+        saved = saved_arguments(read_manifest(chosen).get("hyper_parameters", {}), chosen)
+        takes = vars(config.model.get("init_args", Namespace()))
+        kept = {
+            name: value for name, value in saved.items() if name in takes and takes[name] != value
+        }
+        module = Namespace(class_path=config.model.class_path, init_args=Namespace(**kept))
+        return Namespace(model=module)
 
     def _callbacks(self, settings: dict[str, Any], config: Namespace) -> list[Callback]:
         given = settings["callbacks"] or []
@@ -179,6 +236,31 @@ class ConfiguredLine:
         if self._stage == "predict" and not any(isinstance(one, PredictionWriter) for one in given):
             given.append(PredictionWriter())
         return given
+
+
+def _add_trainer(parser: ArgumentParser) -> ArgumentParser:
+    parser.add_class_arguments(Trainer, "trainer", skip={"accelerator", "seed"})
+    return parser
+
+
+def _links_in(files: Sequence[str]) -> dict[str, str]:
+    """Return the links in configuration files; the parser needs them before it reads the files."""
+    links: dict[str, str] = {}
+    for file in files:
+        try:
+            content = yaml.safe_load(check_yaml(Path(file).read_text(encoding="utf-8")))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError):  # told when the parser reads it
+            continue
+        found = content.get("links") if isinstance(content, dict) else None
+        if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()):
+            links = found  # as of any dict, the last file's
+    return links
+
+
+def _is_attribute(source: str) -> bool:
+    """Return whether the source of a link is an attribute of the module or the data once made."""
+    part, _, name = source.partition(".")
+    return part in ("model", "data") and bool(name) and not name.startswith("init_args.")
 
 
 def _files_first(words: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 import callbacks
 from trainer.cli.parsing import CommandError
@@ -19,7 +19,8 @@ from trainer.trainer import Trainer
 
 _NOISE = re.compile(
     r"\s*(-? ?Does not validate against any of the Union subtypes|Subtypes: .*|Errors:|"
-    r"- Expected a <class 'NoneType'>.*|Given value type: .*|Given value: (NestedArg|[\[{]).*|"
+    r"- Expected a <class 'NoneType'>.*|Given value type: .*|"
+    r"Given value: (NestedArg|Namespace|[\[{]).*|"
     r"- Expected a path but .*|- Not a valid subclass of .*|Subclass types expect one of:|"
     r"- a (class path|dict) .*|)"
 )
@@ -39,7 +40,8 @@ _UNKNOWN = re.compile(r"unrecognized arguments: --([\w.]+)")
 _FILE = re.compile(r"unrecognized arguments: (?:[^-]\S*\.ya?ml)\b")
 _NO_MAPPING = re.compile(r"Unexpected config: (?s:.*)")  # followed by the whole file
 _REQUIRED = re.compile(r"required: (.*)")
-_SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data")
+_SECTIONS = ("seed", "ckpt_path", "trainer", "model", "data", "links")
+_BASES = {"model": "trainer.TrainModule", "data": "trainer.DataModule"}
 
 
 def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> CommandError:
@@ -51,13 +53,16 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
         words: The command line.
     """
     if "Problems parsing config" in message:
-        message += f"\nThe files are: {', '.join(_files(words))}."
-    for script in (each for each in _files(words) if each.endswith(".py")):
+        message += f"\nThe files are: {', '.join(files(words))}."
+    for script in (each for each in files(words) if each.endswith(".py")):
         return CommandError(
             f"{script} is not a configuration: that is a YAML file with the sections "
             f"{', '.join(_SECTIONS)}. To run a script, use `trainer launch {script}`.",
             code=2,
         )
+    for section, base in _BASES.items():
+        if f"given class_path '{base}'" in message:
+            return _without_class(section)
     message = _NO_MAPPING.sub(f"A file must have the sections {', '.join(_SECTIONS)}.", message)
     lines = [line for line in message.splitlines() if not _NOISE.fullmatch(line)]
     for pattern, replacement in _WORDS:
@@ -67,7 +72,27 @@ def explained(message: str, parser: ArgumentParser, words: Sequence[str]) -> Com
     return CommandError("\n".join(dict.fromkeys(lines)), code=2)
 
 
-def _files(words: Sequence[str]) -> list[str]:
+def check_classes(config: Namespace) -> None:
+    """Raise if a section names no class of the user's: the parser then takes the base class.
+
+    Raises:
+        CommandError: The model or the data has no class path.
+    """
+    for section, base in _BASES.items():
+        if (described := config.get(section)) and described.class_path == base:
+            raise _without_class(section)
+
+
+def _without_class(section: str) -> CommandError:
+    return CommandError(
+        f"{section} has no class_path. Name its class, with the arguments in init_args:\n"
+        f"  {section}:\n    class_path: module.Class\n    init_args: {{...}}\n"
+        f"or on the command line: --{section} module.Class",
+        code=2,
+    )
+
+
+def files(words: Sequence[str]) -> list[str]:
     """Return the configuration files among the words, each given by ``--config``."""
     apart = [file for option, file in pairwise(words) if option == "--config"]
     return apart + [word[len("--config=") :] for word in words if word.startswith("--config=")]
@@ -94,7 +119,9 @@ def _hints(message: str, parser: ArgumentParser) -> Iterator[str]:
     if _MODULE.search(message):
         yield f"Modules must be installed or in the current folder, {os.getcwd()}."
     for names in _REQUIRED.findall(message):
-        yield f"Write {names} into a configuration file, or pass --{names.split(',')[0]} ..."
+        of_class = re.match(r'Parser key "([\w.]+)":', message)
+        first = f"{of_class[1]}.{names}" if of_class else names
+        yield f"Write {names} into a configuration file, or pass --{first.split(',')[0]} ..."
 
 
 def _of_options(message: str, parser: ArgumentParser) -> Iterator[str]:

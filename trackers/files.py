@@ -72,10 +72,10 @@ def read_bytes(path: str | os.PathLike[str], limit: int) -> bytes:
         ValueError: it is larger.
     """
     with open(path, "rb", opener=regular) as stream:
-        content = stream.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"it has more than the {limit:,} bytes that are read")
-    return content
+        size = os.fstat(stream.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, more than the {limit:,} that are read")
+        return stream.read(size)  # no more: the buffer is allocated first
 
 
 def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:

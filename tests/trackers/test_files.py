@@ -67,7 +67,7 @@ def test_what_is_not_json_is_a_value_error(tmp_path, text):
     (tmp_path / "a").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"nest|Expecting|decode"):
         read_json(tmp_path / "a")
-    with pytest.raises(ValueError, match="more than the 0 bytes that are read"):
+    with pytest.raises(ValueError, match="more than the 0 that are read"):
         read_json(tmp_path / "a", limit=0)
 
 

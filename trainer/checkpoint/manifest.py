@@ -232,6 +232,12 @@ def check_folders(path: Path, name: str) -> None:
             raise NotADirectoryError(f"{path / folder} is not a real folder")
 
 
+def check_file(path: Path) -> None:
+    """Raise a CheckpointError for a pipe, whose other end would be waited for, or a device."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{path} is not a file.")
+
+
 def is_ours(path: Path) -> bool:
     """Return whether a folder is a checkpoint of this format, which we may replace or delete."""
     try:

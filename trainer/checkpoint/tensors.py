@@ -31,7 +31,7 @@ import torch
 
 from trackers.files import read_json
 from trackers.strict_json import fits_64_bits, is_unicode
-from trainer.checkpoint.manifest import check_form, reading
+from trainer.checkpoint.manifest import check_file, check_form, reading
 from trainer.errors import CheckpointError
 from trainer.tree import dense
 
@@ -208,6 +208,7 @@ def read_tensors(
     """
     from safetensors import safe_open
 
+    check_file(file)
     with reading(file), safe_open(file, framework="pt") as opened:
         # safe_open's tensors keep a removed checkpoint's disk space on a local disk and kill the
         # process on a network disk.

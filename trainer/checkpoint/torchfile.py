@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint.manifest import check_file
 from trainer.errors import CheckpointError
 
 
@@ -24,8 +25,7 @@ def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False
         CheckpointError: If the file is missing or damaged, or holds anything else; the message
             names it.
     """
-    if file.exists() and not file.is_file():  # opening a pipe would wait for its other end
-        raise CheckpointError(f"{file} is not a file.")
+    check_file(file)
     try:
         mmap = mmap and zipfile.is_zipfile(file)  # files of torch before 1.6 cannot be mapped
         with torch.serialization.safe_globals(_numpy_globals()):

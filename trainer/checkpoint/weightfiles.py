@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.manifest import is_portable, reading
+from trackers.files import read_json
+from trainer.checkpoint.manifest import check_file, is_portable, reading
 from trainer.checkpoint.model import BIN_NAME, INDEX_SUFFIX
 from trainer.checkpoint.torchfile import read_torch_file
 from trainer.checkpoint.weights import WEIGHTS_NAME, tied_names
@@ -107,7 +107,7 @@ def read_index(index: Path) -> dict[str, str]:
         CheckpointError: It cannot be read, or is not an index.
     """
     with reading(index, "is not an index of weights"):
-        content = json.loads(index.read_bytes())  # perhaps by a link, as in the cache of a hub
+        content = read_json(os.path.realpath(index))  # the cache of a hub consists of links
         places = content.get("weight_map", content)  # some are the map itself
         if not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{index} is not an index of weights.")
@@ -118,6 +118,7 @@ def read_index(index: Path) -> dict[str, str]:
 def _opened(file: Path) -> Iterator[Any]:
     from safetensors import safe_open
 
+    check_file(file)
     with reading(file), safe_open(file, framework="pt") as opened:
         yield opened
 

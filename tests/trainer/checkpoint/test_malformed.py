@@ -26,6 +26,7 @@ from trainer import Trainer, TrainModule
 from trainer.checkpoint import committed, load_tree, verify
 from trainer.checkpoint import folder as folder_module
 from trainer.checkpoint.layout import commit, open_staging, remove
+from trainer.checkpoint.load import load_checkpoint_in_model
 from trainer.checkpoint.manifest import check_form, is_portable, read_manifest
 from trainer.checkpoint.merge import merge_weights
 from trainer.checkpoint.project import load_state as load_project
@@ -286,12 +287,17 @@ def test_only_regular_files_are_read(tmp_path, kind, name):
 
 
 @needs_pipes
-@pytest.mark.parametrize("file", ["optimizer.bin", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "file", ["optimizer.bin", "model.safetensors", "pytorch_model.bin", "model.bin.index.json"]
+)
 def test_nothing_waits_for_a_pipe_in_a_folder_of_another_library(file):
     Path("out").mkdir()
+    torch.save({}, "out/scheduler.bin")  # as accelerate saves
     os.mkfifo(Path("out") / file)
-    with pytest.raises((CheckpointError, ValueError)):
+    with pytest.raises(CheckpointError):
         load_state("out", prepared(), ALONE)
+    with pytest.raises((CheckpointError, ValueError)):
+        load_checkpoint_in_model(nn.Linear(2, 1), "out")
 
 
 def test_a_folder_inside_a_checkpoint_is_no_link(tmp_path):

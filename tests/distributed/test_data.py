@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from tests.helpers.ranks import RankError
+from trainer.accelerator import Accelerator
+from trainer.configuration import DataLoaderConfiguration
 from trainer.data import forking
 from trainer.data.dispatch import DataLoaderDispatcher
 from trainer.data.prepare import prepare_data_loader
@@ -276,6 +278,47 @@ def test_what_is_a_column_is_decided_for_each_batch_as_it_is_read(ranks2, option
             [(f"n{n}",) for n in own if n is not None] for own in expected
         ]
     assert all(classes == ["first", "second"] for own in found for _, classes in own)
+
+
+class Onward(IterableDataset):
+    """Numbers, from where it is on; that is its state."""
+
+    def __init__(self, size: int):
+        self.size, self.at = size, 0
+
+    def __iter__(self):
+        self.at %= self.size
+        while self.at < self.size:
+            self.at += 1
+            yield self.at - 1
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("dispatch", [True, False])
+def test_a_stream_with_a_state_is_taken_back_on_all_processes(ranks2, tmp_path, dispatch, even):
+    def job():
+        config = DataLoaderConfiguration(dispatch_batches=dispatch, even_batches=even)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(Onward(9), 2))
+        found = [[], [], []]
+        for epoch in range(3):
+            for number, batch in enumerate(loader):
+                found[epoch].append(batch.tolist())
+                if (epoch, number) == (1, 0):
+                    accelerator.save_state(tmp_path / "state")
+        accelerator.load_state(tmp_path / "state")
+        again = [skip_first_batches(loader, 1), loader]
+        return found, [[batch.tolist() for batch in batches] for batches in again]
+
+    for (first, second, third), again in ranks2(job):
+        assert first == second == third
+        assert again == [second[1:], third]
 
 
 def test_a_dispatcher_has_the_length_of_what_its_sampler_gives(ranks2):

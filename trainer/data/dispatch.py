@@ -25,6 +25,7 @@ from trainer.data.feed import Feed
 from trainer.data.loader import Given, PreparedLoader
 from trainer.data.prefetch import InFlight
 from trainer.data.rounds import ahead
+from trainer.data.stateful import Place
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.objects import broadcast_object
 from trainer.tree import find_batch_size, to_device
@@ -42,12 +43,14 @@ class Plan:
         size: Samples per process; the last ones may get fewer.
         real: Samples that are not repeated; None if unknown.
         present: The number of processes that get any samples, the lowest ranks.
+        place: Where a stream is after it.
     """
 
     batch: Any
     size: int
     real: int | None
     present: int
+    place: Place | None
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.settings["slice_fn"] = slice_fn
 
     def _make_feed(self, source: DataLoader[Any]) -> Feed:
-        return Feed(source, seed=self.settings["seed"])
+        return Feed(source, seed=self.settings["seed"], remember=True, rereads=True)
 
     def _batches(self) -> Iterator[Given]:
         plans = ahead(self._sent()) if self.rank == 0 else iter(())
@@ -158,6 +161,8 @@ class DataLoaderDispatcher(PreparedLoader):
         plan, following = next(plans, (None, None))
         if plan is None:
             return Message(), None, [], pickle.dumps(Message())
+        if plan.place is not None:
+            self.feed.used(plan.place, last=following is None)
         batch = plan.batch
         if isinstance(batch, InFlight):
             batch = batch.arrive()
@@ -196,41 +201,43 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _all_plans(self) -> Iterator[Plan]:
         first = held = None
-        for group, following in ahead(self._groups(self.feed)):
+        for (group, place), following in ahead(self._groups(self.feed)):
             if self.world_size == 1:
-                yield Plan(group[0], 0, find_batch_size(group[0]), 1)
+                yield Plan(group[0], 0, find_batch_size(group[0]), 1, place)
                 continue
             batch = concatenate(group if held is None else [held, *group])
             first, held = batch if first is None else first, None
             total = length(batch)
             size, rest = divmod(total, self.world_size)
             if following is None:
-                yield self._last_plan(batch, first)
+                yield self._last_plan(batch, first, place)
             else:
                 if rest:
                     held = take(batch, total - rest, total)
                     batch = take(batch, 0, total - rest)
                 if size:
-                    yield Plan(batch, size, total - rest, self.world_size)
+                    yield Plan(batch, size, total - rest, self.world_size, place)
 
-    def _last_plan(self, batch: Any, first: Any) -> Plan:
+    def _last_plan(self, batch: Any, first: Any, place: Place | None) -> Plan:
         total = length(batch)
         size = -(-total // self.world_size)
         if self.even_batches:
             if size * self.world_size > total:
                 first = self._beginning() if self.feed.start_round else first
                 batch = completed(batch, first, size * self.world_size)
-            return Plan(batch, size, total, self.world_size)
+            return Plan(batch, size, total, self.world_size, place)
         size = max(size, (self.total_batch_size or 0) // self.world_size)
-        return Plan(batch, size, total, -(-total // size))
+        return Plan(batch, size, total, -(-total // size), place)
 
-    def _groups(self, feed: Feed) -> Iterator[list[Any]]:
-        """Yield the batches of each round."""
-        batches = (round_.batch for round_ in feed.read())
-        while group := list(islice(batches, self._per_round)):
+    def _groups(self, feed: Feed) -> Iterator[tuple[list[Any], Place | None]]:
+        """Yield the batches of each round, and the place after them."""
+        rounds = feed.read()
+        while group := list(islice(rounds, self._per_round)):
             if len(group) < self._per_round and self._drops_last:
                 return
-            yield group if self.world_size == 1 else [*map(marked, group)]
+            batches = [each.batch for each in group]
+            place = group[-1].place
+            yield batches if self.world_size == 1 else [*map(marked, batches)], place
 
     def _beginning(self) -> Any:
         """Read the first round's samples, which this pass has skipped."""
@@ -238,7 +245,7 @@ class DataLoaderDispatcher(PreparedLoader):
         feed.resume_length(self.feed.epoch, self.feed.length)
         feed.set_epoch(self.feed.epoch)
         feed.limit = self._per_round
-        return concatenate(next(self._groups(feed)))
+        return concatenate(next(self._groups(feed))[0])
 
     @property
     def _per_round(self) -> int:

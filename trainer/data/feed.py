@@ -40,11 +40,11 @@ from trainer.data.rebuild import (
 from trainer.data.rounds import Round, absent_rounds, ahead, own_round
 from trainer.data.sampling import EpochLength, ShardedSampler
 from trainer.data.seeding import tell_epoch
+from trainer.data.stateful import Place
 from trainer.data.streams import (
     Stream,
     knows_where_it_is,
     refuse_different,
-    say_what_it_costs,
 )
 from trainer.rng import mix
 
@@ -86,6 +86,7 @@ class Feed:
         drop_last: See `Dealing`.
         remember: `position` will be saved: a stream that has a state is read with it; see
             `trainer.data.streams`.
+        rereads: A pass of a stream may be read again, although it was read further.
 
     Attributes:
         limit: Batches of all processes, or the fraction of them as a float, after which an epoch
@@ -113,6 +114,7 @@ class Feed:
         split: bool = False,
         drop_last: bool = False,
         remember: bool = False,
+        rereads: bool = False,
     ) -> None:
         if not isinstance(source, Iterable):
             wrap = " Wrap it: DataLoader(dataset, batch_size=32)." * isinstance(source, Dataset)
@@ -172,6 +174,7 @@ class Feed:
                 self._generator,
                 set_epoch=self.set_epoch,
                 remember=remember,
+                rereads=rereads,
                 shown=rank == 0,
             )
         self._alike = alike(self.users_generators)
@@ -404,9 +407,18 @@ class Feed:
         """
         for current, following in ahead(self.read(transfer)):
             current.last = following is None
-            if current.place is not None and self._stream is not None:
-                self._stream.used(current.place, last=current.last)
+            if current.place is not None:
+                self.used(current.place, last=current.last)
             yield current
+
+    def used(self, place: Place, *, last: bool) -> None:
+        """Note that the run has used a stream up to a place; see `Stream.used`."""
+        if self._stream is not None:
+            self._stream.used(place, last=last)
+
+    def share_stream(self, other: Feed) -> None:
+        """Read the stream of another feed of the same loader from the position that it is in."""
+        self._stream, self._generator, self.loader = other._stream, other._generator, other.loader
 
     def read(self, transfer: Transfer | None = None) -> Iterator[Round]:
         """Yield the epoch's rounds, each as soon as it has been read, without `Round.last`."""
@@ -454,13 +466,17 @@ class Feed:
 
     def _read_stream(self, transfer: Transfer | None) -> Iterator[Round]:
         assert self._stream is not None
-        if self.start_round and self.rank == 0:
-            say_what_it_costs(self.start_round * (1 if self.split else self.world_size))
-        stream = self._stream.read(self.seed, self.epoch, skip=self.start_batch, limit=self._most)
+        skip, rounds_again = self.start_batch, self.start_round
+        batches_again = self.start_round * (1 if self.split else self.world_size)
+        if not self.even:  # or else the first round is needed, to fill the last one
+            skip, rounds_again = skip + batches_again, 0
+        elif rounds_again and self.rank == 0:
+            self._stream.say_what_it_costs(batches_again)
+        stream = self._stream.read(self.seed, self.epoch, skip=skip, limit=self._most)
         if self.world_size > 1:
             stream = refuse_different(stream)
         rounds = self._dealing().rounds(stream)
-        for batches, real, place in islice(rounds, self.start_round, None):
+        for batches, real, place in islice(rounds, rounds_again, None):
             sizes = [SAMPLES.count(batch) for batch in batches]
             known = sum(sizes), real, len(batches)
             self.batches_read = len(batches)

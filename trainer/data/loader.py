@@ -268,6 +268,7 @@ class PreparedLoader(DataLoader[Any]):
             "seed": self.settings["seed"],
             "ended": int(ended),
             "length": None if over or length is None else list(length),
+            "stream": self.feed.position(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -277,6 +278,7 @@ class PreparedLoader(DataLoader[Any]):
         length = state.get("length")  # not in a checkpoint of an earlier release
         self._begin_at(state["iteration"], None if length is None else EpochLength(*length))
         self._loaded, self._ended = True, bool(state.get("ended"))
+        self.feed.resume_at(state.get("stream"))
 
     def get_sampler(self) -> Any:
         """Return the user's sampler."""
@@ -319,6 +321,8 @@ class PreparedLoader(DataLoader[Any]):
             self.feed.length if self._unfinished else self.feed.resumed and self.feed.resumed[1]
         )
         skipped.feed.resume_length(self.iteration, length)
+        if self.feed.sampler is None:
+            skipped.feed.share_stream(self.feed)
         skipped._rest_of, skipped._loaded, skipped._ended = self, self._loaded, self._ended
         if self._loaded and self._ended and num_batches and self.iteration:
             # A state saved at the last batch names the next pass already, but a script may skip all
@@ -358,6 +362,8 @@ class DataLoaderShard(PreparedLoader):
             even=options["even_batches"] and self.world_size > 1,
             split=self.split_batches and self.world_size > 1,
             drop_last=self._drops_last and self.world_size > 1,
+            remember=True,
+            rereads=True,
         )
         feed.start_round = self.skip_batches
         return feed
@@ -365,6 +371,8 @@ class DataLoaderShard(PreparedLoader):
     def _batches(self) -> Iterator[Given]:
         streams = self._streams
         for current, following in ahead(self.feed.read(self._transfer(streams))):
+            if current.place is not None:
+                self.feed.used(current.place, last=following is None)
             if current.present:
                 last = following is None or not following.present
                 batch = current.batch if streams is None else current.batch.arrive()

@@ -39,6 +39,7 @@ class Stream:
         generator: Workers' seeds are drawn from it.
         set_epoch: Tells the data which epoch is read.
         remember: The position will be saved.
+        rereads: A pass may be read again from its beginning, so that the position holds that too.
         shown: This process tells of a replay, with its progress if there is a terminal.
     """
 
@@ -50,8 +51,11 @@ class Stream:
         *,
         set_epoch: Callable[[int], None],
         remember: bool,
+        rereads: bool,
         shown: bool,
     ) -> None:
+        self._rereads = rereads
+        self._begin: dict[str, Any] | None = None  # the position where the pass began
         self._reading = _choose_reading(source, loader, generator, remember=remember)
         # An iterator continues from epoch to epoch: it has no beginning to go back to.
         self._iterator = type(source).__name__ if hasattr(source, "__next__") else None
@@ -76,6 +80,12 @@ class Stream:
             limit: Batches after which it ends, including the skipped ones.
         """
         pending, self._pending = self._pending, None
+        if pending is not None and pending["epoch"] == epoch:
+            behind = bool(pending["over"]) or pending["batches"] > skip
+            self._begin = pending.get("begin") if pending["batches"] else pending
+            pending = self._begin if behind else pending
+        elif self._rereads:
+            self._begin = pending or self._beginning(epoch)
         self._epoch = epoch
         place, found = Place(), False
         if pending is not None and pending["over"]:
@@ -83,7 +93,7 @@ class Stream:
             self._set_epoch(epoch)
         elif pending is not None:
             place = _place_of(pending)
-            found = (pending["epoch"], place.batches) == (epoch, skip)
+            found = pending["epoch"] == epoch
         unknown = self._resumed and self._fresh and not found and epoch
         if unknown and self._iterator is not None and self._shown:
             _say_where_it_begins(self._iterator, epoch)
@@ -91,10 +101,10 @@ class Stream:
             place = self._reading.start(first=self._fresh)
         self._fresh = False
         batches = self._reading.read(place, mix(seed, epoch, 2), load=found)
-        if skip and not found:
+        if again := skip - (place.batches if found else 0):
             if self._shown:
-                say_what_it_costs(skip)
-            for _, place in _progress(islice(batches, skip), skip, shown=self._shown):
+                self.say_what_it_costs(again)
+            for _, place in _progress(islice(batches, again), again, shown=self._shown):
                 self._before_last = place
         self._before_last, self._cut = place, limit is not None and place.batches >= limit
         while not self._cut:
@@ -122,6 +132,22 @@ class Stream:
                     break
         self._fresh = False
 
+    def _beginning(self, epoch: int) -> dict[str, Any] | None:
+        """Return the position where a pass begins that follows the latest one."""
+        if self._over:
+            return self.position()
+        place = self._reading.start(first=self._reading.kind != "dataset")
+        return self._at(place, epoch, "")
+
+    def say_what_it_costs(self, batches: int) -> None:
+        """Warn that a stream is read again from its beginning."""
+        hint = " A dataset with state_dict and load_state_dict resumes without that."
+        logger.warning(
+            "Resuming inside an epoch of a stream: %d batches are read again and discarded.%s",
+            batches,
+            hint if self._reading.kind == "none" else "",
+        )
+
     def used(self, place: Place, *, last: bool) -> None:
         """Note that the run has used the batches up to a place, which may be the last ones."""
         self._used = place
@@ -134,17 +160,26 @@ class Stream:
         state behind.
         """
         reading, place = self._reading, self._used
+        if self._rereads and reading.kind == "none":
+            return None
         if place is None:
-            return self._position
+            return self._position or (self._beginning(self._epoch) if self._rereads else None)
         if self._over:
             if reading.kind == "none" or (reading.kind == "dataset" and reading.workers):
                 return None
             place = self._before_last
+        position = self._at(place, self._epoch, self._over)
+        if self._rereads and self._begin is not None:
+            position["begin"] = {**self._begin, "begin": None}
+        return position
+
+    def _at(self, place: Place, epoch: int, over: str) -> dict[str, Any]:
+        reading = self._reading
         return {
             "kind": reading.kind,
             "workers": reading.workers,
-            "epoch": self._epoch,
-            "over": self._over,
+            "epoch": epoch,
+            "over": over,
             "batches": place.batches,
             "number": place.number,
             # The name appears in the error if a state cannot be saved.
@@ -223,15 +258,6 @@ def _only_counts(source: Any) -> bool:
         and isinstance(data, IterableDataset)
         and not _has_state(data)
         and inspect.isgeneratorfunction(type(data).__iter__)  # other iterators may have a state
-    )
-
-
-def say_what_it_costs(batches: int) -> None:
-    """Warn that a stream is read again from its beginning."""
-    logger.warning(
-        "Resuming inside an epoch of a stream: %d batches are read again and discarded. A "
-        "dataset with state_dict and load_state_dict resumes without that.",
-        batches,
     )
 
 

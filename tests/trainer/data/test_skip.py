@@ -206,6 +206,63 @@ def test_a_pass_is_gone_on_with_in_the_order_of_its_beginning(kind):
     assert sorted(torch.cat([x for x, _ in following]).tolist()) == list(range(12))
 
 
+class Onward(IterableDataset):
+    """Goes on where it is, and begins again once it is over; both are its state."""
+
+    def __init__(self, size: int):
+        self.size, self.at, self.given = size, 0, 0
+
+    def __iter__(self):
+        self.at %= self.size
+        while self.at < self.size:
+            self.at, self.given = self.at + 1, self.given + 1
+            yield self.at - 1, float(torch.rand(()))
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["the same process", "a new one"])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_with_a_state_is_taken_back(kind, epoch, new, caplog):
+    def source():
+        return DataLoader(Onward(9), 2)
+
+    loader = prepared(source(), **kind)
+    states = [loader.state_dict()]
+    whole = [list(loader) for _ in range(3)]
+    loader = resumed(source(), states[0], **kind)
+    for number in range(epoch + 1):
+        for batch, _ in enumerate(loader):
+            states.append(loader.state_dict())
+            if (number, batch) == (epoch, 3):
+                break
+    for skip in (4, 2, 4, 0, 5):  # also another number than when it was saved, and more than once
+        again = prepared(source(), **kind) if new else loader
+        again.load_state_dict(states[5 * epoch + 4])
+        assert alike(list(skip_first_batches(again, skip)), whole[epoch][skip:])
+        assert alike(list(again), whole[epoch + 1])
+    for at, state in enumerate(states):
+        again.load_state_dict(state)
+        assert alike(list(skip_first_batches(again, at % 5)), whole[at // 5][at % 5 :])
+    assert "A dataset with state_dict" not in caplog.text
+
+
+def test_a_stream_with_a_state_is_not_read_again():
+    source = DataLoader(Onward(9), 2)
+    loader = prepared(source)
+    for number, _ in enumerate(loader):
+        if number == 2:
+            break
+    again = resumed(DataLoader(Onward(9), 2), loader.state_dict() | {"iteration": 0})
+    assert len(list(skip_first_batches(again, 3))) == 2
+    assert again.source.dataset.given == 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_was_left_counts_and_one_that_was_kept_changes_no_later_pass(kind):
     loader = prepared(DataLoader(Noisy(12), 2), **kind)

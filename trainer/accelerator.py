@@ -359,6 +359,11 @@ class Accelerator:
         return self.dataloader_config.non_blocking
 
     @property
+    def use_stateful_dataloader(self) -> bool:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
     def project_dir(self) -> str | os.PathLike[str] | None:
         """The folder of the run."""
         return self.project_configuration.project_dir
@@ -601,7 +606,9 @@ class Accelerator:
             even_batches=self.even_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
             non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
         )
         if not any(prepared is known for known in self._dataloaders):
             self._dataloaders.append(prepared)

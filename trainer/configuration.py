@@ -73,9 +73,13 @@ class DataLoaderConfiguration:
         use_seedable_sampler: The order of a shuffling loader is a function of a seed and the epoch.
         non_blocking: Copy batches to the device asynchronously, one batch ahead and overlapping
             with computation; useful with pinned memory.
+        use_stateful_dataloader: After `load_state`, or a prepared loader's ``load_state_dict``, the
+            next pass continues after the last batch that was handed out, without
+            `skip_first_batches`. It works for any loader and does not need torchdata.
+        data_seed: The seed of the order, instead of the one that ``set_seed`` set.
 
     Raises:
-        TypeError: A value is not a bool (or, for `dispatch_batches`, None).
+        TypeError: A value is not a bool (or, for `dispatch_batches`, None), or `data_seed` no int.
     """
 
     split_batches: bool = False
@@ -83,10 +87,15 @@ class DataLoaderConfiguration:
     even_batches: bool = True
     use_seedable_sampler: bool = False
     non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    data_seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check the types."""
         _expect_bools(self, "split_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+        _expect_bools(self, "use_stateful_dataloader")
+        if isinstance(self.data_seed, bool) or not isinstance(self.data_seed, int | None):
+            raise TypeError(f"data_seed is {self.data_seed!r}; it must be an int or None.")
         if self.dispatch_batches is not None:
             _expect_bools(self, "dispatch_batches")
 

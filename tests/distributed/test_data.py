@@ -299,11 +299,17 @@ class Onward(IterableDataset):
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("even", [True, False])
-@pytest.mark.parametrize("dispatch", [True, False])
-def test_a_stream_with_a_state_is_taken_back_on_all_processes(ranks2, tmp_path, dispatch, even):
+@pytest.mark.parametrize(
+    ("dispatch", "even", "stateful"),
+    [(True, True, False), (True, False, True), (False, True, True), (False, False, False)],
+)
+def test_a_stream_with_a_state_is_taken_back_on_all_processes(
+    ranks2, tmp_path, dispatch, even, stateful
+):
     def job():
-        config = DataLoaderConfiguration(dispatch_batches=dispatch, even_batches=even)
+        config = DataLoaderConfiguration(
+            dispatch_batches=dispatch, even_batches=even, use_stateful_dataloader=stateful
+        )
         accelerator = Accelerator(cpu=True, dataloader_config=config)
         loader = accelerator.prepare(DataLoader(Onward(9), 2))
         found = [[], [], []]
@@ -313,7 +319,7 @@ def test_a_stream_with_a_state_is_taken_back_on_all_processes(ranks2, tmp_path, 
                 if (epoch, number) == (1, 0):
                     accelerator.save_state(tmp_path / "state")
         accelerator.load_state(tmp_path / "state")
-        again = [skip_first_batches(loader, 1), loader]
+        again = [loader if stateful else skip_first_batches(loader, 1), loader]
         return found, [[batch.tolist() for batch in batches] for batches in again]
 
     for (first, second, third), again in ranks2(job):

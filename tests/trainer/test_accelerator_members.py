@@ -112,7 +112,8 @@ def test_the_window_is_the_last_one_that_was_asked_for():
 
 
 def test_options_of_the_constructor_win_over_a_configuration_that_stays():
-    config = DataLoaderConfiguration(dispatch_batches=True, non_blocking=True)
+    options = {"dispatch_batches": True, "non_blocking": True, "use_stateful_dataloader": True}
+    config = DataLoaderConfiguration(**options)
     accelerator = accelerate(
         dataloader_config=config,
         split_batches=True,
@@ -120,7 +121,8 @@ def test_options_of_the_constructor_win_over_a_configuration_that_stays():
         even_batches=False,
         use_seedable_sampler=True,
     )
-    assert config == DataLoaderConfiguration(dispatch_batches=True, non_blocking=True)
+    assert config == DataLoaderConfiguration(**options)
+    assert accelerator.use_stateful_dataloader
     assert accelerator.split_batches
     assert accelerator.dispatch_batches is False
     assert not accelerator.even_batches

@@ -94,7 +94,11 @@ def test_loaders_are_shared_out_evenly_by_default():
         "even_batches": True,
         "use_seedable_sampler": False,
         "non_blocking": False,
+        "use_stateful_dataloader": False,
+        "data_seed": None,
     }
+    with pytest.raises(TypeError, match="data_seed is True; it must be an int or None"):
+        DataLoaderConfiguration(data_seed=True)
 
 
 @pytest.mark.parametrize("steps", [0, -3])

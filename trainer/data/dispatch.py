@@ -196,8 +196,8 @@ class DataLoaderDispatcher(PreparedLoader):
     def _plans(self) -> Iterator[Plan]:
         """Yield the rounds of a pass without those to be skipped."""
         indexed = self._skips_by_index
-        self.feed.start_round = self.skip_batches * self._per_round if indexed else 0
-        return islice(self._all_plans(), 0 if indexed else self.skip_batches, None)
+        self.feed.start_round = self.first_round * self._per_round if indexed else 0
+        return islice(self._all_plans(), 0 if indexed else self.first_round, None)
 
     def _all_plans(self) -> Iterator[Plan]:
         first = held = None
@@ -246,10 +246,6 @@ class DataLoaderDispatcher(PreparedLoader):
         feed.set_epoch(self.feed.epoch)
         feed.limit = self._per_round
         return concatenate(next(self._groups(feed))[0])
-
-    @property
-    def _per_round(self) -> int:
-        return 1 if self.split_batches else self.world_size
 
     @property
     def _skips_by_index(self) -> bool:

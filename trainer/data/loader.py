@@ -51,6 +51,7 @@ class PreparedLoader(DataLoader[Any]):
             each process gets whole batches.
         rng_types: Generators that take rank 0's state when a pass begins; see `synchronized`.
         skip_batches: Batches of this process that each pass skips at its beginning.
+        stateful: The pass after `load_state_dict` continues after the last batch handed out.
 
     Attributes:
         iteration: The current or next pass, counted from 0; it determines the order. A pass that
@@ -75,6 +76,7 @@ class PreparedLoader(DataLoader[Any]):
         split_batches: bool = False,
         rng_types: Sequence[str] | None = None,
         skip_batches: int = 0,
+        stateful: bool = False,
     ) -> None:
         self.settings: dict[str, Any] = {
             "rank": rank,
@@ -86,6 +88,7 @@ class PreparedLoader(DataLoader[Any]):
             "split_batches": split_batches,
             "rng_types": None if rng_types is None else as_types(rng_types),
             "skip_batches": skip_batches,
+            "stateful": stateful,
         }
         self.rank, self.world_size = rank, world_size
         self.device, self.non_blocking = device, non_blocking
@@ -96,6 +99,8 @@ class PreparedLoader(DataLoader[Any]):
         self._real_batches: int | None = None  # at the last batch, see `Given`
         self._all_end = False  # whether the current batch is of the last round of all processes
         self._unfinished = False
+        self._resume_at = 0  # batches of the next pass, over all processes, read before a restart
+        self._read_rounds = [0]  # of the current pass; a DataLoader is slow to set
         self._reader: PreparedLoader | None = (
             None  # which loader reads the pass: this one or one that skips
         )
@@ -129,10 +134,14 @@ class PreparedLoader(DataLoader[Any]):
             loader.feed.length = self.feed.length_now
         self.end_of_dataloader, self.remainder, self._real_batches = False, -1, None
         self._all_end = False
+        resume_at = self._resume_at if self.settings["stateful"] else 0
+        self.first_round, self._resume_at = self.skip_batches + resume_at // self._per_round, 0
+        rounds = self._read_rounds = [self.first_round]
         state = self.gradient_state
         state._add_dataloader(self)
         try:
             for batch, last, over, real, real_batches in self._batches():
+                rounds[0] += 1
                 self.end_of_dataloader = last
                 if over is not self._all_end:  # a DataLoader is slow to set
                     self._all_end = over
@@ -244,13 +253,10 @@ class PreparedLoader(DataLoader[Any]):
 
         The ``set_epoch`` of the sampler, the batch sampler and the dataset is called, if any.
         """
-        self._begin_at(epoch)
-
-    def _begin_at(self, epoch: int, length: EpochLength | None = None) -> None:
-        """Choose the next pass; one that has begun has the length that it had then."""
+        if epoch != self.iteration:  # or else a loaded pass goes on
+            self._resume_at, self.feed.resumed = 0, None
         self.iteration = epoch
         self._unfinished = self._loaded = self._ended = False
-        self.feed.resume_length(epoch, length)
         self.feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,22 +269,40 @@ class PreparedLoader(DataLoader[Any]):
         over = self._unfinished and (ended or self._reader is None)
         resumed = self.feed.resumed and self.feed.resumed[1]
         length = resumed if self._reader is None else self.feed.length
+        batches = self._resume_at
+        if self._reader is not None:
+            batches = self._reader._read_rounds[0] * self._per_round
         return {
             "iteration": self.iteration + over,
             "seed": self.settings["seed"],
             "ended": int(ended),
             "length": None if over or length is None else list(length),
             "stream": self.feed.position(),
+            "batches": 0 if over else batches,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the pass and the order from a saved state."""
         self.settings["seed"] = state["seed"]
         self.feed.reseed(state["seed"])
-        length = state.get("length")  # not in a checkpoint of an earlier release
-        self._begin_at(state["iteration"], None if length is None else EpochLength(*length))
+        self.set_epoch(state["iteration"])
+        # An earlier release saved neither a length nor batches.
+        length = state.get("length")
+        self.feed.resume_length(self.iteration, None if length is None else EpochLength(*length))
+        self._resume_at = state.get("batches", 0)
+        if self.settings["stateful"] and self._resume_at % self._per_round:
+            raise ValueError(
+                f"The loader was saved after {self._resume_at} batches of a pass, which are no "
+                f"whole number for each of {self.world_size} processes. Resume with another "
+                "number of processes, or save at the end of a pass."
+            )
         self._loaded, self._ended = True, bool(state.get("ended"))
         self.feed.resume_at(state.get("stream"))
+
+    @property
+    def _per_round(self) -> int:
+        """The number of the user's batches in a round."""
+        return 1 if self.split_batches else self.world_size
 
     def get_sampler(self) -> Any:
         """Return the user's sampler."""
@@ -354,7 +378,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _make_feed(self, source: DataLoader[Any]) -> Feed:
         options = self.settings
-        feed = Feed(
+        return Feed(
             source,
             rank=self.rank,
             world_size=self.world_size,
@@ -365,11 +389,10 @@ class DataLoaderShard(PreparedLoader):
             remember=True,
             rereads=True,
         )
-        feed.start_round = self.skip_batches
-        return feed
 
     def _batches(self) -> Iterator[Given]:
         streams = self._streams
+        self.feed.start_round = self.first_round
         for current, following in ahead(self.feed.read(self._transfer(streams))):
             if current.place is not None:
                 self.feed.used(current.place, last=following is None)

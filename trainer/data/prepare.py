@@ -28,7 +28,9 @@ def prepare_data_loader(
     even_batches: bool = True,
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
     use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
     non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
 ) -> PreparedLoader:
     """Give this process its part of a loader; called by every process alike.
 
@@ -63,8 +65,11 @@ def prepare_data_loader(
         use_seedable_sampler: The seed of the order always follows the one that ``set_seed`` set.
             Else the generator that was given to the loader or its sampler decides, where there is
             one.
+        data_seed: The seed of the order, whatever else there is.
         non_blocking: Copy to the device asynchronously, a batch ahead and beside what it computes;
             useful from pinned memory.
+        use_stateful_dataloader: After ``load_state_dict`` the next pass continues after the last
+            batch that was handed out.
 
     Raises:
         TypeError: `dataloader` is no ``DataLoader``, or the slicing function cannot be called.
@@ -108,6 +113,7 @@ def prepare_data_loader(
         _check_split(dataloader, world_size)
     generator = None if use_seedable_sampler else of_order(dataloader)
     seed = next_seed(world_size, rank) if generator is None else generator.initial_seed()
+    seed = seed if data_seed is None else data_seed
     settings: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
@@ -118,6 +124,7 @@ def prepare_data_loader(
         "non_blocking": non_blocking,
         "split_batches": split_batches,
         "rng_types": rng_types,
+        "stateful": use_stateful_dataloader,
     }
     if dispatch_batches:
         return DataLoaderDispatcher(dataloader, slice_fn=slice_fn_for_dispatch, **settings)

@@ -252,6 +252,52 @@ def test_a_stream_with_a_state_is_taken_back(kind, epoch, new, caplog):
     assert "A dataset with state_dict" not in caplog.text
 
 
+@pytest.mark.parametrize("dataset", [Noisy, Onward])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stateful_loader_continues_by_itself(kind, dataset):
+    def source():
+        return DataLoader(dataset(9), 2, shuffle=dataset is Noisy or None)
+
+    kind = kind | {"use_stateful_dataloader": True}
+    loader = prepared(source(), **kind)
+    states = [loader.state_dict()]
+    passes = []
+    for _ in range(3):
+        passes.append([])
+        for batch in loader:
+            passes[-1].append(batch)
+            states.append(loader.state_dict())
+    for at, state in enumerate(states[:10]):
+        for again in (loader, prepared(source(), **kind)):
+            again.load_state_dict(state)
+            again.set_epoch(at // 5)  # as scripts do at the beginning of each epoch
+            assert again.state_dict()["batches"] == at % 5
+            batches = iter(again)
+            assert alike(next(batches), passes[at // 5][at % 5])
+            later = again.state_dict()  # a second interruption
+            batches.close()
+            again.load_state_dict(later)
+            rest = passes[at // 5][at % 5 + 1 :] or passes[at // 5 + 1]
+            assert alike(list(again), rest)
+            again.load_state_dict(state)
+            again.set_epoch(at // 5)
+            assert alike(list(skip_first_batches(again, 2)), passes[at // 5][2:])
+    other = prepared(source(), world_size=2, use_stateful_dataloader=True)
+    with pytest.raises(ValueError, match=r"after 3 batches of a pass.* each of 2 processes"):
+        other.load_state_dict(states[3])
+
+
+def test_the_order_may_have_a_seed_of_its_own():
+    def order(manual: int, seed: int | None, **options) -> list[int]:
+        torch.manual_seed(manual)
+        generator = torch.Generator().manual_seed(manual)
+        source = DataLoader(Noisy(20), 20, shuffle=True, generator=generator)
+        return next(iter(prepared(source, data_seed=seed, **options)))[0].tolist()
+
+    assert order(1, 5) == order(2, 5) == order(3, 5, use_seedable_sampler=True)
+    assert len({tuple(order(1, seed)) for seed in (None, 5, 6)}) == 3
+
+
 def test_a_stream_with_a_state_is_not_read_again():
     source = DataLoader(Onward(9), 2)
     loader = prepared(source)
@@ -288,8 +334,9 @@ def test_a_state_with_the_last_batch_at_hand_goes_on_with_the_next_pass(rest, ki
         passes.append([])
         for batch in batches:
             passes[-1].append(batch)
-            if epoch == 1 and loader.state_dict() not in states:
-                states.append(loader.state_dict())
+            state = loader.state_dict()
+            if epoch == 1 and state["iteration"] not in [each["iteration"] for each in states]:
+                states.append(state)
     assert [state["iteration"] for state in states] == [1, 2]
     for skips in ([0], [], [6], [7], [2, 4]):  # none of the next pass, or all of the one before
         again = resumed(source, states[1], **kind)

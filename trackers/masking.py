@@ -102,6 +102,15 @@ def masked_texts(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def is_masked(value: Any) -> bool:
+    """Return whether a value, or one in it, is what `masked` has put in place of a secret."""
+    if isinstance(value, str):
+        return value == MASK or ("://" in value and MASK in value)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(map(is_masked, value))
+
+
 def _without_credentials(text: str) -> str:
     """Mask the passwords and tokens of the URLs in a text."""
     if "://" not in text:

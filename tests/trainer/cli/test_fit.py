@@ -279,6 +279,25 @@ def test_the_configuration_is_kept_with_the_run():
     assert len(list(Path("runs/configured").glob("config*"))) == 2
 
 
+def test_the_configuration_that_is_kept_has_no_secret(capsys):
+    Path("keyed.py").write_text(
+        "from fitted import Line\n"
+        "class Keyed(Line):\n"
+        "    def __init__(self, api_key: str, url: str = ''):\n"
+        "        super().__init__()\n"
+    )
+    words = ["--trainer.max_epochs=1", "--model=keyed.Keyed", "--model.api_key"]
+    assert main(["fit", "base.yaml", *words, "pa55w0rd", "--model.url=http://me:pa55w0rd@h"]) == 0
+    saved = Path("runs/configured/config.yaml")
+    assert "pa55w0rd" not in saved.read_text()
+    told = error_of(capsys, "fit", str(saved))
+    assert "model.init_args.api_key is masked" in told
+    assert "--model.init_args.api_key ..." in told
+    given = made(str(saved), "--model.api_key=again", "--model.url=http://me:again@h")
+    assert given.trainer.project_dir == saved.parent.absolute()
+    sys.modules.pop("keyed")
+
+
 @pytest.mark.parametrize("trial", ["--trainer.fast_dev_run=true", "--trainer.barebones=true"])
 def test_a_trial_leaves_nothing_behind(trial):
     Path("short.yaml").write_text("model: fitted.Line\ndata: fitted.RowsData\n")

@@ -188,6 +188,7 @@ class ConfiguredLine:
             text = f"Problems parsing config: {error}"
             raise readable.explained(text, self._parser, self._words) from None
         readable.check_classes(config)
+        readable.check_secrets(config)
         return config
 
     def make(self, config: Namespace) -> Made:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from jsonargparse import ArgumentParser, Namespace
 
 import callbacks
+from trackers.masking import is_masked
 from trainer.cli.parsing import CommandError
 from trainer.ported.arguments import refuse_trainer_arguments
 from trainer.trainer import Trainer
@@ -81,6 +82,21 @@ def check_classes(config: Namespace) -> None:
     for section, base in _BASES.items():
         if (described := config.get(section)) and described.class_path == base:
             raise _without_class(section)
+
+
+def check_secrets(config: Namespace) -> None:
+    """Raise if a value is the mask of a secret, from the ``config.yaml`` of another run.
+
+    Raises:
+        CommandError: There is one.
+    """
+    for key, value in config.items():
+        if is_masked(value):
+            raise CommandError(
+                f"{key} is masked in the configuration: secrets are not saved. Pass it again: "
+                f"--{key} ...",
+                code=2,
+            )
 
 
 def _without_class(section: str) -> CommandError:

@@ -11,6 +11,7 @@ import yaml
 
 from callbacks import Callback
 from trackers.jsonl import unused_name
+from trackers.masking import masked
 from trainer.checkpoint.atomic import write_whole
 from trainer.cli.parsing import check_yaml
 from trainer.distributed.control import on_main
@@ -27,10 +28,13 @@ class SavedConfiguration(Callback):
     ``config.1.yaml`` and so on: a run may resume with another configuration.
 
     Args:
-        text: The configuration, as YAML.
+        text: The configuration, as YAML. Secrets in it are masked.
     """
 
     def __init__(self, text: str) -> None:
+        config = yaml.safe_load(text)
+        if (shown := masked(config)) is not config:
+            text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
         self._text = text
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:  # noqa: ARG002 - a hook

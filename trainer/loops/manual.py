@@ -1,4 +1,4 @@
-"""One batch of manual optimisation, in which `training_step` makes the updates itself."""
+"""The training step in manual optimisation, where `training_step` makes the updates itself."""
 
 from __future__ import annotations
 
@@ -26,10 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
-    """Let `training_step` do its own backward passes and updates, on one batch.
+    """Call `training_step` on one batch; it runs its own backward passes and optimizer steps.
+
+    A rank without a batch runs a dummy batch, to join the collectives of the other ranks.
+
+    Args:
+        run: The fit.
+        window: Exactly one global batch.
 
     Returns:
-        Whether there is an update to finish: an optimizer stepped, or the epoch is over.
+        Whether the work after an update is due: an optimizer stepped, or the epoch is over.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     (micro,) = window
@@ -40,9 +46,9 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
     metrics.begin_window()
     hooks.on_train_step_start()
     if micro.batches < run.world_size and run.last_batch is None:
-        # The epoch has fewer batches than processes. The batch is sent from host to host.
+        # The epoch has fewer batches than ranks. Broadcast rank 0's, through host memory.
         run.last_batch = run.mover.move(broadcast_object(to_host(batch)))
-    # The step itself is called on all processes; see `stand_in`.
+    # `training_step` runs on all ranks (see `stand_in`), hooks only where there is a batch.
     own: Any = hooks
     if micro.batches < run.world_size:
         own = Apart(hooks, reason(run.feed, micro.batches, "a hook of a batch"))
@@ -79,10 +85,15 @@ def manual_window(run: FitRun, window: Iterator[Round]) -> bool:
 
 
 def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
-    """Let the hooks see the gradients that `training_step` uses; stop if they are not finite.
+    """Call `on_before_optimizer_step` and check the gradients, before the user's optimizer steps.
+
+    Args:
+        run: The fit.
+        optimizer: The optimizer that steps.
 
     Raises:
-        FloatingPointError: See `FiniteGuard.admits`; on an accelerator, after a delay.
+        FloatingPointError: A gradient is not finite, see `FiniteGuard.admits`. On an accelerator
+            the error is raised later, to avoid a device sync.
     """
     take_note(run)
     if not run.weightless:
@@ -94,17 +105,22 @@ def before_manual_step(run: FitRun, optimizer: AcceleratedOptimizer) -> None:
         return
     if not isinstance(found, Tensor):
         run.guard.admits(found, run.counters.global_step + 1, None)
-    else:  # those of all optimizers are read together
+    else:  # the results of all optimizers are combined, and read back in one transfer
         run.found = found if run.found is None else torch.maximum(run.found, found.to(run.found))
 
 
 def stand_in(run: FitRun, batch_idx: int) -> None:
-    """Run the last batch again on a process without one, to join the others' reductions.
+    """Run a dummy batch on a rank without a batch, to join the other ranks' gradient reductions.
 
-    It contributes zero gradients and logs nothing; buffers and generators are restored.
+    The dummy batch is the latest batch of this rank. Its gradients are zeroed before the reduction
+    and `log` does nothing. Buffers, metric objects and RNG states are restored afterwards.
+
+    Args:
+        run: The fit.
+        batch_idx: The index of the current batch.
 
     Raises:
-        ValueError: There is no last batch, since the dataset ended before the first.
+        ValueError: This rank has had no batch yet, since its dataset ended before the first one.
     """
     if run.last_batch is None:
         raise ValueError(

@@ -1,4 +1,8 @@
-"""Everything that a loop works with, assembled once before it begins."""
+"""The state of one run: the objects and counters that the training and evaluation loops use.
+
+`Run` serves validate, test and predict. `FitRun` adds what training needs. Both are created once,
+before the loop begins, by `trainer.loops.assemble`.
+"""
 
 from __future__ import annotations
 
@@ -38,70 +42,73 @@ _UNKNOWN = -1
 
 
 class Engine(Protocol):
-    """How the module runs; `trainer.strategies.single.SingleDevice` explains each method."""
+    """The engine: runs the module's forward and backward passes and reduces its gradients.
+
+    `trainer.strategies.single.SingleDevice` explains each method.
+    """
 
     def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module."""
+        """Call a method of the user's module, such as ``training_step``."""
 
     def begin_epoch(self) -> None:
-        """Called before an epoch's first window."""
+        """Called before an epoch's first gradient accumulation window."""
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Called before the forward pass of a micro-batch."""
+        """Called before a micro-batch's forward pass; `sync`: gradients are reduced after it."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of a micro-batch that does not end its window."""
+        """Run the backward pass of a micro-batch that is not the last of its window."""
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """Run the last backward pass of a window; return its items over all processes."""
+        """Run a window's last backward pass, reduce the gradients, return all ranks' items."""
 
     def refuse_unknown(self) -> None:
-        """Raise if gradients were left out, of parameters that the engine does not know."""
+        """Raise if there are trained parameters whose gradients the engine does not reduce."""
 
     def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes."""
 
     def close(self) -> None:
-        """Called when the fit has ended, however it did."""
+        """Release resources; called when the fit ends, also after an error."""
 
 
 class Timing(Protocol):
-    """Measures the time of the parts of the loop."""
+    """Measures how much time each part of the loop takes."""
 
     def part(self, part: str) -> AbstractContextManager[None]:
-        """Inside, the time counts for this part."""
+        """Return a context manager that adds the time spent inside it to this part."""
 
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:
-        """Call a function, whose time counts for this part."""
+        """Call a function and add its time to this part."""
 
 
 class Untimed:
-    """Measures no time."""
+    """A no-op `Timing`."""
 
     def part(self, part: str) -> AbstractContextManager[None]:  # noqa: ARG002 - an interface
-        """Return a context that does nothing."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
-    # likewise an interface
+    # ARG002: an interface
     def call(self, part: str, function: Callable[..., None], *args: Any) -> None:  # noqa: ARG002
-        """Call the function, at each update, where a context would take longer."""
+        """Call the function; at every update this is faster than entering a context manager."""
         function(*args)
 
 
 @dataclass
 class Counters:
-    """The progress of a fit, as it is saved and restored.
+    """The progress counters of a fit; a checkpoint holds them.
 
     Attributes:
-        global_step: Updates so far.
+        global_step: Optimizer updates so far.
         epoch: The current epoch, from 0.
-        rounds: Rounds of the epoch that were used.
-        epoch_batches: Batches in those rounds, over all processes.
-        epoch_complete: Whether the epoch is over.
+        rounds: Global batches of the current epoch consumed so far (one batch per rank each).
+        epoch_batches: Batches in those global batches, over all processes.
+        epoch_complete: Whether the current epoch is over.
         batches_seen: Micro-batches so far, over all processes.
         samples_seen: Samples so far, over all processes.
         validations: Validations so far, without the sanity check.
-        seconds: Training time of the run before this start.
+        seconds: Training time of the run in seconds, before the current start of the program.
     """
 
     global_step: int = 0
@@ -126,20 +133,22 @@ class Run:
     """One call of `Trainer.fit`, `validate`, `test` or `predict`.
 
     Attributes:
-        module: The user's.
-        datamodule: The user's, or None.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
         hooks: The hooks of the module and the callbacks.
-        metrics: Values that were logged and not yet reduced.
+        metrics: Logged values that are not reduced yet.
         recorder: Receives the reduced values.
-        precision: The autocast and the scaler.
-        device: The device of the batches.
+        precision: Autocast and gradient scaler.
+        device: The device that batches are moved to.
         world_size: The number of processes.
         rank: The rank of this process.
-        counters: The progress of the fit; in an evaluation, of the checkpoint or the last fit.
-        eval_lengths: Batches of this process from each loader of the current evaluation.
-        batch_idx: The index of the current batch, as its step receives it.
+        counters: The progress of the fit. In an evaluation: that of the loaded checkpoint, or of
+            the last fit.
+        eval_lengths: For each loader of the current evaluation, how many batches this rank gets.
+        batch_idx: The index of the current batch, as passed to the user's step.
         sanity_checking: Whether the current evaluation is the sanity check before training.
-        timing: Measures what is not a call of the objects above; see `trainer.loops.timing`.
+        timing: Measures the parts of the loop that are not calls of the objects above; see
+            `trainer.loops.timing`.
     """
 
     module: Final[TrainModule]
@@ -158,7 +167,7 @@ class Run:
     timing: Timing = field(default_factory=Untimed)
 
     def __post_init__(self) -> None:
-        """Resolve once which hooks of the user change batches."""
+        """Look up once which of the user's hooks transform batches."""
         self.mover = Mover(
             self.module,
             self.datamodule,
@@ -168,12 +177,12 @@ class Run:
         )
 
     def bare_step(self, name: str) -> Callable[..., Any]:
-        """Return a step of the user's module, to be called without the engine."""
+        """Return a method of the user's module that bypasses the engine, such as its wrapper."""
         step: Callable[..., Any] = getattr(self.module, name)
         return step
 
     def place(self, stage: str) -> str:
-        """Describe in words where this process is; called by another thread.
+        """Describe this process's position, for the watchdog; called on another thread.
 
         Args:
             stage: fit, validate, test or predict.
@@ -181,79 +190,80 @@ class Run:
         return f"{stage}, batch {self.batch_idx}"
 
     def told_to_end(self, round_idx: int, *, aligned: bool) -> bool:  # noqa: ARG002 - an interface
-        """Return whether all processes are to abandon the current evaluation before this round."""
-        return False  # outside a fit there is nothing to save: signals have their usual effect
+        """Return whether all ranks must abandon the evaluation before this global batch."""
+        return False  # outside a fit there is nothing to save: signals keep their default handler
 
 
 @dataclass(kw_only=True)
 class FitRun(Run):
-    """A run that trains; `trainer.loops.assemble.make_fit_run` creates it.
+    """The state of one `Trainer.fit`; `trainer.loops.assemble.make_fit_run` creates it.
 
     Attributes:
-        engine: How the module runs and its gradients are reduced.
-        agreement: What all processes agree on.
-        weighting: How much each micro-batch counts.
-        guard: Finds gradients that are not finite; None if they are ignored.
-        optimizers: Prepared, in the user's order.
+        engine: Runs the module and reduces its gradients.
+        agreement: The step sync: sums per update what all ranks must agree on.
+        weighting: Weights each micro-batch's loss by its items.
+        guard: Finds non-finite gradients; None if they are ignored.
+        optimizers: The prepared optimizers, in the user's order.
         optimizer_names: See `trainer.optim.configure.names_of`.
-        schedulers: The schedulers, each with when it ticks.
-        limits: The limits of all gradients.
-        own_limits: Optimizers with limits of their own.
+        schedulers: The learning rate schedulers, each with its interval and frequency.
+        limits: Gradient clipping limits for all parameters.
+        own_limits: Optimizers with clipping limits of their own.
         writer: Writes checkpoints, also in the background.
-        asked: Saves to be made at the next boundary.
+        asked: Pending saves, to be made at the next update boundary.
         length: When the run ends.
         val_schedule: When validation is due.
-        log_schedule: When values of an update are recorded.
+        log_schedule: At which updates logged values are recorded.
         sanity_steps: Batches of each validation loader in the sanity check; -1 for all.
         validates: Whether there is validation data and the run is long enough for a validation.
         monitored: See `trainer.loops.due.monitors_of`.
-        stop_requested: Whether this process requests a stop; the others learn of it at the next
-            update.
-        tells: Whether to warn the user of what is missing: on rank 0, and not in trials.
-        begun: What of the module was frozen or in evaluation mode at first; see
-            `trainer.loops.switches`.
+        stop_requested: Returns whether this process requests a stop; the other ranks learn of it
+            at the next update.
+        tells: Whether to print warnings about the set-up: on rank 0, and not in tuning trials.
+        begun: Module flags at the start: which parameters were frozen and which submodules in
+            eval mode; see `trainer.loops.switches`.
         options: See `trainer.loops.options.options_of`.
-        started: The time when this start began, by the monotonic clock.
-        thread: The thread that trains.
-        sources: Where the loaders come from; see `trainer.loops.reload`.
+        started: `time.monotonic` at the current start of the program, in seconds.
+        thread: The identifier of the training thread.
+        sources: Where the data loaders come from; see `trainer.loops.reload`.
         origin: The run's progress when its loaders were created.
-        feed: The training data.
-        val_feeds: The validation data; empty if there is none.
-        told: Returns the exit code once a signal or the clock has told this process to end, else
-            None; the others learn of it at the next update.
-        accumulation: Micro-batches of the next window.
-        schedulers_paused: Whether a callback sets the learning rates instead.
+        feed: The epoch iterator of the training data.
+        val_feeds: The epoch iterators of the validation data; empty if there is none.
+        told: Returns the exit code once a signal or the time budget ends this process, else None;
+            the other ranks learn of it at the next update.
+        accumulation: Micro-batches in the next gradient accumulation window.
+        schedulers_paused: Whether a callback sets the learning rates, not the schedulers.
         run_id: Identifies the run, also in later starts that resume it.
-        last_logged: The update whose values were recorded last.
+        last_logged: The latest update whose values were recorded.
         unfinished: Whether a signal ended the run before the work due after its last update.
-        stop_now: Whether all processes have decided to stop.
-        saved_rng: The generators' states of the checkpoint that the run resumes from, until they
-            are restored.
-        ended: As `begun`, at the end of the fit: later changes to the module are not the run's.
-        parameters: All of the module's and the optimizers', as of the latest update.
-        unused: Those of them that no optimizer has.
-        strangers: Those of them that the module does not have.
-        told_of_strangers: Whether they were logged.
-        told_of_untrained: Whether it was logged that frozen parameters differed.
-        noted: By which `trainer.loops.window.take_note` sees that they may have changed.
-        epoch_length: Batches of all processes in the current epoch, None if only reading can tell;
-            -1 before the first epoch, when the feed is asked each time.
-        data_ended: Whether this process has no further batch in the epoch, which only it can know:
-            a stream is over, or a dataset has ended early.
-        questions: Whether all are to abandon an evaluation.
-        in_boundary: Whether the update is over, and what is due after it is being done.
+        stop_now: Whether all ranks have decided to stop.
+        saved_rng: RNG states of the checkpoint that the run resumes from; None once restored.
+        ended: Module flags as in `begun`, at the end of the fit: later changes to the module do
+            not belong to the run.
+        parameters: All parameters of the module and the optimizers, as of the latest update.
+        unused: The parameters that no optimizer has.
+        strangers: Unregistered parameters: an optimizer has them, the module does not.
+        told_of_strangers: Whether a warning about unregistered parameters was logged.
+        told_of_untrained: Whether it was logged that frozen parameters differed between ranks.
+        noted: Fingerprint of the parameter lists, by which `trainer.loops.window.take_note` detects
+            that they may have changed.
+        epoch_length: Batches of all ranks in the current epoch; None if unknown until the data is
+            read; -1 before the first epoch, when `feed` is asked each time.
+        data_ended: Whether this rank has no further batch in the epoch. Only this rank can know
+            it: a stream is exhausted, or a dataset has ended early.
+        questions: Exchanges between ranks whether to abandon an evaluation.
+        in_boundary: Whether the loop is at an update boundary: the update is done, and callbacks
+            may save or stop.
         log_due: Whether the values of the current update will be recorded.
-        found: In manual optimisation on an accelerator, whether any gradients of the current step
-            are not finite.
-        own_hooks: In manual optimisation, the hooks for the current batch; see
-            `trainer.loops.apart`.
-        last_batch: The latest batch in manual optimisation, for a round in which this process has
-            none.
-        weightless: Whether a batch stands in for a missing one, so that its loss counts for
-            nothing.
+        found: In manual optimisation on an accelerator, a device tensor that says whether any
+            gradient of the current step is non-finite.
+        own_hooks: In manual optimisation, the hooks of the current batch. Collectives in them are
+            forbidden if some ranks have no batch; see `trainer.loops.apart`.
+        last_batch: In manual optimisation, the latest batch; it is the dummy batch when this rank
+            has none.
+        weightless: Whether the current batch is a dummy batch, whose gradients are zeroed.
     """
 
-    # What it is made of, fixed until its end.
+    # Components, fixed until the end of the fit.
     engine: Final[Engine]
     agreement: Final[Agreement]
     weighting: Final[LossWeighting]
@@ -277,7 +287,7 @@ class FitRun(Run):
     options: Final[dict[str, str]]
     started: Final[float] = field(default_factory=time.monotonic)
     thread: Final[int] = field(default_factory=threading.get_ident)
-    # What may be replaced: the data every few epochs, the rest by callbacks.
+    # These may be replaced: the loaders every few epochs, the others by callbacks.
     sources: Final[Sources]
     origin: Origin
     feed: Feed
@@ -285,14 +295,14 @@ class FitRun(Run):
     told: Callable[[], int | None]
     accumulation: int
     schedulers_paused: bool = False
-    # Its progress beside `counters`: at the beginning, unless `load_run` restores it.
+    # Progress beside `counters`: initial values, unless `load_run` restores them.
     run_id: str
     last_logged: int = 0
     unfinished: bool = False
     stop_now: bool = False
     saved_rng: dict[str, Any] | None = None
     ended: dict[str, list[str]] | None = None
-    # What the loop knows of the current epoch, window and batch.
+    # The state of the current epoch, window and batch.
     parameters: list[nn.Parameter]
     unused: list[nn.Parameter] = field(default_factory=list)
     strangers: list[nn.Parameter] = field(default_factory=list)
@@ -310,18 +320,18 @@ class FitRun(Run):
     weightless: bool = False
 
     def __post_init__(self) -> None:
-        """Begin outside a batch, where all processes call the hooks."""
+        """Start outside a batch, where all ranks call the hooks and collectives are allowed."""
         super().__post_init__()
         self.own_hooks = self.hooks
 
     @property
     def deciding(self) -> bool:
-        """Whether the calling thread is at a boundary, where all processes call the callbacks."""
+        """Whether the calling thread is at an update boundary, where all ranks run callbacks."""
         return self.in_boundary and self.thread == threading.get_ident()
 
     @property
     def clock(self) -> float:
-        """Training time of the whole run by this process's clock, in seconds."""
+        """Training time of the whole run in seconds, by this process's clock."""
         return self.counters.seconds + time.monotonic() - self.started
 
     def place(self, stage: str) -> str:
@@ -333,11 +343,11 @@ class FitRun(Run):
         return f"{where}, batch {self.batch_idx}"
 
     def own_tally(self, items: float, loss: Tensor | None = None) -> Tally:
-        """Return what this process contributes to the agreement about a window.
+        """Return this rank's step stats of a window, to be summed over all ranks.
 
         Args:
-            items: The window's items on this process.
-            loss: Finite if all losses of the window are; None if there is none.
+            items: The window's items on this rank.
+            loss: A scalar that is finite only if all losses of the window are; None without loss.
         """
         return Tally(
             items,
@@ -352,7 +362,7 @@ class FitRun(Run):
         )
 
     def told_to_end(self, round_idx: int, *, aligned: bool) -> bool:
-        """Return whether any process was told to end; several ask each other every few rounds."""
+        """Return whether any rank received the exit signal; they ask every few global batches."""
         told = self.told() is not None
         if self.world_size == 1:
             return told
@@ -362,19 +372,19 @@ class FitRun(Run):
 
     @property
     def progress(self) -> Progress:
-        """How far the run is, the same on all processes."""
+        """The progress of the run, the same on all ranks."""
         return self.progress_at(self.counters.global_step)
 
     def progress_at(self, step: int) -> Progress:
-        """Return the progress as of this update, the latest one or the one being made."""
+        """Return the progress as of an update: the latest one or the one in progress."""
         counters, batches = self.counters, self.epoch_length
-        if batches == _UNKNOWN:  # before the first epoch; then stored, as it is needed every update
+        if batches == _UNKNOWN:  # before the first epoch; later cached, as every update needs it
             batches = self.feed.num_batches
         epochs = float(counters.epoch)
         if counters.epoch_complete:
             epochs += 1.0
-        elif batches:  # over all processes: the same fraction on any number of them
-            epochs += min(counters.epoch_batches / batches, 0.999_999)  # whole only when it is over
+        elif batches:  # counted over all ranks: the same fraction for any number of ranks
+            epochs += min(counters.epoch_batches / batches, 0.999_999)  # 1.0 only when it is over
         agreement = self.agreement
         seconds = self.clock if self.world_size == 1 else agreement.latest.seconds
         return Progress(step, epochs, agreement.items_seen, seconds)

@@ -1,4 +1,4 @@
-"""One window of micro-batches, which makes one update."""
+"""The training step: one gradient accumulation window of micro-batches, one optimizer update."""
 
 from __future__ import annotations
 
@@ -32,16 +32,21 @@ _HERE = "training_step or a hook of a batch"
 
 
 def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915  # one algorithm
-    """Make one update from a window of micro-batches.
+    """Run forward and backward on a window of micro-batches and make one optimizer update.
+
+    Args:
+        run: The fit.
+        window: The global batches of the window, one per micro-batch. In the last one of the epoch
+            this rank may have no batch; it still takes part in the gradient reduction.
 
     Returns:
-        True: there always is an update to finish.
+        True: the window always makes an update.
     """
     hooks, engine, metrics, counters = run.hooks, run.engine, run.metrics, run.counters
     size = run.weighting.micro_batches = run.accumulation  # a hook may change it for the next one
     items_here = 0.0
-    known: float | None = 0.0  # items of all processes, where each knows what the others have
-    largest: Tensor | None = None  # finite if all losses are, unlike their sum, which may overflow
+    known: float | None = 0.0  # items of all ranks; None if this rank cannot know the others'
+    largest: Tensor | None = None  # non-finite only if a loss is: unlike a sum it cannot overflow
     metrics.begin_window()
     hooks.on_train_step_start()
     for number, micro in enumerate(window, 1):
@@ -94,13 +99,14 @@ def train_window(run: FitRun, window: Iterator[Round]) -> bool:  # noqa: PLR0915
 
 
 def drop_strange_gradients(run: FitRun, number: int) -> None:
-    """Before a window's first backward pass, drop gradients that do not belong to the window.
+    """Zero left-over gradients before a window's first backward pass.
 
-    They come from the user's own backward passes, in hooks, in validations or, for adversarial
-    examples, in `training_step`. After the first micro-batch they are mixed with the window's.
+    They come from the user's own backward passes: in hooks, in validation, or in `training_step`
+    (adversarial examples). After the first micro-batch they can no longer be told from the window's
+    own gradients, so nothing is done.
 
     Args:
-        run: The run.
+        run: The fit.
         number: The micro-batch's number in its window, from 1.
     """
     if number > 1:
@@ -112,33 +118,36 @@ def drop_strange_gradients(run: FitRun, number: int) -> None:
 
 
 def larger(run: FitRun, largest: Tensor | None, loss: Tensor) -> Tensor | None:
-    """Return the larger magnitude of a window's losses so far and another; None if not needed."""
+    """Return the maximum of a window's absolute losses so far; None if no guard needs it."""
     if run.guard is None:
         return None
     return loss.abs() if largest is None else torch.maximum(largest, loss.abs())
 
 
 def step_without_gradient(run: FitRun, why: str, batch: Any, batch_idx: int) -> Any:
-    """Run `training_step` on a batch without items: it may log, with weight 0, without gradients.
+    """Run `training_step` without gradients on a batch that has no items (`count_items` is 0).
 
-    Its loss is a mean over nothing, whose backward pass would produce NaN.
+    Its loss is a mean over nothing, so its backward pass would produce NaN. The step may still log;
+    its values have weight 0.
 
     Args:
-        run: The run.
-        why: See `trainer.loops.apart.reason`; empty if all processes have a batch.
+        run: The fit.
+        why: Why collectives are forbidden, see `trainer.loops.apart.reason`; empty if all ranks
+            have a batch.
         batch: The batch.
-        batch_idx: Its number.
+        batch_idx: The index of the batch.
     """
     with torch.no_grad(), meeting.unaccompanied(why):
         return run.bare_step("training_step")(batch, batch_idx)
 
 
 def loss_of(outputs: Any) -> Tensor:
-    """Return the loss from what `training_step` returned, after checking it.
+    """Return the loss that `training_step` returned, checked, as a tensor of shape ().
 
     Raises:
-        TypeError: It is neither a tensor nor a dict with one under ``"loss"``.
-        ValueError: It does not have exactly one element, has no graph, or is complex.
+        TypeError: The output is neither a tensor nor a dict with a tensor under ``"loss"``.
+        ValueError: The loss does not have exactly one element, does not require a gradient, or is
+            complex.
     """
     loss = outputs
     if isinstance(outputs, dict):
@@ -174,14 +183,23 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
-    """Count a round; return `known` plus its items over all processes, None if they are unknown."""
+    """Advance the counters by one global batch.
+
+    Args:
+        run: The fit.
+        micro: The global batch.
+        known: Items of the window so far over all ranks; None if unknown.
+
+    Returns:
+        `known` plus the items of this global batch over all ranks; None if they are unknown.
+    """
     counters = run.counters
     counters.rounds += 1
     counters.epoch_batches += micro.batches
     counters.epoch_complete = micro.last
     run.data_ended = micro.ended or (micro.last and run.feed.sampler is None)
-    # A user's collate_fn may leave samples out, which a process knows of its own batches only; of
-    # ready-made batches, it takes those of other processes to be as large as its own.
+    # A user's collate_fn may drop samples: a rank knows that only of its own batches. Batches that
+    # the dataset yields ready-made are assumed to be as large on the other ranks as on this one.
     items = micro.samples if run.world_size == 1 else micro.round_samples
     read = micro.round_samples or micro.real_samples or micro.samples * micro.batches
     counters.samples_seen += read
@@ -192,19 +210,21 @@ def count_round(run: FitRun, micro: Round, known: float | None) -> float | None:
 
 
 def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
-    """Unscale, let the hooks see the gradients, check that they are finite, clip, step and tick.
+    """Make one optimizer update: unscale, call hooks, check for non-finite values, clip, step.
+
+    Step-wise schedulers tick and `global_step` advances, also if the update is skipped.
 
     Args:
-        run: The run, whose gradients are reduced.
-        total: Items of the window over all processes.
-        seen: The last loss of this process, for an error message.
+        run: The fit; its gradients are already reduced over the ranks.
+        total: Items of the window over all ranks. The gradients are divided by it.
+        seen: The last loss of this rank, for the error message.
 
     Raises:
-        FloatingPointError: The gradients are not finite; see `trainer.optim.finite`.
+        FloatingPointError: A gradient is not finite; see `trainer.optim.finite`.
     """
     take_note(run)
-    # Nothing else zeroes gradients that no optimizer uses: they would grow from update to update,
-    # and with them the norm by which the others are clipped.
+    # No optimizer zeroes the gradients of parameters that none of them has. They would accumulate
+    # from update to update, and raise the total norm by which all gradients are clipped.
     for parameter in run.unused:
         parameter.grad = None
     if run.precision.scales:
@@ -225,21 +245,23 @@ def update(run: FitRun, total: float | Tensor, seen: Tensor | None) -> None:
 
 
 def drop_gradients(run: FitRun) -> None:
-    """Zero the gradients at the end of a window."""
+    """Call `on_before_zero_grad` and zero the gradients, at the end of a window."""
     for optimizer in run.optimizers:
         run.hooks.on_before_zero_grad(optimizer)
         optimizer.zero_grad()
 
 
 def take_note(run: FitRun) -> None:
-    """List the parameters of the module and the optimizers again if they may have changed.
+    """Refresh the lists of parameters of the module and the optimizers if they may have changed.
 
-    This is done at the first update of each epoch, and at any update at which a parameter group is
-    another list, or has another length, first or last parameter.
+    That is: at the first update of each epoch, and whenever a parameter group is another list or
+    has another length, first or last parameter. Comparing all parameters at every update would be
+    slow.
 
     Raises:
         ValueError: See `tell_of_strangers`.
-        RuntimeError: Some are not averaged over processes; see `DataParallel.refuse_unknown`.
+        RuntimeError: Gradients of some parameters are not averaged over the ranks; see
+            `DataParallel.refuse_unknown`.
     """
     now = [run.counters.epoch]
     for optimizer in run.optimizers:
@@ -249,7 +271,7 @@ def take_note(run: FitRun) -> None:
             if parameters:
                 now += id(parameters[0]), id(parameters[-1])
     if now != run.noted:
-        if not run.noted and run.tells:  # hooks before the first step may have switched modes
+        if not run.noted and run.tells:  # hooks before the first step may have called eval()
             tell_of_dropout_that_is_off(run.module)
         own = list(run.module.parameters())
         used = parameters_of(run.optimizers)
@@ -264,10 +286,13 @@ def take_note(run: FitRun) -> None:
 
 
 def tell_of_strangers(run: FitRun) -> None:
-    """Warn of trained parameters that the module does not have; those without gradients are unused.
+    """Warn of unregistered parameters: an optimizer trains them, but the module does not have them.
+
+    Parameters without a gradient are ignored: the loss does not use them.
 
     Raises:
-        ValueError: With several processes: nothing averages the gradients of these parameters.
+        ValueError: With several processes, where nothing averages the gradients of these
+            parameters.
     """
     trained = [parameter for parameter in run.strangers if parameter.grad is not None]
     if not trained:
@@ -297,9 +322,10 @@ def tell_of_strangers(run: FitRun) -> None:
 
 
 def clip(run: FitRun) -> None:
-    """Clip the gradients: separately for each optimizer with its own limits, the others together.
+    """Clip the gradients: separately for each optimizer with limits of its own, the rest together.
 
-    Parameters are listed each time, since a group may be added to an optimizer at any time.
+    The optimizers' parameters are listed each time, since the user may add a parameter group at any
+    time.
     """
     if run.own_limits:
         apart = [(parameters_of([optimizer]), limits) for optimizer, limits in run.own_limits]
@@ -309,7 +335,13 @@ def clip(run: FitRun) -> None:
 
 
 def admitted(run: FitRun, seen: Tensor | None) -> bool:
-    """Return whether to make the update; overflows of scaled gradients are left to the scaler.
+    """Return whether to make the update: False if a gradient or loss is non-finite on any rank.
+
+    With loss scaling (float16) it is always True: the gradient scaler skips overflows itself.
+
+    Args:
+        run: The fit.
+        seen: The last loss of this rank, for the error message.
 
     Raises:
         FloatingPointError: See `FiniteGuard.admits`.
@@ -327,7 +359,15 @@ def admitted(run: FitRun, seen: Tensor | None) -> bool:
 
 
 def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
-    """Return whether a gradient or a loss is not finite; a tensor is 1 or 0."""
+    """Return whether a gradient or a loss is non-finite, without a device sync.
+
+    Args:
+        found: Whether a gradient is; on an accelerator a tensor of shape (), 1 or 0.
+        bad_losses: The number of ranks with a non-finite loss; a tensor if not on the host yet.
+
+    Returns:
+        A bool, or a tensor of shape () like `found`.
+    """
     if not isinstance(found, Tensor):
         return found or bool(bad_losses > 0)
     if isinstance(bad_losses, Tensor):
@@ -337,16 +377,16 @@ def joined(found: bool | Tensor, bad_losses: float | Tensor) -> bool | Tensor:
 
 
 def see_if_log_is_due(run: FitRun) -> None:
-    """Set `FitRun.log_due` for the update that is about to be counted."""
+    """Set `FitRun.log_due` for the update in progress, which `global_step` does not count yet."""
     step, schedule = run.counters.global_step + 1, run.log_schedule
     run.log_due = schedule.may_be_due(step) and schedule.due(run.progress_at(step))
 
 
 def reduce_update(run: FitRun) -> None:
-    """Make known what the latest update logged, for decisions that depend on it; collective.
+    """Reduce what the latest update logged, for decisions that depend on it; collective.
 
-    Values that were reduced before are not reduced again. A name that the validation after this
-    update has logged too keeps the validation's value.
+    The values are remembered, not recorded. If they are already reduced, nothing is done. If the
+    validation after this update logged the same name, the validation's value is kept.
     """
     step = run.counters.global_step
     run.recorder.flush()
@@ -358,13 +398,14 @@ def reduce_update(run: FitRun) -> None:
 
 
 def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = None) -> None:
-    """Advance the schedulers that count steps or epochs.
+    """Advance the learning rate schedulers of one interval.
 
     Args:
-        run: The run.
+        run: The fit.
         interval: ``"step"`` or ``"epoch"``.
-        number: The number of the step or epoch, from 1.
-        by_metric: True for those that monitor a metric only, False for the others, None for all.
+        number: The number of the step or epoch, from 1; compared with each scheduler's frequency.
+        by_metric: True: only schedulers that monitor a metric (such as ``ReduceLROnPlateau``).
+            False: only the others. None: all.
     """
     if run.schedulers_paused:
         return
@@ -378,6 +419,6 @@ def tick(run: FitRun, interval: str, number: int, *, by_metric: bool | None = No
                 reduce_update(run)
                 known = run.recorder.monitored(entry.monitor)
                 if known is None and entry.monitor in latest:
-                    continue  # validation logs it too, but there was none
+                    continue  # validation logs this name too, but none has run yet
                 latest = latest if known is None else latest | {entry.monitor: known[0]}
             entry.tick(latest, barebones=run.metrics.quiet_training, tell=run.tells)

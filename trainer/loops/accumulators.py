@@ -1,7 +1,8 @@
-"""The states of an epoch's metrics, for a checkpoint inside the epoch.
+"""Save and restore the epoch's metric accumulators, for a checkpoint inside an epoch.
 
-Each process saves its own part. On another number of processes, rank 0 loads all parts: totals add
-up, so the epoch's value does not depend on which process holds them. The others load the names.
+Each rank saves its own accumulators. On another number of processes, rank 0 loads those of all
+ranks, and the other ranks load the metric names only. Totals are summed over the ranks, so the
+epoch's value does not depend on which rank holds them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from trainer.names import bare_names
 from trainer.tree import map_tree, to_device
 
 logger = logging.getLogger(__name__)
-_UPDATE = "update"  # in place of a phase: what the last update logged, recorded yet or not
+_UPDATE = "update"  # used as a phase: the values of the last update, whether recorded yet or not
 
 
 def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
-    """Return this process's part, as a tree that a checkpoint can hold.
+    """Return this rank's metric accumulators, as a tree that a checkpoint can hold.
 
-    It includes metric objects of torchmetrics' kind that belong to the module; a warning names any
-    others, since nothing says where a resumed run would find them.
+    The tree includes the states of torchmetrics objects that are attributes of the module. A
+    warning names other objects that were logged: a resumed run could not find them.
     """
     paths = {id(metric): path for path, metric in metric_objects(module)}
     epochs = {}
@@ -69,21 +70,22 @@ def accumulators_of(metrics: MetricStore, module: nn.Module) -> dict[str, Any]:
 def restore_accumulators(
     metrics: MetricStore, module: nn.Module, parts: Sequence[dict[str, Any]], *, holds: bool = True
 ) -> None:
-    """Load one process's part, or several together; no part leaves everything empty.
+    """Load the metric accumulators of one rank, or those of several ranks merged.
 
-    The caller restores the names of the metrics, since every process has to know all of them.
+    The caller restores `MetricStore.names`, since every rank needs the names of all ranks.
 
     Args:
-        metrics: Must be empty.
-        module: With the same metric objects as when the parts were saved.
-        parts: What `accumulators_of` returned, in the order of the ranks.
-        holds: False if another process holds the values: this one has logged the same names then,
-            with nothing in them.
+        metrics: An empty store.
+        module: The user's module, with the same metric objects as when the checkpoint was saved.
+        parts: What `accumulators_of` returned on each rank, in the order of ranks. An empty
+            sequence leaves the store empty.
+        holds: Whether this rank takes the values. Otherwise it takes the names only, with empty
+            accumulators, so that all ranks reduce the same names.
 
     Raises:
         CheckpointError: The states of a metric object cannot be merged.
     """
-    objects = dict(reversed([*metric_objects(module)]))  # a compiled one, not what is in it
+    objects = dict(reversed([*metric_objects(module)]))  # the compiled wrapper, not its content
     states = defaultdict(list)
     for part in parts:
         for phase, saved in part["epochs"].items():
@@ -98,7 +100,7 @@ def restore_accumulators(
             here = _named(saved["objects"], objects)
             cells.objects.update(here)
             cells.known.update(here)
-        # A checkpoint of an earlier release does not have them.
+        # Checkpoints of earlier releases do not have "stepwise".
         metrics.stepwise.update(_named(part.get("stepwise", {}), objects))
         for path, (count, state) in part["states"].items():
             if path in objects:
@@ -111,12 +113,12 @@ def restore_accumulators(
 
 
 def _named(paths: Mapping[str, str], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects at these paths, of which the module may lack some, by the paths' names."""
+    """Replace each path by the metric object there; paths that the module lacks are left out."""
     return {name: objects[path] for name, path in paths.items() if path in objects}
 
 
 def metric_states(module: nn.Module) -> list[tuple[Any, int, dict[str, Any]]]:
-    """Return a copy of the states of a module's metric objects, for `put_metrics_back`."""
+    """Return copies of the states of a module's metric objects, for `put_metrics_back`."""
     return [
         (metric, metric.update_count, map_tree(_copied, dict(metric.metric_state)))
         for _, metric in metric_objects(module)
@@ -124,13 +126,13 @@ def metric_states(module: nn.Module) -> list[tuple[Any, int, dict[str, Any]]]:
 
 
 def _copied(value: Any) -> Any:
-    # Detached: an object may keep what it was given, with its graph.
+    # Detached: an object may keep a tensor together with its autograd graph.
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
     """Restore the states that `metric_states` returned."""
-    for metric, *_ in states:  # all of them first: one may reset others that it consists of
+    for metric, *_ in states:  # reset all first: a metric collection resets its members, too
         metric.reset()
     for metric, count, state in states:
         put_metric_state(metric, count, map_tree(_copied, state))
@@ -138,10 +140,11 @@ def put_metrics_back(states: Sequence[tuple[Any, int, dict[str, Any]]]) -> None:
 
 @contextmanager
 def training_set_aside(metrics: MetricStore, module: nn.Module) -> Iterator[None]:
-    """Inside, metric objects that training has logged start empty; then they go on as before.
+    """Save and reset the metric objects that training has logged; restore them on exit.
 
-    So one object may serve training and the validations inside an epoch. Objects of which this is
-    not known, or whose state is not, are noted in `MetricStore.held`.
+    So the same object can serve training and the validations inside an epoch. Objects that cannot
+    be treated so are noted in `MetricStore.held`: those whose state is inaccessible, and those of
+    which it is unknown whether training uses them.
     """
     logged = [*metrics.epoch("train").objects.values(), *metrics.step.objects.values()]
     by_id = {id(each): each for each in [*logged, *metrics.stepwise.values()]}
@@ -164,7 +167,7 @@ def training_set_aside(metrics: MetricStore, module: nn.Module) -> Iterator[None
 
 
 def metric_objects(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the paths and metric objects of torchmetrics' kind in a module."""
+    """Yield the path and the object of each torchmetrics-like metric in a module."""
     for path, part in bare_names(module, module.named_modules()):
         if hasattr(part, "metric_state") and hasattr(part, "merge_state"):
             yield path, part
@@ -182,16 +185,19 @@ def _take(cells: dict[str, Cell], name: str, part: Cell) -> None:
 
 
 def _merges_itself(metric: Any) -> bool:
-    """Return whether its class has a way of its own; torchmetrics' is for parts of one process."""
+    """Return whether its class overrides `merge_state`.
+
+    The method of torchmetrics merges states of one process only, without `dist_reduce_fx`.
+    """
     way: str = type(metric).merge_state.__module__
     return way != "torchmetrics.metric"
 
 
 def _refuse_to_merge(path: str, metric: Any) -> None:
-    """Refuse a metric object whose states on several processes cannot become one to go on with.
+    """Raise if the states of a metric object on several ranks cannot be merged into one.
 
     Raises:
-        CheckpointError: It combines a state of several processes only when it computes.
+        CheckpointError: A state has no `dist_reduce_fx`: the object combines it only in `compute`.
     """
     if _merges_itself(metric):
         return
@@ -206,7 +212,12 @@ def _refuse_to_merge(path: str, metric: Any) -> None:
 
 
 def _put_merged(metric: Any, states: Sequence[tuple[int, dict[str, Any]]]) -> None:
-    """Set the states of several processes, merged as the object merges them when it computes."""
+    """Merge the states of several ranks as the object does when it computes, and load the result.
+
+    Args:
+        metric: The metric object.
+        states: For each rank, the number of updates and the state.
+    """
     (count, merged), *others = states
     if others and not _merges_itself(metric):
         merged = {
@@ -223,13 +234,13 @@ def _put_merged(metric: Any, states: Sequence[tuple[int, dict[str, Any]]]) -> No
 def _merged(parts: Sequence[Any], reduction: Any) -> Any:
     if isinstance(parts[0], list):
         return [each for part in parts for each in part]
-    if getattr(reduction, "__name__", "") == "dim_zero_cat":  # which leaves a tensor as it is
+    if getattr(reduction, "__name__", "") == "dim_zero_cat":  # it does not concatenate a tensor
         return torch.cat(tuple(parts))
     return reduction(torch.stack(tuple(parts)))
 
 
 def put_metric_state(metric: Any, count: int, state: dict[str, Any]) -> None:
-    """Set the state and the number of updates of a metric object of torchmetrics' kind."""
+    """Set the state and the number of updates of a torchmetrics-like metric object."""
     for name, value in state.items():
         setattr(metric, name, value)
     metric._update_count = count

@@ -1,4 +1,8 @@
-"""Rounds in which only some processes have a batch: there its hooks and its step run apart."""
+"""The no-collectives guard: collectives are forbidden where only some ranks have a batch.
+
+In the last global batch of an epoch some ranks may have no batch. They skip the batch's hooks and
+step, so a collective there would hang. It raises an error instead.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,16 @@ WITHOUT_ITEMS = (
 
 
 def reason(feed: Feed, batches: int, where: str, instead: str = ALL_COME) -> str:
-    """Return why collectives are refused in a round in which not all processes have a batch.
+    """Return the error message for collectives in a global batch that some ranks lack.
 
     Args:
-        feed: The data.
-        batches: How many processes have a batch.
-        where: What runs on the batch.
-        instead: A hook that all processes call.
+        feed: The epoch iterator.
+        batches: How many ranks have a batch.
+        where: The user's code that runs on the batch, such as "training_step".
+        instead: A hook that all ranks call, where a collective is allowed.
     """
     fit = f"a multiple of {feed.world_size} that the data have"
-    if feed.limited_by == "fast_dev_run":  # which counts the batches of each process
+    if feed.limited_by == "fast_dev_run":  # it limits the batches of each rank
         fit = "no more batches than the data have for each process"
     lacking = ", ".join(map(str, range(batches, feed.world_size)))
     return (
@@ -35,11 +39,11 @@ def reason(feed: Feed, batches: int, where: str, instead: str = ALL_COME) -> str
 
 
 class Apart:
-    """Calls an object's methods; collectives, which others do not come to, raise in them.
+    """Proxy of an object in whose methods collectives are forbidden: they raise.
 
     Args:
-        target: The object.
-        why: See `reason`.
+        target: The object whose methods are called.
+        why: The error message; see `reason`.
     """
 
     def __init__(self, target: Any, why: str) -> None:

@@ -1,8 +1,9 @@
-"""Saves that are requested inside a window, where the run is between two states.
+"""Pending saves: checkpoints requested inside a gradient accumulation window.
 
-All processes make them at the boundary, even if only one asked, which would otherwise wait for the
-others in vain. They learn of a request by the window's reduction, or by a collective that is due
-anyway, so that updates without a request cost nothing.
+Inside a window the state is incomplete, so the save is made at the next update boundary. All ranks
+make it, even if only one requested it: saving is collective, and that rank would hang alone. The
+other ranks learn of a request by the step sync, or by a collective that is due anyway, so updates
+without a request cost nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class AskedSaves:
-    """The saves requested on this process: each folder once, with the options of the latest call.
+    """The pending saves of this rank: one per folder, with the options of the latest request.
 
     Args:
-        save: Saves to a path with the options, at a boundary.
+        save: Saves to a path with the given options; called at an update boundary.
     """
 
     def __init__(self, save: Callable[..., object]) -> None:
@@ -36,10 +37,10 @@ class AskedSaves:
         self._waiting[target] = options
 
     def make(self, world_size: int) -> None:
-        """Make the saves that any process has requested, at a boundary; collective.
+        """Make the saves that any rank has requested, at an update boundary; collective.
 
         Raises:
-            CheckpointError: On all processes alike, if one fails.
+            CheckpointError: A save failed; raised on all ranks.
         """
         asked = self._waiting if world_size == 1 else _of_all(self._waiting)
         self._waiting = {}
@@ -47,7 +48,7 @@ class AskedSaves:
             self._save(target, **options)
 
     def give_up(self) -> None:
-        """Log which saves will not be made, and drop them."""
+        """Drop the pending saves, with a warning for each."""
         for target in self._waiting:
             logger.warning(
                 "The checkpoint %s was not saved: it was requested inside a window that never "
@@ -58,9 +59,9 @@ class AskedSaves:
 
 
 def _of_all(own: dict[Path, dict[str, Any]]) -> dict[Path, dict[str, Any]]:
-    """Return the saves that any process has requested, in the same order on all."""
+    """Return the saves that any rank has requested, in the same order on all ranks."""
     everybody = all_gather_object(own)
     names = [[target.name for target in each] for each in everybody]
     if all(each == names[0] for each in names):
-        return own  # with its own paths, which may differ between machines
+        return own  # the same saves, but the paths may differ between machines
     return {target: options for each in everybody for target, options in each.items()}

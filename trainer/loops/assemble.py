@@ -1,4 +1,4 @@
-"""Turning a Trainer's settings and a user's module into a run."""
+"""Set-up: create a `Run` or `FitRun` from the Trainer's settings and the user's module."""
 
 from __future__ import annotations
 
@@ -61,17 +61,27 @@ from trainer.tree import own_memory
 def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: Any) -> Path | None:
     """Return the checkpoint that a fit resumes from, and restore the datamodule; collective.
 
-    Called before the loaders are created, which may depend on the datamodule's state. The path of a
-    checkpoint of weights alone is that of the weights with which a new run begins.
+    This is called before the loaders are created, since they may depend on the datamodule's state.
+    If `ckpt_path` is the path of a weights-only checkpoint, its weights are loaded and a new run
+    starts.
+
+    Args:
+        parts: The Trainer's components.
+        ckpt_path: The argument of `Trainer.fit`.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+
+    Returns:
+        The checkpoint to resume from; None for a new run.
 
     Raises:
-        ValueError: Another run's checkpoints are in the folder, or arguments differ between
-            processes.
+        ValueError: The folder has another run's checkpoints, or arguments differ between ranks.
         TypeError: Hyper-parameters that were set after ``__init__`` are not plain data.
-        CheckpointError: The requested checkpoint is missing, damaged or does not fit.
+        CheckpointError: The requested checkpoint is missing or damaged, or does not match the
+            module.
     """
     refuse_differing(parts.settings, parts.callbacks, ckpt_path)
-    on_all(lambda: to_manifest(module), "fit")  # before the first step what no save could write
+    on_all(lambda: to_manifest(module), "fit")  # fail before the first step, not at the first save
     if ckpt_path is None:
         parts.project.check_fresh(parts.roots())
     chosen = parts.choose(ckpt_path, sweeps=True)
@@ -88,7 +98,7 @@ def choose_start(parts: Parts, ckpt_path: Any, module: TrainModule, datamodule: 
 
 
 def _goes_back(ckpt_path: Any) -> bool:
-    """Return whether there may be later checkpoints than the requested one."""
+    """Return whether checkpoints later than the requested one may exist."""
     return ckpt_path not in ("auto", "last")
 
 
@@ -104,13 +114,24 @@ def make_fit_run(
     stop_requested: Callable[[], bool],
     told: Callable[[], int | None],
 ) -> FitRun:
-    """Return a fit at its beginning, which `start_fit` restores from the chosen checkpoint.
+    """Create the `FitRun` of a fit at its start; `start_fit` then restores the checkpoint into it.
 
-    The model is prepared first, then the optimizers: sharding replaces parameters.
+    The model is prepared before the optimizers, because sharding replaces parameters.
+
+    Args:
+        parts: The Trainer's components.
+        hooks: The hooks of the module and the callbacks.
+        sources: Where the data loaders come from.
+        chosen: The checkpoint to resume from; None for a new run.
+        origin: The run's progress when the loaders were created.
+        feed: The epoch iterator of the training data.
+        val_feeds: The epoch iterators of the validation data; empty if there is none.
+        stop_requested: Returns whether this process requests a stop.
+        told: Returns the exit code if this process received the exit signal, else None.
 
     Raises:
-        ValueError: What the module returned, or the Trainer's settings, cannot be used.
-        TypeError: ``training_step`` takes other arguments.
+        ValueError: The module's optimizers or the Trainer's settings cannot be used.
+        TypeError: ``training_step`` has a wrong signature.
     """
     settings, accelerator, module = parts.settings, parts.accelerator, sources.module
     check_step("fit", module, [feed])
@@ -124,7 +145,7 @@ def make_fit_run(
         parts.project.begin_record()
     recorder = parts.project.make_recorder()
     world_size = accelerator.num_processes
-    # The user's count of items may be fractional.
+    # The user's `count_items` may return fractions.
     agreement = Agreement(accelerator.device, whole_items=not counts_items(module))
     engine = choose_engine(
         module,
@@ -178,14 +199,14 @@ def make_fit_run(
 
 
 def _nominal_items(module: TrainModule, feed: Feed) -> float | None:
-    """Return the items of a micro-batch, None if they are not known before one is read."""
+    """Return the items of a full micro-batch; None if unknown before the first one is read."""
     if feed.sampler is None or not feed.sampler.batch_size or counts_items(module):
         return None
     return float(feed.sampler.batch_size)
 
 
 def _comes_to_validation(parts: Parts, feed: Feed) -> bool:
-    """Return whether the run is long enough for a validation, as far as can be known."""
+    """Return whether the run is long enough for a validation; True if that is unknown."""
     if parts.trial_steps is not None:  # too short, and no warning is needed
         return False
     settings, trainer = parts.settings, parts.trainer
@@ -200,10 +221,16 @@ def _comes_to_validation(parts: Parts, feed: Feed) -> bool:
 
 
 def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) -> None:
-    """Restore a fit from the chosen checkpoint, if any, and start or continue its record.
+    """Restore a fit from its checkpoint, if any, and start the local record and the trackers.
+
+    Args:
+        parts: The Trainer's components.
+        run: The fit at its start.
+        chosen: The checkpoint to resume from; None for a new run.
+        ckpt_path: The argument of `Trainer.fit`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or does not fit.
+        CheckpointError: The checkpoint is damaged or does not match the run.
     """
     lasts = not run.length.reached(run.progress)
     if run.tells and lasts:
@@ -213,14 +240,15 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     if chosen is not None:
         offset = _go_on(parts, run, chosen, back=_goes_back(ckpt_path))
     else:
-        if ckpt_path == "auto":  # a folder that is not the one meant would go unnoticed
+        if ckpt_path == "auto":  # so that the user notices a wrong folder
             empty = ", ".join(map(str, parts.project.looks_in(parts.roots())))
             parts.accelerator.print(f"No checkpoint in {empty}: starting a new run.")
         if run.tells and not lasts:
             parts.accelerator.print("There is nothing to do: max_epochs or max_steps is 0.")
         run.recorder.begin_anew()
         if run.rank > 0:
-            # Rank 0 draws as a single process would; the others must draw other dropout masks.
+            # Rank 0 draws the same random numbers as a single process. The other ranks are seeded
+            # differently, so that their dropout masks differ.
             seed_generators(mix(run.feed.seed, run.rank) % 2**32)
     refuse_second_pass(run, parts.settings.reload_dataloaders_every_n_epochs)
     told = logged(run.module)
@@ -237,31 +265,32 @@ def start_fit(parts: Parts, run: FitRun, chosen: Path | None, ckpt_path: Any) ->
     )
     with _finished_on_error(run.recorder):
         on_main(start)
-        if run.world_size > 1:  # not for a trial on its own: it ends while the others still connect
+        # Not in a single-process trial: it may end while the other ranks still connect.
+        if run.world_size > 1:
             run.writer.open()  # last: nothing can fail between this and the code that closes it
 
 
 @contextmanager
 def _finished_on_error(recorder: Recorder) -> Iterator[None]:
-    """Finish the record and the trackers if another process fails, or is gone, while they start."""
+    """Finish the record and the trackers if the code inside fails, on this rank or another."""
     try:
         yield
     except BaseException as error:
-        recorder.finish("failed", error)  # the Trainer, which finishes it later, does not have it
+        recorder.finish("failed", error)  # the Trainer, which usually does it, has no run yet
         raise
 
 
 def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None:
-    """Restore a run from a checkpoint, on all processes or none, and print that.
+    """Restore a fit from a checkpoint, on all ranks or none, and print where it resumes.
 
     Args:
-        parts: The Trainer's.
-        run: The run.
+        parts: The Trainer's components.
+        run: The fit.
         chosen: The checkpoint.
-        back: Whether there may be later checkpoints, to be set aside.
+        back: Whether later checkpoints may exist; they are quarantined.
 
     Returns:
-        The length of the local record at that checkpoint; None if it was unknown.
+        The length of the local record at that checkpoint in bytes; None if unknown.
     """
     load = partial(
         load_run,
@@ -272,15 +301,15 @@ def _go_on(parts: Parts, run: FitRun, chosen: Path, *, back: bool) -> int | None
         stays_stopped=not back,
     )
     offset = on_all(load, "fit")
-    # Only once it is loaded: it may not fit.
+    # Only after loading has succeeded: the checkpoint may not match the run.
     if back and parts.project.leave_branch(chosen, parts.roots(), offset):
-        run.recorder.resume({}, run.counters.global_step)  # no service can remove later steps
+        run.recorder.resume({}, run.counters.global_step)  # services cannot delete logged steps
     parts.accelerator.print(_going_on(run, chosen))
     return offset
 
 
 def _about(run: FitRun, configuration: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Return what `run.json` says of a run."""
+    """Return the run metadata for `run.json`."""
     return {
         "run_id": run.run_id,
         "module": type(run.module).__qualname__,
@@ -293,7 +322,11 @@ def _about(run: FitRun, configuration: dict[str, Any], told: dict[str, Any]) -> 
 
 
 def _check_manual(settings: Settings) -> None:
-    """Refuse settings that have no effect if `training_step` makes the updates itself."""
+    """Raise for settings that have no effect in manual optimisation.
+
+    Raises:
+        ValueError: Accumulation, clipping, or skipping of non-finite updates is configured.
+    """
     steps = settings.gradient_accumulation_steps
     if steps > 1:
         raise ValueError(
@@ -315,7 +348,7 @@ def _check_manual(settings: Settings) -> None:
 
 
 def _going_on(run: FitRun, chosen: Path) -> str:
-    """Return what a resumed run prints: where it resumes, or why nothing is left to do."""
+    """Return the message of a resumed run: where it resumes, or why nothing is left to do."""
     counters = run.counters
     text = f"Resuming from {chosen} (epoch {counters.epoch + 1}, update {counters.global_step})."
     if run.length.reached(run.progress):
@@ -338,11 +371,22 @@ def prepare_evaluation(
     ckpt_path: Any,
     counters: Counters,
 ) -> tuple[Run, list[Feed]]:
-    """Return the run of validate, test or predict, and the feeds that it reads.
+    """Create the `Run` of validate, test or predict, and its epoch iterators; collective.
+
+    Args:
+        parts: The Trainer's components.
+        stage: validate, test or predict.
+        module: The user's module.
+        hooks: The hooks of the module and the callbacks.
+        dataloaders: The data loaders given by the user, or None.
+        datamodule: The user's datamodule, or None.
+        ckpt_path: The checkpoint whose weights are loaded; None for the module's present weights.
+        counters: The progress of the last fit; replaced by the checkpoint's if one is loaded.
 
     Raises:
         ValueError: There is no data, or a loader is empty.
-        CheckpointError: The requested checkpoint is missing, damaged or does not fit.
+        CheckpointError: The requested checkpoint is missing or damaged, or does not match the
+            module.
     """
     chosen = parts.choose(ckpt_path)
     if chosen is not None:
@@ -355,7 +399,7 @@ def prepare_evaluation(
     if chosen is not None:
         manifest = on_all(partial(load_weights, module, chosen), stage)
         counters = Counters(global_step=manifest["step"], epoch=manifest["epoch"])
-    elif parts.accelerator.use_distributed:  # initial weights may differ between processes
+    elif parts.accelerator.use_distributed:  # initial weights may differ between ranks
         broadcast([*module.parameters(), *module.buffers()])
     recorder = parts.project.make_recorder(evaluates=True)
     run = Run(**_common(parts, module, datamodule, hooks, recorder), counters=counters)
@@ -367,7 +411,7 @@ def prepare_evaluation(
 def _guard(
     module: TrainModule, optimizers: list[Optimizer], accelerator: Accelerator, settings: Settings
 ) -> FiniteGuard | None:
-    """Return what looks for gradients that are not finite, None if they are ignored."""
+    """Return the check for non-finite gradients; None if the user ignores them."""
     if settings.non_finite == "ignore":
         return None
     return FiniteGuard(
@@ -389,7 +433,7 @@ def _common(
     *,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of `Run` that a fit and an evaluation have in common."""
+    """Return the arguments of `Run`, which a fit and an evaluation have in common."""
     accelerator = parts.accelerator
     metrics = MetricStore(
         accelerator.device, world_size=accelerator.num_processes, quiet_training=quiet

@@ -1,4 +1,4 @@
-"""Training: epochs of windows of micro-batches, each window one update."""
+"""The training loop: epochs of gradient accumulation windows, each window one optimizer update."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from trainer.metrics.computing import computing
 
 
 def fit(run: FitRun) -> None:
-    """Train until the length is reached or the run is stopped.
+    """Train until the maximum length is reached or the run is stopped.
 
-    Hooks are called in the order given in `callbacks.Callback`, where ``[m]`` and ``[c]`` say
-    whether the module or the callbacks are called first.
+    Hooks are called in the order that the docstring of `callbacks.Callback` shows. There ``[m]``
+    stands for the module and ``[c]`` for the callbacks.
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     if not run.module.automatic_optimization:
@@ -42,7 +42,7 @@ def fit(run: FitRun) -> None:
     hooks.on_fit_start()
     sanity_check(run)
     metrics.scope = TRAIN_EPOCH
-    if not run.module.training:  # the whole module; parts that the user set to eval mode stay so
+    if not run.module.training:  # only the root: submodules that the user set to eval() stay so
         run.module.train()
     with logged_before(run, again=counters.batches_seen > 0):
         hooks.on_train_start()
@@ -54,11 +54,11 @@ def fit(run: FitRun) -> None:
             run.timing.call(DATA, reload_if_due, run)
         train_epoch(run)
     restore_rng(run)
-    metrics.scope = None  # no epoch is left to record what is logged
+    metrics.scope = None  # no epoch follows, so no hook from here on may log
     run.in_boundary = True
     meet_before(run, "on_train_end")
     run.asked.make(run.world_size)
-    if hooks.monitors_due:  # the last save is ranked too
+    if hooks.monitors_due:  # callbacks rank the final checkpoint by these values
         reduce_update(run)
     hooks.on_train_end()
     meet_before(run, "on_fit_end")
@@ -71,18 +71,20 @@ def fit(run: FitRun) -> None:
 
 
 def meet_before(run: FitRun, hook: str) -> None:
-    """Let processes that come alone wait for the others, or be told of what those wait in.
+    """Check that all ranks reach the same hook, instead of hanging in different collectives.
+
+    Without the check, a rank that called a collective alone in the hook before would deadlock.
 
     Args:
-        run: The run.
-        hook: What all come to; in the one before it, a process may have called a collective alone.
+        run: The fit.
+        hook: The hook that all ranks call next.
     """
     if run.world_size > 1:
         meet(hook)
 
 
 def finished(run: FitRun) -> bool:
-    """Return whether the run is over, the same on all processes."""
+    """Return whether the run is over; the same result on all ranks."""
     progress = run.progress
     if run.length.reached(progress):
         return True
@@ -92,13 +94,13 @@ def finished(run: FitRun) -> bool:
 
 
 def train_epoch(run: FitRun) -> None:
-    """Make one pass over the training data, or over what is left of it."""
+    """Train one epoch, or the rest of it when the run resumed inside the epoch."""
     feed, counters = run.feed, run.counters
     feed.set_epoch(counters.epoch)
     feed.start_batch = counters.epoch_batches
     run.metrics.scope = TRAIN_EPOCH
-    # After a resume inside the epoch, its beginning must not advance the generators a second time,
-    # as the uninterrupted run did not either.
+    # After a resume inside the epoch, the hooks of its start run a second time. They must not
+    # advance the saved RNG states again, so those are restored only after the hooks.
     if counters.rounds == 0:
         restore_rng(run)
     run.metrics.begin_epoch_values()
@@ -116,7 +118,7 @@ def train_epoch(run: FitRun) -> None:
             return
     step = train_window if run.module.automatic_optimization else manual_window
     begun_at = counters.rounds
-    with closing(run.mover.rounds(feed)) as rounds:  # workers end with the epoch
+    with closing(run.mover.rounds(feed)) as rounds:  # ends the loader's workers, too
         for window in windows(run, rounds):
             if step(run, window):
                 finish_update(run)
@@ -134,15 +136,19 @@ def train_epoch(run: FitRun) -> None:
 
 
 def logged_before(run: FitRun, *, again: bool) -> AbstractContextManager[None]:
-    """Inside, `log` does nothing if a resumed run calls the hook again.
+    """Return a context manager in which `log` does nothing if a resumed run repeats the hook.
 
-    What it logged the first time is in the record, or in the checkpoint's accumulators.
+    What the hook logged the first time is in the local record or in the restored epoch metrics.
+
+    Args:
+        run: The fit.
+        again: Whether the hook was called before the run was interrupted.
     """
     return run.metrics.muted() if again else nullcontext()
 
 
 def restore_rng(run: FitRun) -> None:
-    """Restore the generators from the checkpoint that the run resumes from, once."""
+    """Restore the RNG states of the checkpoint being resumed, once; later calls do nothing."""
     if run.saved_rng is not None:
         with reading("The state of the random generators", "cannot be restored"):
             restore_generators(run, run.saved_rng)
@@ -150,42 +156,51 @@ def restore_rng(run: FitRun) -> None:
 
 
 def windows(run: FitRun, rounds: Iterator[Round]) -> Iterator[Iterator[Round]]:
-    """Yield the rounds in windows of `FitRun.accumulation`, fewer at the end of the data."""
+    """Group global batches into windows of `FitRun.accumulation`, fewer at the end of the data."""
     for first in rounds:
         yield chain([first], islice(rounds, run.accumulation - 1))
 
 
 def finish_update(run: FitRun) -> None:
-    """Do everything that is due after an update; at the end callbacks may save or stop the run."""
+    """Do everything that is due after an update: log, validate, end the epoch, save, stop.
+
+    If a rank received the exit signal, the run is saved with this work still due, and ends.
+    """
     counters = run.counters
     refuse_ends_apart(run)
     run.recorder.flush(arrived=counters.global_step)
     if run.agreement.latest.failed_saves:
-        run.writer.wait()  # raises what went wrong, on all processes at this very update
+        run.writer.wait()  # raises the error of the background save, on all ranks at this update
     if run.log_due:
         record_update(run)
         run.log_due = False
     if run.agreement.latest.signals:
         preempt(run)
     before = run.val_schedule.before
-    together = counters.epoch_complete  # processes may exchange the saves that they requested
+    together = counters.epoch_complete  # whether one more collective here costs little
     if run.val_feeds and run.val_schedule.due(run.progress):
         together = True
         try:
             validate(run)
         except EvaluationAbandoned:
-            run.val_schedule.before = before  # still due
+            run.val_schedule.before = before  # so that the resumed run validates here
             preempt(run)
     if counters.epoch_complete:
         end_epoch(run)
     if run.schedulers and run.module.automatic_optimization:
-        # The metrics that they monitor may come from this update's validation.
+        # Schedulers such as ReduceLROnPlateau may monitor a metric of this update's validation.
         tick(run, "step", counters.global_step, by_metric=True)
     boundary(run, together=together)
 
 
 def boundary(run: FitRun, *, together: bool) -> None:
-    """Let the callbacks save or stop, and make the saves that were requested before."""
+    """Run the update boundary: callbacks may save or stop, then pending saves are made.
+
+    Args:
+        run: The fit.
+        together: Whether to exchange pending saves between ranks even if the step sync reported
+            none.
+    """
     run.metrics.scope = None
     run.in_boundary = True
     if run.hooks.monitors_due and any(due() for due in run.hooks.monitors_due):
@@ -197,14 +212,19 @@ def boundary(run: FitRun, *, together: bool) -> None:
 
 
 def finish_boundary(run: FitRun) -> None:
-    """Resume inside the boundary at which a callback saved the checkpoint."""
+    """Finish the update boundary in which a callback saved the checkpoint being resumed.
+
+    Only the callbacks that had not run yet at the save are called.
+    """
     restore_rng(run)
     boundary(run, together=True)
-    run.saved_rng = generators_of(run)  # so that hooks that are called again do not advance them
+    run.saved_rng = generators_of(run)  # restored after the hooks that are called a second time
 
 
 def preempt(run: FitRun) -> NoReturn:
-    """Save after a process was told to end, with this update's work still due, and exit.
+    """Save after a rank received the exit signal, and end the run.
+
+    The work due after this update (such as a validation) is done by the run that resumes.
 
     Raises:
         Preempted: Always.
@@ -216,23 +236,27 @@ def preempt(run: FitRun) -> NoReturn:
 
 
 def preempted(run: FitRun) -> Preempted:
-    """Return the exception that ends all processes, with the code of the first one told to end."""
+    """Return the exception that ends all ranks, with the exit code of the first rank that has one.
+
+    Collective.
+    """
     codes = [code for code in all_gather_object(run.told()) if code is not None]
     return Preempted(codes[0])
 
 
 def refuse_ends_apart(run: FitRun) -> None:
-    """Refuse data that end on some processes only, before the processes deadlock.
+    """Raise if the training data ended on some ranks only, before the ranks deadlock.
 
     Raises:
-        ValueError: On all processes alike; for a map-style dataset on an accelerator, one update
-            later, until which processes whose data have ended take part without a batch.
+        ValueError: The data ended early on some ranks; raised on all ranks. For a map-style dataset
+            on an accelerator it is raised one update later, when the step sync has reached the
+            host. Until then the ranks without data take part with dummy batches.
     """
     if run.world_size == 1:
         return
     stream = run.feed.sampler is None
     if stream or run.counters.epoch_complete:
-        run.agreement.settle()  # which processes' data ended must be known now, not an update later
+        run.agreement.settle()  # wait for the step sync: an update later would be too late
     known, epoch = run.agreement.latest, run.counters.epoch
     if not known.ended or (stream and known.ended == run.world_size):
         return
@@ -251,7 +275,7 @@ def refuse_ends_apart(run: FitRun) -> None:
 
 
 def record_update(run: FitRun) -> None:
-    """Reduce what this update logged and start its transfer to the record."""
+    """Reduce what this update logged and start the transfer to the host, to be recorded."""
     counters, values = run.counters, run.metrics.reduce_step()
     if run.guard is not None and run.guard.skipped:
         values = {**values, "skipped_updates": float(run.guard.skipped)}
@@ -260,10 +284,11 @@ def record_update(run: FitRun) -> None:
 
 
 def validate(run: FitRun) -> None:
-    """Run a validation inside the fit; its values are recorded under this update.
+    """Run a validation inside the fit; its values are recorded under the current `global_step`.
 
     Raises:
-        EvaluationAbandoned: A process was told to end; all is as if the validation had not begun.
+        EvaluationAbandoned: A rank received the exit signal. RNG states, metrics and buffers are
+            restored as if the validation had not begun.
     """
     if run.guard is not None:
         run.guard.settle()
@@ -286,7 +311,7 @@ def validate(run: FitRun) -> None:
 
 
 def end_epoch(run: FitRun) -> None:
-    """Call the hooks of the epoch's end, record its metrics and advance its schedulers."""
+    """Call the epoch-end hooks, record the epoch's metrics and tick the epoch-wise schedulers."""
     counters = run.counters
     reduce_update(run)
     run.metrics.scope = TRAIN_EPOCH
@@ -296,16 +321,20 @@ def end_epoch(run: FitRun) -> None:
     run.recorder.record(
         run.metrics.reduce_epoch("train"), step=counters.global_step, epoch=counters.epoch
     )
-    run.metrics.scope = None  # reduced: what is logged from here on would fall into the next epoch
+    run.metrics.scope = None  # already reduced: a later value would count for the next epoch
     run.hooks.on_train_epoch_end_callbacks()
     if run.module.automatic_optimization:
         tick(run, "epoch", counters.epoch + 1)
 
 
 def sanity_check(run: FitRun) -> None:
-    """Run a few validation batches before training, so that a mistake there shows at once.
+    """Run a few validation batches before training, so that an error in them shows at once.
 
-    Generators and metric objects are restored, and its values are dropped.
+    RNG states and metric objects are restored afterwards, and the values are dropped.
+
+    Raises:
+        Preempted: A rank received the exit signal.
+        ValueError: A monitored metric is logged by validation, but no validation will be due.
     """
     if not run.val_feeds or run.sanity_steps == 0 or run.counters.batches_seen > 0:
         return
@@ -315,7 +344,8 @@ def sanity_check(run: FitRun) -> None:
     run.sanity_checking = True
     try:
         if run.sanity_steps > 0:
-            rounded = run.sanity_steps + -run.sanity_steps % run.world_size  # all have a share
+            # A multiple of the world size, so that every rank has a batch.
+            rounded = run.sanity_steps + -run.sanity_steps % run.world_size
             for feed in run.val_feeds:
                 known = feed.num_batches
                 feed.limit = rounded if known is None else min(rounded, known)

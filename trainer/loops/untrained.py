@@ -1,4 +1,7 @@
-"""What no gradient keeps alike on the processes: buffers, and parameters that are not trained."""
+"""Buffer sync: broadcast rank 0's buffers and untrained parameters to all ranks.
+
+Gradient reduction keeps trained parameters equal on all ranks. Nothing does that for these tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +21,19 @@ from trainer.tree import as_bytes, dense
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 2**20  # words, whose hashes take eight times their memory
+_AT_ONCE = 2**20  # 32-bit words hashed at a time: the hashing needs eight times their memory
 _ODD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's, signed
 
 
 def share_untrained(run: FitRun) -> None:
-    """Make rank 0's buffers and untrained parameters everybody's; collective.
+    """Broadcast rank 0's buffers and untrained parameters to all ranks; collective.
 
-    Those are frozen, or in no optimizer. It is done before an evaluation, so that it is that of one
-    module, and before a save, which holds rank 0's: the run then goes on as it will after a resume.
-    Only those that differ are sent, with a warning; a large base is not.
+    Untrained parameters are frozen, or in no optimizer. This is done before an evaluation, so that
+    all ranks evaluate the same module. It is also done before a save, which holds rank 0's values:
+    so the run continues with what a resumed run will load.
+
+    Parameters are compared by hashes. Only those that differ are sent, with a warning, so a large
+    frozen base model costs no communication.
     """
     run.engine.broadcast_buffers()
     if run.world_size == 1:
@@ -58,23 +64,28 @@ def share_untrained(run: FitRun) -> None:
 
 
 def _digests(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a sum over the bits of each, mixed with their places.
+    """Return a 64-bit hash of the bits of each parameter, by name.
 
-    Other values, and the same in another order, give another one, but for rare accidents.
+    It depends on values and positions. Different tensors have equal hashes only by rare collision.
     """
     sums = {name: _mixed_sum(_words(each)) for name, each in parameters.items()}
-    return {name: int(total) for name, total in sums.items()}  # all are under way by now
+    return {name: int(total) for name, total in sums.items()}  # after launching all: one wait
 
 
 def _mixed_sum(words: Tensor) -> Tensor:
-    """Return a sum of hashes, each by two rounds of multiplication and shift, as in SplitMix64.
+    """Return the sum of the words' hashes, an int64 tensor of shape ().
 
-    A sum that is linear in the words would miss values that are exchanged, such as those of masks.
+    Each word is hashed with its position by two rounds of shift and multiplication, as in
+    SplitMix64. A sum that is linear in the words would not notice when two values are swapped, as
+    in a mask.
+
+    Args:
+        words: Integers of shape (N,).
     """
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     places = torch.arange(1, min(len(words), _AT_ONCE) + 1, device=words.device) * _ODD[0]
     for part in words.split(_AT_ONCE):
-        mixed = places[: len(part)] + part  # in int64, which wraps round
+        mixed = places[: len(part)] + part  # int64 arithmetic wraps around
         for odd in _ODD[1:]:
             mixed ^= mixed >> 31
             mixed *= odd
@@ -86,5 +97,5 @@ def _words(parameter: Tensor) -> Tensor:
     bits = as_bytes(dense(parameter))
     if bits.numel() % 4:
         return bits
-    # Words must begin at a multiple of their size, where a part of another tensor may not.
+    # An int32 view must begin at a multiple of 4 bytes; a slice of another tensor may not.
     return (bits if bits.storage_offset() % 4 == 0 else bits.clone()).view(torch.int32)

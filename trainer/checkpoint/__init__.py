@@ -1,33 +1,45 @@
-"""Checkpoints: folders of tensors and JSON, committed atomically.
+"""Checkpoints: a folder of safetensors and JSON files, committed atomically with a manifest.
 
 The format, version 1::
 
     checkpoints/step-00000100/
         manifest.json           format version, the caller's fields, every file's size and SHA-256
         model.safetensors       weights under the module's own names
-        trained.safetensors     if those are averages: the weights that training resumes with
-        optimizer.json          the tree of a state dict, with the names of its tensors
-        optimizer.safetensors   … and the tensors
-        trainer.json            the position and state of the run
+        trained.safetensors     only with weight averaging: the trained weights, before averaging
+        optimizer.json          the optimizers' state dicts, with a name for each tensor
+        optimizer.safetensors   the tensors of these state dicts
+        trainer.json            the run's position (epoch, step) and other state
         datamodule.json         the datamodule's state dict, if it has one
-        record.json             the length of the local record
+        record.json             the length of ``metrics.jsonl`` at this step
         rank-00000.json         the state of one rank, such as its RNG states
 
-A folder is a checkpoint if and only if it has a manifest. It gets its name by one rename, after
-every file is on disk and every rank has confirmed it. Reading never runs code from a file.
+A folder is a checkpoint if and only if it has a manifest. It is written under a temporary name and
+renamed once every file is on disk and every rank has confirmed its part. Loading never unpickles,
+so it cannot run code from a file.
 
-``layout`` has the names, commit and removal, ``manifest`` the files' sizes and hashes, ``tensors``
-the trees, ``weights`` the weights, and ``fitting`` loads them into a module. ``save`` writes on all
-ranks and ``newest`` chooses for all, both by the steps of ``jointly``. ``lock`` keeps a second run
-out of a folder, and ``branch`` sets aside the checkpoints after the one that a run resumes from.
-``portions`` are each rank's part of a save, copied if training continues while ``writer`` writes.
+The modules for the Trainer's checkpoints:
 
-The `Accelerator`'s state has the same format: ``state`` saves and loads it, ``ranks`` reads the
-per-process state, ``restore`` puts it into the objects, with the pending gradients from
-``gradients``, ``folder`` commits into a folder with other files, ``project`` names the folders, and
-``accelerate_format`` reads those of accelerate. ``model`` and ``load`` handle weights for other
-libraries (with ``weightfiles`` and ``offload``), ``objects`` single objects; ``atomic`` and
-``torchfile`` are helpers of these.
+* ``layout``: folder names, atomic commit, removal, quarantine;
+* ``manifest``: the list of files with sizes and SHA-256 hashes, and its verification;
+* ``tensors``: nested state (trees) to and from JSON and safetensors;
+* ``weights``: a module's weights to and from safetensors; ``fitting``: load them into a module;
+* ``jointly``: run a step on all ranks and raise on all if it fails on one; the writer rank;
+* ``save``: save a checkpoint on all ranks; ``newest``: choose the one to resume from;
+* ``portions``: each rank's part of a save, and copies of it in host memory;
+* ``writer``: saves in the foreground or on a background thread;
+* ``lock``: allow one run at a time per folder;
+* ``branch``: rename the checkpoints that are later than the one a run resumes from.
+
+The modules for ``Accelerator.save_state``, in the same format:
+
+* ``state``: save and load; ``ranks``: the per-rank files; ``restore``: check and apply a state;
+* ``gradients``: gradients of an incomplete gradient accumulation window;
+* ``folder``: commit into a folder that also holds other files; ``project``: numbered folders;
+* ``accelerate_format``: read folders that accelerate wrote.
+
+``model`` and ``load`` write and read weights in the layout of other libraries, with
+``weightfiles``, ``merge`` and ``offload``. ``objects`` saves and loads single objects. ``atomic``
+and ``torchfile`` are helpers.
 """
 
 from importlib import import_module
@@ -130,7 +142,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:  # lazy: code that only reads manifests does not import torch
+def __getattr__(name: str) -> Any:  # lazy: reading a manifest needs no torch
     if name not in _HOME:
         raise AttributeError(f"module 'trainer.checkpoint' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"trainer.checkpoint.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""Read folders of accelerate's ``save_state``, 0.31 to 1.x, without running code from them.
+"""Read folders written by accelerate's ``save_state`` (0.31 to 1.x), without running their code.
 
 ::
 
@@ -7,8 +7,8 @@
     custom_checkpoint_0.pkl
     random_states_0.pkl                             for each rank
 
-Samplers (``sampler.bin``) are pickled objects, and the positions of torchdata's loaders
-(``dl_state_dict.bin``) do not apply to our loaders: both are reported as lost.
+Two files are not loaded, with a warning: ``sampler.bin`` holds pickled sampler objects, and
+``dl_state_dict.bin`` holds positions of torchdata's loaders, which do not apply to our loaders.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _random_states(path: Path, rank: int) -> dict[str, Any]:
 
 
 def _generators(states: dict[str, Any] | None, local_rank: int) -> dict[str, Any] | None:
-    """Return the RNG states under our names."""
+    """Return the RNG states under the names of `trainer.rng.rng_state`."""
     if states is None:
         return None
     rng = {"python": states["random_state"], "torch": states["torch_manual_seed"]}

@@ -10,7 +10,7 @@ from trackers.files import hidden_beside
 
 
 def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
-    """Write a file under a hidden name beside its final path, and sync it to disk.
+    """Write a file under a hidden temporary name beside its final path, and fsync it.
 
     Args:
         file: The final path; the caller renames the result to it.
@@ -30,13 +30,13 @@ def write_aside(file: Path, write: Callable[[Path], object]) -> Path:
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically, replacing an existing one."""
+    """Write a file atomically (temporary file, then rename), replacing an existing one."""
     os.replace(write_aside(file, write), file)
     sync(file.parent)
 
 
 def sync(path: Path) -> None:
-    """Sync a file's contents, or a folder's entries, to disk."""
+    """Call fsync on a file, or on a folder to sync its directory entries."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder; its file system orders renames itself
     descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)

@@ -1,6 +1,7 @@
-"""Resuming from an earlier checkpoint: the later checkpoints are set aside.
+"""Quarantine the later checkpoints when a run resumes from an earlier one.
 
-They are renamed, never deleted: under their old names the next start would take one as the newest.
+They are renamed to ``abandoned-…`` and never deleted. Under their old names, the next start would
+choose one of them as the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def leave_branch(chosen: Path, later: Iterable[Path]) -> None:
     """Rename the checkpoints from :func:`later_than` to ``abandoned-…``, with a warning each.
 
     Raises:
-        OSError: A rename failed. The older checkpoints still have their names then, so the next
-            start finds them.
+        OSError: A rename failed. `later` is newest first, so the older checkpoints still have their
+            names and the next start finds them.
     """
     step = read_manifest(chosen)["step"]
     for path in later:

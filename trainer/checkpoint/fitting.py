@@ -1,4 +1,4 @@
-"""Compare weights with a module, and load them into it."""
+"""State dict matching: compare saved weights with a module, and load them into it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Misfits:
-    """Differences between weights and a model: names, and shapes as ``(saved, model's)``."""
+    """Key mismatch: how saved weights differ from a model.
+
+    Lists missing and unexpected names, and differing shapes as ``(saved, model's)``.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -42,7 +45,7 @@ class Misfits:
         return "; ".join(parts)
 
     def bare(self, model: torch.nn.Module) -> Misfits:
-        """Return the same under the user's own names of the model's weights, for messages."""
+        """Return the mismatch with wrapper prefixes removed from all names, for messages."""
         missing, unexpected = (
             [name for name, _ in bare_names(model, zip(names, names, strict=True))]
             for names in (self.missing, self.unexpected)
@@ -53,8 +56,8 @@ class Misfits:
 def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Misfits:
     """Compare the names and shapes of weights with a model's.
 
-    A name that the model ties to a saved one does not count as missing, nor does one of a lazy
-    module that was never called.
+    Two kinds of names do not count as missing: a tied weight whose other name was saved, and a
+    weight of a lazy module that was never called.
     """
     here = model.state_dict(keep_vars=True)
     saved = {id(here[name]) for name in shapes if name in here}
@@ -76,7 +79,7 @@ def compare(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Mi
 
 
 def renames(model: torch.nn.Module) -> bool:
-    """Return whether load hooks may rename keys, so that only loading shows which ones fit."""
+    """Return whether load hooks may rename keys, so that only loading shows which keys match."""
     return any(module._load_state_dict_pre_hooks for module in model.modules())
 
 
@@ -93,13 +96,13 @@ def load_into(
         module: The module.
         weights: Tensors by the module's own names, perhaps saved from a compiled module.
         where: The file that they came from, for the error.
-        strict: All names and shapes must match. False loads what fits and logs a warning that lists
-            the rest.
+        strict: All names and shapes must match. False loads the weights that match and logs a
+            warning that lists the others.
 
     Raises:
-        CheckpointError: Names or shapes do not fit; the message lists the missing, unexpected and
-            misshaped names. Nothing is loaded then, unless modules translate the names that they
-            load: for these only loading shows what fits.
+        CheckpointError: Names or shapes do not match. The message lists the missing and unexpected
+            names and the differing shapes. The module is then unchanged, except if load hooks
+            rename keys: for such modules only loading shows what matches.
     """
     own_memory(module)
     weights = own_names(module, weights)
@@ -125,7 +128,7 @@ def load_into(
 
 
 def _translates(module: torch.nn.Module) -> bool:
-    """Return whether modules change the names or shapes of the weights that they load."""
+    """Return whether a module's loading may change the names or shapes of weights."""
     loaders = (type(each)._load_from_state_dict for each in module.modules())
     return renames(module) or any(not each.__module__.startswith("torch.nn.") for each in loaders)
 
@@ -145,7 +148,7 @@ def _load_translated(
     misfits: Misfits,
     where: str | os.PathLike[str],
 ) -> Misfits:
-    """Load, and return the misfits that remain after the modules' translation."""
+    """Load, and return the key mismatch that remains after the load hooks renamed keys."""
     shapes = misfits.misshaped
     try:
         found, shapes = _load(module, weights, where), {}
@@ -163,7 +166,7 @@ def _without(weights: Mapping[str, torch.Tensor], names: Container[str]) -> dict
 
 
 def _grouped(misfits: Misfits) -> str:
-    """Return the misfits as text, with one line for each kind."""
+    """Return the key mismatch as text, with one line for each kind."""
     shapes = [
         f"{name} ({list(saved)} in the file, {list(here)} in the module)"
         for name, (saved, here) in misfits.misshaped.items()

@@ -1,16 +1,18 @@
-"""Checkpoints in folders that also hold other files, which are preserved.
+"""Commit a checkpoint into a folder that also holds the user's files, which are preserved.
 
 A new folder, or one that holds only a checkpoint, is committed by one rename
-(:mod:`trainer.checkpoint.layout`). Into any other folder the files are moved one by one::
+(:mod:`trainer.checkpoint.layout`). A folder with other files cannot be replaced, so the files of
+the checkpoint are moved into it one by one::
 
     folder/notes.txt                    the user's file: left alone
-    folder/.cadence-staging/            a save in progress, or one that was killed …
-    folder/.cadence-staging/manifest.json      … after which its files only need their names
+    folder/.cadence-staging/            a save in progress, or one that was killed
+    folder/.cadence-staging/manifest.json      present once the save is committed
 
-Writing the staged manifest is the commit: from then on readers take the staging folder, which stays
-whole until every file has its name in the folder, and the next save completes that. The old
-manifest is removed first and the new one comes last, so that no reader takes a mixture of old and
-new files for a checkpoint. Reading changes nothing on the disk.
+The save is committed when the manifest in the staging folder is written. From then on readers use
+the staging folder. It stays complete until every file is also linked into the target folder. If the
+process is killed before that, the next save finishes the move. The target's old manifest is removed
+before the first file moves and its new manifest is written last, so that no reader can take a
+mixture of old and new files for a checkpoint. Reading changes nothing on the disk.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ def open_folder(target: Path) -> Path:
 
 
 def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
-    """Commit a staging folder from :func:`open_folder` to ``target``, durably.
+    """Commit a staging folder from :func:`open_folder` to ``target``, synced to disk.
 
-    Files of an earlier checkpoint there are removed; the user's files stay, except one with the
-    name of a checkpoint file, which is replaced.
+    Files of an earlier checkpoint in ``target`` are removed. The user's files stay, except that a
+    file with the same name as one of the checkpoint's is replaced.
 
     Raises:
         TypeError: If a field of ``manifest`` is not valid JSON.
@@ -75,12 +77,12 @@ def commit_folder(staging: Path, target: Path, manifest: Mapping[str, Any]) -> P
 
 
 def recover(target: Path) -> Path:
-    """Complete a save to a folder that was killed after its commit, if there was one.
+    """Finish a save to ``target`` that was killed after its commit, if there is one.
 
     Call it on one rank, before ``target`` is written.
 
     Returns:
-        ``target``, or the path to which a killed save has set it aside.
+        ``target``, or the path to which a killed save renamed it.
     """
     staging = target / STAGING
     if (manifest := _committed(staging)) is not None:
@@ -96,8 +98,8 @@ def examine(target: Path, *, hashes: bool = True) -> tuple[Path, dict[str, Any]]
         hashes: See :func:`trainer.checkpoint.verify`.
 
     Returns:
-        The folder to read, and its manifest: ``target``, the path to which a killed save has set it
-        aside, or the staging folder of a save that was killed after its commit.
+        The folder to read, and its manifest. The folder is ``target``, or the path to which a
+        killed save renamed it, or the staging folder of a save that was killed after its commit.
 
     Raises:
         CheckpointError: See :func:`trainer.checkpoint.verify`.
@@ -109,25 +111,25 @@ def examine(target: Path, *, hashes: bool = True) -> tuple[Path, dict[str, Any]]
 
 
 def abandon(staging: Path) -> None:
-    """Discard a failed save, unless it was committed: the next reader then completes it."""
+    """Delete the staging folder of a failed save, unless the save was already committed."""
     if staging.name != STAGING or not is_ours(staging):
         discard(staging)
 
 
 def is_shared(target: Path) -> bool:
-    """Return whether a folder holds the user's files; also if it is empty: it may be a mount."""
+    """Return whether a folder may hold the user's files, so that it must not be replaced."""
     if not target.exists():
         return False
     # A mount point or the working folder cannot be replaced, and a symlink must stay one.
     if target.is_symlink() or os.path.ismount(target) or target.resolve() == Path.cwd().resolve():
         return True
     if not is_ours(target):
-        return True  # also a damaged checkpoint: which of its files are ours is unknown
+        return True  # a damaged manifest does not tell which files are the checkpoint's
     return bool(strangers(target, read_manifest(target)))
 
 
 def _committed(staging: Path, *, hashes: bool = True) -> dict[str, Any] | None:
-    """Return the manifest of a staging folder that is complete and intact; else None."""
+    """Return the manifest of a complete and intact staging folder, else None."""
     try:
         return None if staging.is_symlink() else verify(staging, hashes=hashes)
     except CheckpointError:
@@ -148,12 +150,12 @@ def _put_in_place(staging: Path, target: Path, new: Collection[str]) -> None:
     sync_folders(target)
     _name(staging / MANIFEST, target / MANIFEST, staging)
     sync(target)
-    (staging / MANIFEST).unlink()  # from here on readers take the target
+    (staging / MANIFEST).unlink()  # from here on readers use the target
     shutil.rmtree(staging)
 
 
 def _name(source: Path, goal: Path, staging: Path) -> None:
-    """Give a file another name too, atomically; copy it where the file system has no hard links."""
+    """Hard-link a file to a second name, atomically; copy it if there are no hard links."""
     other = staging / f"{STAGING}-link"
     other.unlink(missing_ok=True)
     try:
@@ -162,7 +164,7 @@ def _name(source: Path, goal: Path, staging: Path) -> None:
         shutil.copyfile(source, other)
         sync(other)
     os.replace(other, goal)
-    other.unlink(missing_ok=True)  # it stays if both were names of the same file
+    other.unlink(missing_ok=True)  # rename does nothing if both names are the same file
 
 
 def _delete_regular(target: Path, name: str) -> None:

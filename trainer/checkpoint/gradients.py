@@ -1,7 +1,8 @@
-"""Save and restore gradients that are pending for a later update.
+"""Save and restore gradients that have been computed but not yet applied by an optimizer step.
 
-Inside a window of micro-batches, or after a boundary of manual optimisation, gradients differ
-between processes until they are reduced, so each process's file holds its own.
+They exist inside a gradient accumulation window, and in manual optimisation if the user has not yet
+stepped. Before the all-reduce the gradients differ between processes, so each rank's file holds its
+own.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def named_parameters(
 
 
 def take(named: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Return the existing gradients by parameter name, as a tree to be saved."""
+    """Return the gradients that exist (``.grad`` is not None) by parameter name, for saving."""
     return {
         name: _packed(parameter.grad.detach())
         for name, parameter in named.items()
@@ -48,10 +49,10 @@ def take(named: Mapping[str, Parameter]) -> dict[str, Any]:
 
 
 def given(ranks: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the gradients that a process starts with, from those of all ranks that saved.
+    """Return the gradients that this rank restores, from the gradients of all ranks that saved.
 
-    With the same number of processes each gets its own. With any other number each gets their mean,
-    as the reduction would have computed it.
+    With the same number of processes, each rank gets its own. With a different number, each rank
+    gets the mean over the saved ranks, as the all-reduce would have computed it.
     """
     if len(ranks) == world_size:
         return {name: _unpacked(value) for name, value in ranks[rank].items()}
@@ -82,13 +83,13 @@ def check(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> li
 
 
 def put(named: Mapping[str, Parameter], gradients: Mapping[str, Tensor]) -> None:
-    """Set the parameters' gradients; those without one get None."""
+    """Set the parameters' ``.grad``; it becomes None if `gradients` has none for a parameter."""
     for name, parameter in named.items():
         gradient = gradients.get(name)
         if gradient is None or gradient.is_sparse:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
             continue
-        if parameter.grad is None:  # an existing one is kept: it may be a view of DDP's bucket
+        if parameter.grad is None:  # an existing .grad is kept: it may be a view of a DDP bucket
             parameter.grad = torch.empty_like(parameter)
         parameter.grad.copy_(gradient)
 

@@ -1,7 +1,7 @@
-"""Steps that succeed on all ranks or fail on all, and which rank keeps the checkpoints.
+"""Run a step on all ranks so that it raises on all if it fails on one; find the writer rank.
 
-Either all ranks share one disk and rank 0 writes the checkpoints, or each machine has its own disk
-and its first rank writes there.
+The writer rank writes the checkpoint files that are not per rank. If all ranks share one disk, it
+is rank 0. If each machine has its own disk, it is the rank with local rank 0 on each machine.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from trainer.errors import CheckpointError
 
 T = TypeVar("T")
 
-CHECKPOINT = "checkpoint"  # the operation's name in errors, where no public name is known
+CHECKPOINT = "checkpoint"  # the operation's name in errors, if the caller gives no public name
 
 
 class Ranks(Protocol):
-    """The required attributes of the processes; ``PartialState`` has them."""
+    """The process information that this package needs; ``PartialState`` has it."""
 
     @property
     def is_main_process(self) -> bool:
@@ -46,11 +46,11 @@ class Ranks(Protocol):
         """The number of ranks."""
 
     def set_device(self) -> None:
-        """Make the rank's device the current one of the calling thread."""
+        """Make the rank's device the current device of the calling thread."""
 
 
 def keeps(state: Ranks, on_each_node: bool) -> bool:
-    """Return whether this rank writes and removes the checkpoints on its disk."""
+    """Return whether this rank is a writer rank: it writes and removes the checkpoints."""
     return state.is_local_main_process if on_each_node else state.is_main_process
 
 
@@ -61,10 +61,10 @@ def keeper_of(
     *,
     operation: str = CHECKPOINT,
 ) -> int:
-    """Return the rank that writes the checkpoints on this rank's disk.
+    """Return the writer rank of this rank's disk.
 
-    With ``on_each_node`` this is collective: launchers assign ranks in any order, for example
-    SLURM's ``--distribution=cyclic`` one to each machine in turn.
+    With ``on_each_node`` this is collective, because launchers assign ranks to machines in any
+    order. For example, SLURM's ``--distribution=cyclic`` assigns them to the machines in turn.
 
     Args:
         state: The ranks.
@@ -104,18 +104,22 @@ def together(
     *,
     operation: str = CHECKPOINT,
 ) -> list[T]:
-    """Run ``work`` on each rank and return all ranks' results; if one fails, raise on all.
+    """Run ``work`` on all ranks and return all results, by rank; collective.
+
+    If it raises on any rank, a `CheckpointError` is raised on every rank, so that no rank waits for
+    one that failed.
 
     Args:
-        what: A description of the action, which begins the error message.
-        work: This rank's part. Its result is sent to the other ranks and must be picklable.
+        what: A description of the action; the error message begins with it.
+        work: Called on this rank. Its result is sent to the other ranks and must be picklable.
         state: The ranks.
         group: The process group of the collectives.
-        operation: The function that users called and, in parentheses, its step; the same on all
-            ranks.
+        operation: The public function that the user called and, in parentheses, its step. It must
+            be the same on all ranks: ranks check that they are in the same collective.
 
     Raises:
-        CheckpointError: Some rank failed; raised on every rank, with each failed rank's error.
+        CheckpointError: ``work`` failed on some rank; raised on every rank, with the error of each
+            rank that failed.
         DistributedOperationException: A rank called another operation; raised on every rank.
     """
     outcome: tuple[T | None, str | None]
@@ -124,7 +128,7 @@ def together(
         outcome = work(), None
         if state.num_processes > 1:
             payload = pickle.dumps(outcome)
-    except Exception as error:  # of any type: the other ranks are waiting for the outcome
+    except Exception as error:  # any type: the other ranks wait for the outcome
         if parted(error, operation):
             raise
         cause = error
@@ -134,7 +138,7 @@ def together(
     if state.num_processes > 1:
         payloads = share(operation, payload, group)
         outcomes = [pickle.loads(each) for each in payloads]  # noqa: S301 - from this run's ranks
-    told: dict[str, list[str]] = {}  # each text once: a hundred ranks may have the same
+    told: dict[str, list[str]] = {}  # ranks by error text: many may fail alike
     for rank, (_, text) in enumerate(outcomes):
         if text is not None:
             told.setdefault(text.rstrip("."), []).append(str(rank))
@@ -151,16 +155,16 @@ def together(
 def refuse_together(
     check: Callable[[], object], state: Ranks, *, here: bool, operation: str = CHECKPOINT
 ) -> None:
-    """Check the user's input on some ranks, and raise on all ranks if one refuses it; collective.
+    """Check user input on some ranks, and raise on all ranks if the check fails; collective.
 
     Args:
-        check: Raises a ``ValueError`` to refuse.
+        check: Raises a ``ValueError`` if the input is invalid.
         state: The ranks.
-        here: Whether this rank checks.
+        here: Whether this rank runs the check.
         operation: See :func:`together`.
 
     Raises:
-        ValueError: If any rank refused; raised on every rank.
+        ValueError: If the check failed on any rank; raised on every rank.
     """
 
     def refusal() -> str | None:

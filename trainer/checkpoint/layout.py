@@ -1,19 +1,20 @@
-"""Names on disk and the commit protocol: a checkpoint becomes visible by one folder rename.
+"""Folder names on disk and atomic commit: one rename makes a complete checkpoint visible.
 
-A save fills a staging folder beside its target. :func:`commit` syncs every file, writes the
-manifest last and renames the folder to the target's name, so that no reader sees a partial one::
+A save writes to a staging folder beside its target. :func:`commit` syncs every file, writes the
+manifest last and renames the folder to the target's name. So no reader sees a partial checkpoint::
 
     root/step-00000100/                     a committed checkpoint: it has a manifest
     root/.cadence-staging-step-00000200/    a save in progress, or one that was killed
     root/.cadence-replaced-step-00000100/   the old checkpoint during a save that replaces it
     root/.cadence-trash-step-00000050/      a removal in progress, or one that was killed
 
-Folders with the last three prefixes belong to the library; :func:`sweep` clears them. Anything else
-in the way may be the user's: it is renamed and never deleted (:func:`set_aside`)::
+Folders with the last three prefixes belong to the library; :func:`sweep` deletes or restores them.
+Any other folder that is in the way may hold the user's data. It is quarantined, that is renamed and
+never deleted (:func:`set_aside`)::
 
     root/damaged-step-00000100/             it had no readable manifest
-    root/replaced-step-00000100/            a checkpoint with files that are not the checkpoint's
-    root/abandoned-step-00000100/           the run resumed from an earlier one
+    root/replaced-step-00000100/            an old checkpoint whose folder also held other files
+    root/abandoned-step-00000100/           a later checkpoint than the one a run resumed from
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ def staging_path(target: Path) -> Path:
 
 
 def open_staging(target: Path) -> Path:
-    """Create an empty staging folder for ``target``, clearing what a killed save left in it.
+    """Create an empty staging folder for ``target``, deleting one that a killed save left.
 
-    If ``target`` is named by step but is not an intact checkpoint, it is renamed to ``damaged-…``:
-    it must not keep the run from saving that step.
+    If ``target`` has a step name but is not an intact checkpoint, it is renamed to ``damaged-…``,
+    so that the run can save that step.
 
     Raises:
         CheckpointError: If ``target`` has another name and is not a checkpoint, or is a checkpoint
@@ -100,20 +101,20 @@ def open_staging(target: Path) -> Path:
 def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
     """Make a staged checkpoint visible under its name, durably and atomically.
 
-    A crash at any instant leaves the old checkpoint, the new one, or the old one under a name that
-    :func:`locate` and :func:`committed` recognise.
+    A crash at any time leaves either the new checkpoint or the old one. The old one may then have a
+    temporary name, which :func:`locate` and :func:`committed` recognise.
 
     Args:
         staging: The folder from :func:`open_staging`, complete except for its manifest.
         target: The checkpoint's final path. A committed checkpoint there is replaced.
-        manifest: The caller's fields; values as `to_json` takes them.
+        manifest: The caller's fields; `to_json` lists the types of values.
 
     Returns:
         ``target``.
 
     Raises:
         CheckpointError: If ``target`` exists and is not a checkpoint of this format.
-        TypeError: If a field of ``manifest`` has no form in JSON.
+        TypeError: If a field of ``manifest`` cannot be written as JSON.
         ValueError: If the name of a field is reserved by the format.
         OSError: If the disk fails; ``target`` is then unchanged.
     """
@@ -131,10 +132,10 @@ def commit(staging: Path, target: Path, manifest: Mapping[str, Any]) -> Path:
 
 
 def seal(staging: Path, manifest: Mapping[str, Any]) -> None:
-    """Complete a staging folder with its manifest, after syncing every file in it to disk.
+    """Sync every file in a staging folder to disk, then write its manifest.
 
     Raises:
-        TypeError: If a field of ``manifest`` has no form in JSON.
+        TypeError: If a field of ``manifest`` cannot be written as JSON.
         ValueError: If the name of a field is reserved by the format.
         OSError: If the disk fails.
     """
@@ -145,16 +146,17 @@ def seal(staging: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def locate(path: Path) -> Path:
-    """Return ``path``, or the path to which a save killed while replacing it has set it aside."""
+    """Return ``path``, or its temporary name if a save was killed while replacing it."""
     aside = _aside(path)
     return aside if aside.is_dir() and not path.exists() else path
 
 
 def set_aside(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "damaged") -> Path:
-    """Rename a folder or file to a name that readers ignore and :func:`sweep` never clears.
+    """Quarantine a folder or file: rename it so that readers and :func:`sweep` ignore it.
 
     Returns:
-        The new path, such as ``damaged-step-00000100`` beside the old one; numbered if taken.
+        The new path, such as ``damaged-step-00000100`` beside the old one. If that name exists, a
+        number is added.
 
     Raises:
         OSError: If the rename fails.
@@ -170,9 +172,10 @@ def set_aside(path: Path, why: Literal["damaged", "replaced", "abandoned"] = "da
 
 
 def committed(root: Path) -> list[Path]:
-    """Return the committed checkpoints named by step in a folder, oldest first.
+    """Return the committed checkpoints with step names in a folder, oldest first.
 
-    They may be damaged. Staging folders, folders without a manifest and other names are left out.
+    They are not verified, so they may be damaged. Staging folders, folders without a manifest and
+    folders with other names are left out.
     """
     if not root.is_dir():
         return []
@@ -185,7 +188,7 @@ def committed(root: Path) -> list[Path]:
 
 
 def without_manifest(root: Path) -> list[Path]:
-    """Return the folders named by step without a manifest: damaged checkpoints, or not ours."""
+    """Return folders with a step name but no manifest: damaged checkpoints, or the user's."""
     if not root.is_dir():
         return []
     named = (each for each in root.iterdir() if _STEP_NAME.fullmatch(each.name) and each.is_dir())
@@ -197,7 +200,8 @@ def remove(path: Path) -> None:
 
     Raises:
         CheckpointError: If ``path`` is not a checkpoint of this format, or if its files could not
-            be deleted; it is then no longer a checkpoint, and the message says where the rest is.
+            be deleted. In the latter case it is no longer a checkpoint, and the message says where
+            the remaining files are.
     """
     if not is_ours(path):
         raise CheckpointError(
@@ -225,10 +229,11 @@ def remove(path: Path) -> None:
 
 
 def sweep(root: Path) -> list[Path]:
-    """Clear what killed saves and removals left in a folder; nothing else is touched.
+    """Clean up the temporary folders that killed saves and removals left in ``root``.
 
-    Call it on one rank, while no save runs in ``root`` and before a checkpoint is chosen: one that
-    a killed save has set aside gets its name back. A failure to delete is logged as a warning.
+    Nothing else is touched. A checkpoint that a killed save was replacing gets its name back, so
+    call this before a checkpoint is chosen. Call it on one rank, while no save runs in ``root``. A
+    failure to delete is logged as a warning.
 
     Returns:
         The leftovers found.
@@ -254,7 +259,7 @@ def sweep(root: Path) -> list[Path]:
 
 
 def discard(path: Path) -> None:
-    """Delete a folder of ours that readers ignore; a failure is logged as a warning."""
+    """Delete a staging or trash folder; a failure is logged as a warning."""
     try:
         shutil.rmtree(path)
     except OSError as error:
@@ -263,9 +268,9 @@ def discard(path: Path) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Delete a folder of ours that readers ignore, if it exists."""
+    """Delete a staging or trash folder, if it exists."""
     if os.path.lexists(path):
-        shutil.rmtree(path)  # refuses a link
+        shutil.rmtree(path)  # raises for a symlink
 
 
 def _discard_replaced(aside: Path) -> None:
@@ -278,7 +283,7 @@ def _discard_replaced(aside: Path) -> None:
             return
         trash = aside.with_name(aside.name.replace(_REPLACED, _TRASH, 1))
         _clear(trash)
-        os.rename(aside, trash)  # so that a partial deletion is swept, not taken for a checkpoint
+        os.rename(aside, trash)  # a partial deletion is then trash, not a checkpoint
     except OSError as error:
         logger.warning("%s is no longer needed but could not be moved: %s", aside, error)
     else:

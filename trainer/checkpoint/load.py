@@ -1,4 +1,4 @@
-"""Load weights from any common checkpoint form into a model, placed by a device map."""
+"""Load weights in any common checkpoint layout into a model, placed by a device map."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def load_checkpoint_in_model(
     """Load weights into a model, perhaps on the meta device, one checkpoint file at a time.
 
     Names and shapes are compared before anything is loaded. Without ``device_map`` and ``dtype``
-    the model's own tensors are filled; otherwise, or if the model is on the meta device, they are
-    replaced by new ones: create optimizers after that. Weights that the model ties stay tied.
+    the values are copied into the model's existing tensors. Otherwise, or if the model is on the
+    meta device, the parameters are replaced by new ones, so create the optimizers afterwards. Tied
+    weights stay tied.
 
     Args:
         model: The model.
@@ -140,7 +141,7 @@ class _Placement:
             value = torch.empty_like(value, device="meta")
         else:
             device = torch.device("cpu") if torch.device(device).type == "meta" else device
-            value = tensor.to(device, dtype, copy=True)  # a view would keep the file mapped
+            value = tensor.to(device, dtype, copy=True)  # a view would keep the file memory-mapped
         if isinstance(old, torch.nn.Parameter):
             return torch.nn.Parameter(value, requires_grad=old.requires_grad)
         return value
@@ -159,7 +160,7 @@ def _fill(model: torch.nn.Module, files: Iterable[Path]) -> Misfits:
 
 
 def _combined(results: list[Any]) -> Misfits:
-    """Return the names that no file has, and those that the model does not have."""
+    """Return the names missing from every file, and the names that the model does not have."""
     missing = set.intersection(*(set(result.missing_keys) for result in results))
     unexpected = set().union(*(set(result.unexpected_keys) for result in results))
     return Misfits(sorted(missing), sorted(unexpected))

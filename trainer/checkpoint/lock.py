@@ -1,13 +1,14 @@
-"""A lock that admits one run at a time to a folder, released when its process ends in any way.
+"""A file lock that lets one run at a time use a folder.
 
-It is a kernel lock (``flock``) on a file that names the holder and is deleted with the lock::
+It is a kernel lock (``flock``) on a file that describes the holder. The kernel releases it when the
+process ends, even if it is killed. The file is deleted when the lock is released normally::
 
     runs/digits/.cadence-lock       {"host": …, "pid": …, "since": …, "run_id": …}
 
 A file left by a killed process locks nothing. The lock belongs to the open file description, which
-forked children share: a worker that outlives its killed run would keep the lock. So children close
-the file when they start. (A ``lockf`` lock is not inherited, but is lost as soon as any code in the
-process opens and closes the file, for example a backup.)
+forked children share. A ``DataLoader`` worker that outlives its killed run would therefore keep the
+lock, so children close the file when they start. (A ``lockf`` lock is not inherited, but it is lost
+as soon as any code in the process opens and closes the file.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from trainer.errors import printable
 
 LOCK = ".cadence-lock"
 
-_ATTEMPTS = 10  # `holder_of` in another process holds the lock for a moment
+_ATTEMPTS = 10  # another process's `holder_of` holds the lock briefly
 _PAUSE = 0.05  # seconds between attempts
 
 _open: set[int] = set()  # descriptors of lock files, for children to close
@@ -39,9 +40,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
-    """Keep other runs out of a folder; create it if needed, and remove it again if it stays empty.
+    """Lock a folder for this run; create it if needed, and remove it at the end if it is empty.
 
-    If the folder or its file system cannot be locked, a warning is logged, unless it is no folder.
+    If the folder or its file system cannot be locked, a warning is logged. There is no warning if
+    ``folder`` is a file.
 
     Args:
         folder: The folder.
@@ -57,24 +59,24 @@ def alone_in(folder: Path) -> Iterator[Callable[[str], None]]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = _take(folder / LOCK)
     except (FileExistsError, NotADirectoryError):
-        pass  # a file is in its place: whoever writes there fails, and says so
+        pass  # it is a file: the first write into it raises a clear error
     except OSError as error:
         logger.warning("%s cannot be locked against other runs: %s.", folder, error)
     try:
         _tell(descriptor, None)
         yield partial(_tell, descriptor)
     finally:
-        if descriptor in _open:  # otherwise this is a forked child, which has closed it
+        if descriptor in _open:  # not in a forked child, which has closed it
             _give_up(descriptor, folder / LOCK)
         for each in made:
             try:
                 each.rmdir()
-            except OSError:  # it is not empty, the usual case, or was never created
+            except OSError:  # usually it is not empty, or it was never created
                 break
 
 
 def holder_of(folder: Path) -> str | None:
-    """Describe the run that uses a folder; None if there is none or it is unknown."""
+    """Return a description of the run that has locked a folder; None if there is none."""
     try:
         descriptor = _opened(folder / LOCK, os.O_RDONLY)
     except OSError:  # usually the file does not exist
@@ -83,7 +85,7 @@ def holder_of(folder: Path) -> str | None:
         _lock(descriptor, exclusive=False)
     except BlockingIOError:
         return _named(folder / LOCK)
-    except OSError:  # no locks on this file system; the run itself has logged it
+    except OSError:  # no locks on this file system; the run logs it
         return None
     finally:
         _close(descriptor)
@@ -105,7 +107,7 @@ def _take(file: Path) -> int:
         try:
             _lock(descriptor, exclusive=True)
             if _is(file, descriptor):
-                return descriptor  # the file was not deleted meanwhile by a run that ended
+                return descriptor  # a run that ended did not delete it in between
         except BlockingIOError:
             pass
         except BaseException:
@@ -121,8 +123,8 @@ def _take(file: Path) -> int:
 
 def _give_up(descriptor: int, file: Path) -> None:
     try:
-        if _is(file, descriptor):  # otherwise it was deleted, and the file is another run's
-            file.unlink()  # while locked: a process that has it open then sees that it is gone
+        if _is(file, descriptor):  # otherwise the path is another run's file
+            file.unlink()  # while locked, so that a process waiting for the lock sees it is gone
     except OSError as error:
         logger.warning("%s is no longer needed but could not be deleted: %s", file, error)
     finally:
@@ -146,7 +148,7 @@ def _named(file: Path) -> str:
         told = read_json(file)
         run = f", run {told['run_id']}" if told["run_id"] else ""
         return printable(f"process {told['pid']} on {told['host']} (since {told['since']}{run})")
-    except (OSError, ValueError, KeyError, TypeError):  # it is just being written or deleted
+    except (OSError, ValueError, KeyError, TypeError):  # it is being written or deleted
         return "another process"
 
 

@@ -1,9 +1,9 @@
-"""The manifest: it lists a checkpoint's files with their sizes and hashes, and makes it one.
+"""The manifest of a checkpoint: the list of its files with their sizes and SHA-256 hashes.
 
-A checkpoint may come from anybody, and correct hashes say nothing about its author. So all of it is
-read in one way: only files that the manifest lists, which must be regular files in real folders
-inside the checkpoint; and what they hold is compared with the form that it must have, before it is
-used. Only such files are moved or removed, too.
+A folder with a manifest is a checkpoint. A checkpoint may come from an untrusted source, and
+correct hashes say nothing about its author. So only files that the manifest lists are read, moved
+or removed. They must be regular files, in folders inside the checkpoint that are not symlinks.
+Their contents are compared with an expected form (:func:`check_form`) before they are used.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def count(value: Any) -> bool:
 
 
 _FILE = {"size": count, "sha256": str}
-_FIELDS = {  # of all kinds of checkpoints; who needs a field checks that it is there
+_FIELDS = {  # of all kinds of checkpoints; code that needs a field checks that it exists
     **dict.fromkeys(("step?", "epoch?", "world_size?"), count),
     **dict.fromkeys(("models?", "optimizers?", "schedulers?", "custom_objects?"), count),
     **dict.fromkeys(("weights_only?", "scaler?"), bool),
@@ -45,17 +45,17 @@ _FIELDS = {  # of all kinds of checkpoints; who needs a field checks that it is 
 
 
 def check_form(value: Any, form: Any, where: object) -> None:
-    """Compare data with the form that it must have.
+    """Check that parsed data has the expected types and keys.
 
     Args:
         value: The data.
         form: A type or a tuple of types, a function that returns whether a value is valid,
-            ``[form]`` for a list of such values, or a dict of the forms of some keys; those that
-            end in ``?`` may be missing.
-        where: The place of the data, for the error.
+            ``[form]`` for a list of such values, or a dict of the forms of some keys. A key that
+            ends in ``?`` may be missing.
+        where: The place of the data, for the error message.
 
     Raises:
-        CheckpointError: It has another form; the message names the place.
+        CheckpointError: The data has another form; the message names the place.
     """
     if isinstance(form, dict) and isinstance(value, dict):
         for key, each in form.items():
@@ -78,12 +78,12 @@ def check_form(value: Any, form: Any, where: object) -> None:
 
 @contextmanager
 def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
-    """Raise whatever error malformed data cause in the block as a CheckpointError that names it."""
+    """Turn any exception in the block, such as from malformed data, into a CheckpointError."""
     try:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # of any type, as the data may have any form
+    except Exception as error:  # any type, since malformed data can raise anything
         raise CheckpointError(f"{what} {problem}: {error!r}.") from error
 
 
@@ -91,15 +91,15 @@ def write_manifest(staging: Path, fields: Mapping[str, Any]) -> None:
     """Write the manifest of a folder's files, and sync it to disk.
 
     Raises:
-        TypeError: If a field has no form in JSON.
+        TypeError: If a field cannot be written as JSON.
         ValueError: If the name of a field is reserved by the format.
-        CheckpointError: If the folder holds something that a checkpoint cannot hold.
+        CheckpointError: If the folder holds anything but regular files with portable names.
     """
     taken = [field for field in _OWN_FIELDS if field in fields]
     if taken:
         raise ValueError(f"The manifest's fields {taken} are reserved; use other names.")
     own = {"format_version": FORMAT_VERSION, **fields, "files": describe_files(staging)}
-    manifest = to_json(own)  # as a reader will parse it
+    manifest = to_json(own)  # the same values that a reader will parse
     text = dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1)
     if len(text) >= LARGEST:
         raise ValueError(
@@ -116,7 +116,7 @@ def describe_files(staging: Path) -> dict[str, dict[str, Any]]:
     """Return the size in bytes and SHA-256 of every file in a folder, by relative name.
 
     Raises:
-        CheckpointError: If something in it is no regular file, or has a name that is not portable.
+        CheckpointError: If an entry is not a regular file, or its name is not portable.
     """
     described = {}
     names = (file.relative_to(staging).as_posix() for file in files_in(staging))
@@ -181,14 +181,15 @@ def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
 
     Args:
         path: The checkpoint.
-        hashes: Check the files' hashes too, not only their sizes; this reads the whole checkpoint.
+        hashes: Also check the files' hashes, which reads the whole checkpoint. False checks only
+            their sizes.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: A file is missing, damaged, unreadable, or not a regular file in a real
-            folder; the message names it.
+        CheckpointError: A file is missing, damaged or unreadable, or is not a regular file, or is
+            in a folder that is a symlink. The message names the file.
     """
     manifest = read_manifest(path)
     for name, expected in manifest["files"].items():
@@ -212,20 +213,22 @@ def verify(path: Path, *, hashes: bool = True) -> dict[str, Any]:
 
 
 def open_listed(path: Path, name: str) -> BinaryIO:
-    """Open a regular file in a checkpoint; of the folders on the way, only ``path`` may be a link.
+    """Open a regular file in a checkpoint. No folder below ``path`` may be a symlink.
 
     Raises:
-        OSError: If it is anything else, or cannot be opened.
+        OSError: If it is not a regular file, a folder is a symlink, or it cannot be opened.
     """
     check_folders(path, name)
     return open(path / name, "rb", opener=regular)
 
 
 def check_folders(path: Path, name: str) -> None:
-    """Check that the folders between a checkpoint and a file in it are real, if they exist.
+    """Check that no folder between a checkpoint and a file in it is a symlink.
+
+    Folders that do not exist are allowed.
 
     Raises:
-        NotADirectoryError: If one is a link, or no folder.
+        NotADirectoryError: If one is a symlink, or is not a folder.
     """
     for folder in _folders_of([name]):
         if os.path.lexists(path / folder) and not _is_folder(path / folder):
@@ -233,13 +236,13 @@ def check_folders(path: Path, name: str) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise a CheckpointError for a pipe, whose other end would be waited for, or a device."""
+    """Raise a CheckpointError for a pipe or device file: opening a pipe would block."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path} is not a file.")
 
 
 def is_ours(path: Path) -> bool:
-    """Return whether a folder is a checkpoint of this format, which we may replace or delete."""
+    """Return whether a folder is a checkpoint of this format, so that it may be replaced."""
     try:
         read_manifest(path)
     except CheckpointError:
@@ -248,19 +251,19 @@ def is_ours(path: Path) -> bool:
 
 
 def is_newer(path: Path) -> bool:
-    """Return whether a later release wrote a checkpoint: it is intact, but unreadable here."""
+    """Return whether a later release wrote a checkpoint, so that it cannot be read here."""
     version = peek(path).get("format_version")
     return isinstance(version, int) and version > FORMAT_VERSION
 
 
 def run_id_of(path: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint, unchecked; None if it is unknown."""
+    """Return the id of the run that wrote a checkpoint, without verification; None if unknown."""
     run_id = peek(path).get("run_id")
     return run_id if isinstance(run_id, str) else None
 
 
 def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics in a manifest that are numbers, which may be NaN or infinite."""
+    """Return the numeric metrics in a manifest; they may be NaN or infinite."""
     values = from_json(manifest.get("metrics", {}))
     return {
         name: value
@@ -270,7 +273,7 @@ def metrics_of(manifest: Mapping[str, Any]) -> dict[str, float]:
 
 
 def peek(path: Path) -> dict[str, Any]:
-    """Return a folder's manifest unchecked, of any version; empty if there is none."""
+    """Return a folder's manifest of any version without verification; empty if there is none."""
     try:
         manifest = read_json(path / MANIFEST)
     except (OSError, ValueError):
@@ -279,9 +282,9 @@ def peek(path: Path) -> dict[str, Any]:
 
 
 def strangers(path: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Return what is in a checkpoint's folder but not of the checkpoint, of whatever file type.
+    """Return the entries in a checkpoint's folder that its manifest does not list.
 
-    An empty folder counts, and so does a link that has replaced a file.
+    Empty folders are included, and so are symlinks that have replaced a listed file.
     """
     files = {MANIFEST, *manifest.get("files", ())}
     folders = set(_folders_of(files))
@@ -294,12 +297,12 @@ def strangers(path: Path, manifest: Mapping[str, Any]) -> list[str]:
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Return all that is in a folder and its subfolders, of whatever type except real folders."""
+    """Return all entries of a folder and its subfolders, except folders that are not symlinks."""
     return [entry for entry in folder.rglob("*") if not _is_folder(entry)]
 
 
 def is_portable(name: str) -> bool:
-    """Return whether a name is a relative path, normalised, that every system reads alike."""
+    """Return whether a name is a normalised relative path that is valid on every system."""
     return (
         not {"", ".", ".."} & set(name.split("/"))
         and not {"\\", "\0"} & set(name)
@@ -310,7 +313,7 @@ def is_portable(name: str) -> bool:
 
 
 def _folders_of(names: Collection[str]) -> list[str]:
-    """Return the folders that files with these relative names are in, the outer ones first."""
+    """Return the folders of files with these relative names, parents first."""
     parents = {parent.as_posix() for name in names for parent in PurePosixPath(name).parents}
     return sorted(parents - {"."})
 

@@ -1,9 +1,9 @@
 """Merge safetensors shards into one file, copied in chunks so that memory use is constant.
 
-A safetensors file is the length of its header (8 bytes, little-endian), the header as JSON, and the
-bytes of the tensors one after the other, at the offsets that the header gives for each name
+A safetensors file consists of the header's length (8 bytes, little-endian), the header as JSON, and
+the bytes of all tensors, at the offsets that the header gives by name
 (https://github.com/huggingface/safetensors#format). So a merge writes a new header and copies byte
-ranges; no tensor is ever created.
+ranges; no tensor is created.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.checkpoint.weights import tied_names
 from trainer.errors import CheckpointError
 
 _CHUNK = 1 << 22  # bytes copied at a time
-_HEADER_LIMIT = 100_000_000  # safetensors refuses longer ones
+_HEADER_LIMIT = 100_000_000  # bytes; safetensors refuses longer headers
 _DISTRIBUTED = ".metadata"  # what torch.distributed.checkpoint writes beside its .distcp files
 
 
@@ -38,7 +38,7 @@ class Merged:
     Attributes:
         files: The files that held the weights.
         tensors: The number of tensors in the new file.
-        tied: The number of further names for these tensors.
+        tied: The number of additional names of tied tensors.
         size: The size of the new file in bytes.
         sha256: The hash of the new file.
     """
@@ -64,8 +64,8 @@ class _Stretch:
 def merge_weights(checkpoint: str | os.PathLike[str], output: str | os.PathLike[str]) -> Merged:
     """Write the weights of a checkpoint as one safetensors file.
 
-    The file is written atomically and replaces an existing one. Before that, it is read back and
-    its hash compared. If there is a manifest beside the weights, they are first checked against it.
+    The file is written atomically and replaces an existing one. Its hash is verified by reading it
+    back before the rename. If the weights have a manifest, they are first checked against it.
 
     Args:
         checkpoint: A folder with ``model.safetensors`` or shards and their index, such as
@@ -182,7 +182,7 @@ def _write(
     stretches: dict[str, _Stretch], metadata: dict[str, str], digest: Any, file: Path
 ) -> None:
     """Write the merged file, read it back and compare; update `digest` with the bytes written."""
-    # Wide elements first: then each tensor's offset is a multiple of its element size.
+    # Tensors with the largest element size first, so that every tensor's offset is aligned to it.
     order = sorted(stretches, key=lambda name: (-_element(stretches[name]), name))
     with open(file, "wb") as stream:
         for piece in _pieces(_header(order, stretches, metadata), order, stretches):

@@ -1,11 +1,11 @@
-"""A model's weights in a folder: one file, or shards with an index, as other libraries read them.
+"""Write a model's weights as one file, or as shards with an index, for other libraries.
 
 ::
 
     model.safetensors                      or, if that would be too big,
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
-    model.safetensors.index.json           the file of each name
+    model.safetensors.index.json           maps each name to its file
 
 With ``safe_serialization=False`` the files are ``pytorch_model.bin``, or shards named accordingly.
 A tensor with several names is stored once, see :mod:`trainer.checkpoint.weights`.
@@ -41,12 +41,12 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Save weights in a form that :func:`load_checkpoint_in_model` and other libraries read.
+    """Save weights in the layout that :func:`load_checkpoint_in_model` and other libraries read.
 
-    Everything is written under hidden names and then renamed, the index last. Then the files of an
-    earlier save are removed, including those of the other format, which might otherwise be loaded
-    instead of the new ones; other files in the folder are left alone. A save that is killed leaves
-    the earlier weights or, if killed between the renames, shards without an index.
+    All files are written under hidden names and then renamed, the index last. Then the weight files
+    of an earlier save are removed, in both formats, so that no reader loads them instead of the new
+    ones. Other files in the folder are left alone. A save that is killed leaves the earlier weights
+    or, if it is killed between two renames, shards without an index.
 
     Args:
         model: Its ``state_dict()`` gives the tensors, under the user's own names.
@@ -59,7 +59,7 @@ def save_model(
         ValueError: If ``max_shard_size`` is not a size above 0, or the home that
             ``save_directory`` begins with is not known.
         NotADirectoryError: If ``save_directory`` is a file.
-        RuntimeError: If parameters have no data, being on the meta device.
+        RuntimeError: If parameters are on the meta device and so have no data.
         TypeError: If the state dict holds anything but plain dense tensors.
     """
     limit = parse_size(max_shard_size, "max_shard_size")
@@ -97,9 +97,9 @@ def write_weights_file(
     """Write one file of weights, in the format of its suffix.
 
     Args:
-        tensors: Each stored tensor by its first name.
-        tied: The first name for each further name of a tensor, stored here or elsewhere.
-        file: Ends in ``.safetensors`` or ``.bin``.
+        tensors: The stored tensors; a tied tensor only under its first name.
+        tied: The other names of tied tensors, each with the first name, in this or another file.
+        file: A path that ends in ``.safetensors`` or ``.bin``.
 
     Raises:
         TypeError: If a tensor is not a plain dense one with data.
@@ -174,7 +174,7 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def _compact(tensor: torch.Tensor, where: str) -> torch.Tensor:
-    """Return a portable tensor; copy a view, since ``torch.save`` would write its whole storage."""
+    """Return a portable tensor; a view is copied, or ``torch.save`` would write all its storage."""
     stored = portable(tensor, where).cpu()
     return stored.clone() if stored.untyped_storage().nbytes() > _bytes(stored) else stored
 
@@ -188,7 +188,7 @@ def _put_in_place(folder: Path, name: str, aside: Mapping[Path, Path]) -> None:
     other = BIN_NAME if name == WEIGHTS_NAME else WEIGHTS_NAME
     index, old = folder / (name + INDEX_SUFFIX), _files_of(folder, name)
     if index in old and any(file in aside for file in old if file != index):
-        # The old index would cover shards of both saves: no weights are better than a mixture.
+        # The old index would otherwise list shards of both saves, a mixture of weights.
         index.unlink()
         sync(folder)
         old.remove(index)

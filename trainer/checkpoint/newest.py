@@ -1,4 +1,4 @@
-"""Choose the checkpoint to resume from, alike on all ranks."""
+"""Choose the checkpoint to resume from, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ def newest_sound(
     on_each_node: bool = False,
     check: Callable[[Path, dict[str, Any]], object] = lambda _, manifest: manifest,
 ) -> Path | None:
-    """Return the newest intact checkpoint of a run, alike on all ranks; collective.
+    """Return the newest intact checkpoint of a run, the same on all ranks; collective.
 
-    The candidates are read in full and verified, newest first, until one is intact (on all
-    machines, if each has its own disk). Damage is logged as a warning. A later release's checkpoint
-    is not skipped as damaged: resuming from an older one would discard training. Checkpoints of
-    weights only are left out. Call :func:`trainer.checkpoint.sweep` first.
+    The checkpoints are read in full and verified, newest first, until one is intact. If each
+    machine has its own disk, it must be intact on all of them. A damaged one is skipped with a
+    warning. A checkpoint of a later release is an error and is not skipped, because resuming from
+    an older one would discard training. Checkpoints of weights only are left out. Call
+    :func:`trainer.checkpoint.sweep` first.
 
     Args:
         root: The folder of checkpoints.
         state: The ranks.
         group: The process group of the collectives.
         on_each_node: The machines share no disk.
-        check: Called with an intact checkpoint and its manifest; raises a CheckpointError if it is
-            malformed nevertheless.
+        check: Called with a checkpoint whose hashes are correct, and its manifest. It raises a
+            CheckpointError if the contents are malformed.
 
     Returns:
-        The checkpoint, in the `root` of the rank that keeps the checkpoints on this rank's disk, or
-        None if there are no checkpoints.
+        The checkpoint's path, below the `root` of the writer rank of this rank's disk; None if
+        there are no checkpoints.
 
     Raises:
         CheckpointError: If there are checkpoints but none is intact, since starting from scratch
@@ -66,8 +67,8 @@ def newest_sound(
             if state.is_main_process:
                 logger.warning("Step %d of %s is not used: %s.", step, root, problem)
             continue
-        path, _ = listed[first][step]  # this process's working directory may be another one
-        # the lambda is called at once
+        path, _ = listed[first][step]  # the writer rank's path: working directories may differ
+        # B023: the lambda is called at once, before `path` changes.
         verdicts = together(what, lambda: _verdict(path, check) if keeper else None, state, group)  # noqa: B023
         if later := [verdict for verdict in verdicts if verdict and not verdict.damaged]:
             raise LaterReleaseError(
@@ -88,17 +89,17 @@ def newest_sound(
 
 
 def holds_weights_only(path: Path) -> bool:
-    """Return whether a checkpoint holds only weights, from which no run can be resumed."""
+    """Return whether a checkpoint holds only weights, so that no run can resume from it."""
     try:
         return bool(read_manifest(path).get("weights_only", False))
     except CheckpointError:
-        return False  # damaged: reported when it is used
+        return False  # damaged, which is reported when it is used
 
 
 def refuse_weights_alone(
     roots: Iterable[Path], state: Ranks, *, instead: str, on_each_node: bool = False
 ) -> None:
-    """Raise if there are checkpoints of weights only, for use if no other was found; collective.
+    """Raise if the only checkpoints hold weights alone; call it if no full one exists; collective.
 
     Args:
         roots: The folders of checkpoints.
@@ -139,7 +140,7 @@ def _differs(step: int, listed: Mapping[int, Mapping[int, tuple[Path, Any]]]) ->
 
 
 class _Verdict(NamedTuple):
-    """The reason why a checkpoint is not used."""
+    """Why a checkpoint is not used."""
 
     text: str
     damaged: bool  # False: a later release wrote it

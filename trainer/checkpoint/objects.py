@@ -27,7 +27,7 @@ def save(
 ) -> None:
     """Write an object to a file, replacing it atomically.
 
-    Only the main process writes; the others return at once.
+    Only the main process writes; the other processes return at once.
 
     Args:
         obj: Any object that ``torch.save`` takes; with ``safe_serialization`` a dict of tensors by
@@ -70,8 +70,8 @@ def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
         map_location: The device of the tensors, as for ``torch.load``.
 
     Raises:
-        CheckpointError: If the file is missing or damaged, or holds other objects: creating those
-            would run whatever code the file names.
+        CheckpointError: If the file is missing or damaged, or holds other objects. Unpickling those
+            could run any code.
     """
     file = Path(f)
     if not _is_safetensors(file):
@@ -82,7 +82,7 @@ def load(f: str | os.PathLike[str], map_location: Any = "cpu") -> Any:
 
 
 def _is_safetensors(file: Path) -> bool:
-    """Return whether a file starts like safetensors; its suffix is the user's choice."""
+    """Return whether a file is safetensors, from its first bytes: any suffix is allowed."""
     try:
         with open(file, "rb") as stream:
             return stream.read(9)[8:] == b"{"

@@ -1,4 +1,4 @@
-"""Weights offloaded to disk: one file of raw bytes each, and an index of dtypes and shapes.
+"""Weights offloaded to disk: one file of raw bytes per tensor, and an index of dtypes and shapes.
 
 ::
 

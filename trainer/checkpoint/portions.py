@@ -1,7 +1,8 @@
-"""One process's part of a checkpoint, validated and encoded, to be written now or later.
+"""State parts: what one process contributes to a checkpoint, validated and encoded.
 
-State dicts refer to live tensors, but a background save must hold their values at its update. So
-the values are copied to host memory, which every save reuses.
+A part is written at once or, in a background save, later. State dicts refer to tensors that
+training continues to change, so a background save first copies their values to host memory. That
+memory is reused by every save.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from trainer.checkpoint.tensors import encode_tree, portable, write_tree
 from trainer.checkpoint.weights import WEIGHTS_NAME, separate_tied, write_weights
 
 Write = Callable[[Path], None]
-Encoded = tuple[str, dict[str, Tensor]]  # see `trainer.checkpoint.tensors.encode_tree`
+Encoded = tuple[str, dict[str, Tensor]]  # the result of `trainer.checkpoint.tensors.encode_tree`
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """A part of a checkpoint.
+    """A state part: tensors and text of one process for a checkpoint.
 
     Attributes:
-        tensors: Plain, contiguous tensors, perhaps live ones.
-        write: Writes the tensors, or copies of them, and the portion's text into a folder.
+        tensors: Plain, contiguous tensors. Training may still change them in place.
+        write: Writes given tensors (these or copies of them) and the part's text into a folder.
         text_size: The size of the text in bytes.
     """
 
@@ -42,7 +43,7 @@ class Portion:
 
 
 def weights_portion(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) -> Portion:
-    """Return a module's weights as a portion; see `trainer.checkpoint.weights`.
+    """Return a module's weights as a state part; see `trainer.checkpoint.weights`.
 
     Raises:
         TypeError: A value cannot be saved.
@@ -55,7 +56,7 @@ def weights_portion(state_dict: Mapping[str, object], name: str = WEIGHTS_NAME) 
 
 
 def tree_portion(tree: object, stem: str) -> Portion:
-    """Return a tree of state as a portion; see `trainer.checkpoint.tensors`.
+    """Return nested state as a state part; see `trainer.checkpoint.tensors`.
 
     Raises:
         TypeError: The tree holds a value that cannot be saved; the message says where.
@@ -64,7 +65,7 @@ def tree_portion(tree: object, stem: str) -> Portion:
 
 
 def encoded_portion(document: str, tensors: Mapping[str, Tensor], stem: str) -> Portion:
-    """Return an already encoded tree as a portion, for example one from another process."""
+    """Return an already encoded tree as a state part, for example one from another process."""
     return Portion(
         tensors,
         lambda values, folder: write_tree(document, values, folder, stem),
@@ -73,7 +74,7 @@ def encoded_portion(document: str, tensors: Mapping[str, Tensor], stem: str) -> 
 
 
 def write_portions(portions: Sequence[Portion]) -> Write:
-    """Return a function that writes the portions' values at the time of its call."""
+    """Return a function that writes the values that the tensors have when it is called."""
 
     def write(folder: Path) -> None:
         for portion in portions:
@@ -83,19 +84,20 @@ def write_portions(portions: Sequence[Portion]) -> Write:
 
 
 class HostCopies:
-    """Host memory for the tensors of a save, reused by the next save.
+    """Host memory (pinned for CUDA and XPU) for the tensors of a save, reused by the next save.
 
-    Allocating and mapping fresh memory page by page takes longer than the copy.
+    It is reused because allocating and mapping new pages takes longer than the copy itself.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, str], Tensor] = {}
 
     def hold(self, portions: Sequence[Portion]) -> Write:
-        """Return a function that writes the portions' present values.
+        """Copy the tensors' current values; return a function that writes these copies.
 
-        The previous such function must have finished: its memory is reused. Asynchronous copies
-        from a device are only enqueued here, in stream order: later kernels cannot affect them.
+        The previous such function must have finished, because its memory is reused. Copies from a
+        device are only enqueued here. They run in stream order, so later kernels cannot change what
+        they read.
         """
         kept: dict[tuple[int, str], Tensor] = {}
         for number, portion in enumerate(portions):
@@ -103,7 +105,7 @@ class HostCopies:
                 kept[number, name] = self._copy(tensor, self._kept.get((number, name)))
         self._kept = kept
         arrivals = _events_of([tensor for part in portions for tensor in part.tensors.values()])
-        writers = [portion.write for portion in portions]  # the portions refer to live tensors
+        writers = [portion.write for portion in portions]  # keep no reference to the live tensors
 
         def write(folder: Path) -> None:
             for arrival in arrivals:
@@ -126,7 +128,7 @@ def _copies_by_itself(device: torch.device) -> bool:
 
 
 def _events_of(tensors: Sequence[Tensor]) -> list[Any]:
-    """Record an event on each device with asynchronous copies, after the copies just enqueued."""
+    """Record an event per device after the asynchronous copies that were just enqueued."""
     events = []
     for device in {tensor.device for tensor in tensors if _copies_by_itself(tensor.device)}:
         event = torch.Event(device)

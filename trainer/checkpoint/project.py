@@ -1,4 +1,4 @@
-"""Automatically named checkpoints: ``<project_dir>/checkpoints/checkpoint_<iteration>``."""
+"""Numbered checkpoints of an `Accelerator`: ``<project_dir>/checkpoints/checkpoint_<number>``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ def save_state(
 ) -> Path:
     """Save to ``output_dir``, or with automatic naming to the next checkpoint; collective.
 
-    The save increments ``project.iteration``. With automatic naming and a ``total_limit`` the
-    checkpoints with the lowest numbers are then deleted, but no folders that are not checkpoints or
-    that hold other files too.
+    The save increments ``project.iteration``. With automatic naming and a ``total_limit``, the
+    checkpoints with the lowest numbers are then deleted. Folders that are not checkpoints, or that
+    also hold other files, are never deleted.
 
     Args:
-        output_dir: The folder to save to; ``~`` is the home. Ignored with automatic naming.
+        output_dir: The folder to save to; ``~`` is the home directory. Ignored with automatic
+            naming.
         prepared: The objects to save.
         processes: The ranks.
         project: Naming, limit and iteration.
@@ -48,11 +49,11 @@ def save_state(
         The folder.
 
     Raises:
-        ValueError: If there is no ``output_dir`` and no automatic naming, if the home that it
-            begins with is not known, or if the next checkpoint or one with a higher number exists
+        ValueError: If there is no ``output_dir`` and no automatic naming, if the home directory for
+            ``~`` is not known, or if the next checkpoint or one with a higher number exists
             already. Nothing is changed then.
-        CheckpointError: If any rank failed; raised on every rank. If only the deletion failed, the
-            save is complete.
+        CheckpointError: If any rank failed; raised on every rank. If only deleting old checkpoints
+            failed, the save itself is complete.
     """
     naming, each = project.automatic_checkpoint_naming, project.save_on_each_node
     main = keeps(processes, each)
@@ -103,13 +104,13 @@ def load_state(
 ) -> int:
     """Load ``input_dir``, or the project's newest intact checkpoint; collective.
 
-    After loading one of the project's own checkpoints, ``project.iteration`` is the next number;
-    above damaged ones too, if they made this one the newest.
+    After loading one of the project's own checkpoints, ``project.iteration`` is the number of the
+    next save. If newer checkpoints were skipped as damaged, it is above their numbers too.
 
     Args:
-        input_dir: The folder; ``~`` is the home. None takes the intact checkpoint with the highest
-            number (intact on all machines if each saves its own). Damaged ones are logged as
-            warnings.
+        input_dir: The folder; ``~`` is the home directory. None takes the intact checkpoint with
+            the highest number. If each machine saves its own, it must be intact on all machines.
+            Damaged checkpoints are skipped with a warning.
         prepared: The objects to load into.
         processes: The ranks.
         project: The project whose checkpoints these are.
@@ -166,7 +167,7 @@ def _numbered(root: Path) -> dict[int, Path]:
 
 
 def _refuse_taken(target: Path) -> None:
-    """Refuse a number that is not above all existing ones: those are another run's."""
+    """Raise if this number or a higher one exists: such checkpoints are another run's."""
     number, taken = _number(target), _numbered(target.parent)
     later = [path for other, path in sorted(taken.items()) if number is None or other >= number]
     if later:
@@ -179,7 +180,7 @@ def _refuse_taken(target: Path) -> None:
 
 
 def _rotate(saved: Path, limit: int) -> None:
-    sweep(saved.parent)  # what a kill during an earlier rotation has left
+    sweep(saved.parent)  # an earlier deletion may have been killed
     ours = [path for _, path in sorted(_numbered(saved.parent).items()) if is_ours(path)]
     others = [path for path in ours if path.name != saved.name]
     for path in others[: max(len(ours) - limit, 0)]:
@@ -193,7 +194,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
     """Return the checkpoint with the highest number that is intact on all machines.
 
     Returns:
-        It, and the number that follows all that there are.
+        The checkpoint, and the highest existing number plus 1.
     """
     root, each = _root(project), project.save_on_each_node
     main = keeps(processes, each)
@@ -218,7 +219,7 @@ def _newest(project: ProjectConfiguration, processes: Ranks) -> tuple[Path, int]
 def _is_sound(path: Path) -> bool:
     try:
         folder, manifest = find_state(path)
-        if manifest is not None:  # else accelerate's
+        if manifest is not None:  # None for a folder of accelerate
             check_readable(folder, manifest)
     except CheckpointError as error:
         logger.warning("%s is not used: %s", path, error)

@@ -1,4 +1,4 @@
-"""Read the per-rank files of an `Accelerator`'s state, by any number of processes."""
+"""Read the per-rank files of an `Accelerator`'s state, also with a changed number of processes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def name_of(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """A rank that is loading, and the per-rank state that it has read.
+    """A rank that loads a state, and the per-rank state that it has read.
 
     Attributes:
         path: The checkpoint.
         files: The names of its files.
-        own: The state saved by the same rank or, if there was none, by another one. Earlier
+        own: The state saved by the same rank or, if fewer ranks saved, by another rank. Earlier
             releases saved neither gradients nor states of communication hooks.
         rank: The rank.
         saved_by: The number of processes that saved.
@@ -46,7 +46,7 @@ class Loading:
 
 
 def gradients_of(it: Loading) -> dict[str, torch.Tensor] | None:
-    """Return this rank's gradients; for a different number of processes, the mean of all."""
+    """Return this rank's gradients; with a changed number of processes, the mean of all ranks'."""
     if it.own.get("gradients") is None:
         return None
     if it.saved_by == it.here:
@@ -70,7 +70,7 @@ def _every_rank(it: Loading, how: str, what: str) -> list[dict[str, Any]]:
     path, saved_by = it.path, it.saved_by
     stems = [name_of(rank) for rank in range(saved_by)]
     missing = [f"{stem}.json" for stem in stems if f"{stem}.json" not in it.files]
-    if missing:  # on another machine's disk
+    if missing:  # they are on another machine's disk
         raise CheckpointError(
             f"{path} was saved {how} by {saved_by} processes, and {', '.join(missing)} with {what} "
             f"are missing here. Load it with {saved_by} processes."

@@ -1,6 +1,6 @@
-"""Compare an `Accelerator`'s stored state with the prepared objects, and restore it into them.
+"""Check that a saved `Accelerator` state matches the prepared objects, and restore it into them.
 
-Everything is read and compared before any object is changed.
+Everything is read and checked before any object is changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.errors import CheckpointError
 from trainer.optim.state import load_state
 from trainer.rng import load_rng_state, mix, seed_generators
 
-OPTIMIZER_FORM = {"state?": dict, "param_groups?": [{"params": list}]}  # of torch's and others
+OPTIMIZER_FORM = {"state?": dict, "param_groups?": [{"params": list}]}  # any optimizer's
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,11 @@ class Prepared:
         custom_objects: The objects that the user registered.
         scaler: The gradient scaler, if there is one.
         step: The `Accelerator`'s count of micro-batches.
-        window_open: Whether gradients have been accumulated for an update that is still to come.
-        waiting: Those of the optimizers whose gradients wait for a later step.
-        communication: Communication hooks with state on this process that later averages need.
+        window_open: Whether a gradient accumulation window is incomplete: gradients have been
+            accumulated, and the optimizer step has not been made.
+        waiting: The optimizers that have not stepped since the last backward pass.
+        communication: DDP communication hooks with state on this process, such as PowerSGD's error
+            feedback.
     """
 
     models: Sequence[torch.nn.Module] = ()
@@ -83,10 +85,10 @@ class Stored:
             none.
         first_rng: The first rank's RNG states.
         step: See `Prepared`.
-        gradients: Those of an open window or of waiting optimizers, see
-            `trainer.checkpoint.gradients`; None if there were none, or the folder's format does not
-            have them.
-        window_open: Whether they are those of an open window.
+        gradients: Gradients of an incomplete accumulation window or of optimizers that had not
+            stepped, see `trainer.checkpoint.gradients`. None if there were none, or if the folder's
+            format does not have them.
+        window_open: Whether they are those of an incomplete accumulation window.
         communication: This rank's states of the communication hooks.
         lost: Warnings about contents of the folder that cannot be restored.
     """
@@ -115,13 +117,13 @@ def check(
     strict: bool,
     model_kwargs: Mapping[str, Any],
 ) -> list[str]:
-    """Compare the stored state with the prepared objects; add weights that the models tie.
+    """Check that the stored state matches the prepared objects; add names of tied weights.
 
     Returns:
         Warnings about state that will not be restored.
 
     Raises:
-        CheckpointError: If the state of a prepared object is missing, or does not fit. If
+        CheckpointError: If the state of a prepared object is missing, or does not match. If
             ``strict`` is False, names of weights may differ, and the scaler and RNG states may be
             missing.
         TypeError: If a model's ``load_state_dict`` does not take ``model_kwargs``.
@@ -196,7 +198,7 @@ def _check_model(
 ) -> None:
     here = model.state_dict(keep_vars=True)
     by_value = {id(here[name]): weights[name] for name in weights if name in here}
-    # A tied name may have been saved under the other; a lazy module had nothing to save.
+    # A tied weight may have been saved under its other name; a lazy module had nothing to save.
     for name, value in here.items():
         if name not in weights and (id(value) in by_value or is_lazy(value)):
             weights[name] = by_value.get(id(value), value)
@@ -245,7 +247,7 @@ def apply(
     strict: bool,
     model_kwargs: Mapping[str, Any],
 ) -> None:
-    """Restore everything, the generators last."""
+    """Restore everything, the RNG states last."""
     dtypes: dict[int, torch.dtype] = {}
     for model, weights in zip(models, stored.weights, strict=False):
         dtypes |= dtypes_of(model, weights)
@@ -261,7 +263,7 @@ def apply(
         prepared.scaler.load_state_dict(stored.scaler)
     for obj, state in zip(prepared.custom_objects, stored.custom_objects, strict=True):
         obj.load_state_dict(state)
-    # Either may be empty, see `_check_rest`; otherwise their lengths are equal.
+    # Either list may be empty, see `_check_rest`; otherwise their lengths are equal.
     for hook, state in zip(prepared.communication, stored.communication, strict=False):
         hook.load_state_dict(state)
     _apply_rng(stored, rank)

@@ -35,15 +35,15 @@ def save_checkpoint(
 
     Args:
         target: The checkpoint's path; a checkpoint there is replaced.
-        write_shared: Called with the staging folder on the ranks that write checkpoints.
-        write_rank: Called with the staging folder on every rank, after ``write_shared``. Its files'
-            names contain the rank (:func:`trainer.checkpoint.rank_stem`).
-        manifest: Fields for the manifest, taken from the rank that writes it.
+        write_shared: Called with the staging folder on the writer ranks.
+        write_rank: Called with the staging folder on every rank, after ``write_shared``. The names
+            of its files must contain the rank (:func:`trainer.checkpoint.rank_stem`).
+        manifest: Fields for the manifest, taken from the writer rank.
         state: The ranks.
         group: The process group of the collectives. A background save needs its own group, since
             its collectives would mix with those of training.
-        on_each_node: The machines share no disk: each keeps a checkpoint.
-        needs: Bytes that will be written to a disk; they must be free.
+        on_each_node: The machines share no disk, so each keeps a complete checkpoint.
+        needs: The number of bytes that will be written to a disk; they must be free.
         displaces: Checkpoints to remove after the commit. A failure to remove one is logged.
 
     Returns:
@@ -51,8 +51,9 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: If any rank failed; raised on every rank, and the message names the ranks.
-            Nothing is committed then, and ``target`` is unchanged, except that if each machine has
-            its own disk and only a commit failed, the other machines have committed.
+            Nothing is then committed, and ``target`` is unchanged. One exception: if each machine
+            has its own disk and only the commit on one of them failed, the other machines have
+            committed.
     """
     keeper = keeps(state, on_each_node)
 
@@ -95,7 +96,7 @@ def save_checkpoint(
 def remove_or_tell(path: Path) -> None:
     """Delete an obsolete checkpoint; a failure is only logged, so that the run continues."""
     try:
-        if path.exists():  # else somebody has deleted it
+        if path.exists():  # otherwise somebody has deleted it
             remove(path)
     except (CheckpointError, OSError):
         logger.warning("An old checkpoint was not removed.", exc_info=True)

@@ -1,16 +1,16 @@
 """Save the state of an `Accelerator` to a folder, and load it; collective.
 
-The documented file names, with tensors and JSON instead of pickles::
+The file names are those of accelerate, with safetensors and JSON instead of pickles::
 
-    manifest.json                     the numbers of objects, every file's hash
-    model.safetensors                 weights, then model_1.safetensors …
-    optimizer.json, .safetensors      then optimizer_1 …; in the same way
-    scheduler.json                    …
+    manifest.json                     the number of objects of each kind, every file's hash
+    model.safetensors                 the first model's weights; then model_1.safetensors, …
+    optimizer.json, .safetensors      the first optimizer's state; then optimizer_1, …
+    scheduler.json                    the first scheduler's state; then scheduler_1, …
     sampler.json                      the prepared loaders' epochs
     scaler.json                       the gradient scaler's state, if there is one
     custom_checkpoint_0.json          the registered objects' state dicts
-    random_states_0.json              for each rank, with its gradients inside a window and the
-                                      states of its communication hooks
+    random_states_0.json              one per rank: RNG states, gradients of an incomplete
+                                      accumulation window, states of DDP communication hooks
 
 The folder may hold other files; see :mod:`trainer.checkpoint.folder`.
 """
@@ -74,9 +74,9 @@ def save_state(
     hooks: Iterable[SaveHook] = (),
     save_on_each_node: bool = False,
 ) -> Path:
-    """Save all prepared objects; collective.
+    """Save all prepared objects to a folder; collective.
 
-    A checkpoint of ours in ``folder`` is replaced; other files there stay.
+    An earlier checkpoint of this format in ``folder`` is replaced; other files there stay.
 
     Args:
         folder: The folder to save to. Rank 0's is used by all ranks.
@@ -87,7 +87,7 @@ def save_state(
             before anything is written. State dicts that a hook removes from its list (on the
             process that writes) are not saved. Files written to the staging folder become part of
             the checkpoint.
-        save_on_each_node: The machines share no disk: the first process of each writes.
+        save_on_each_node: The machines share no disk, so local rank 0 of each writes.
 
     Returns:
         The folder, once everything is on disk.
@@ -116,14 +116,14 @@ def save_state(
     most_hooks = max(step("begin", begin))
     keeper = keeper_of(processes, save_on_each_node, operation="save_state (machines)")
     opened = step("folder", open_)[keeper]
-    assert opened is not None  # the keeper writes
+    assert opened is not None  # it is the writer rank's
     staging, place, target = opened
 
     def write() -> int:
         trees = _trees(prepared)
         if writes:
             _write_all(weights, trees, staging, safe=safe_serialization)
-        # After the scaler's state: reading that may rescale the gradients.
+        # After reading the scaler's state, which may rescale the gradients.
         save_tree(_own_state(prepared), staging, ranks.name_of(processes.process_index))
         return len(weights)
 
@@ -162,9 +162,9 @@ def load_state(
 ) -> int:
     """Restore all prepared objects from a folder; collective.
 
-    Loads folders of :func:`save_state` and of accelerate's ``save_state`` (0.31 to 1.x). The hashes
-    of the former are checked, then the hooks run, then every rank reads and compares everything;
-    only when all ranks have done that are objects changed. The state of objects that are not
+    Loads folders of :func:`save_state` and of accelerate's ``save_state`` (0.31 to 1.x). The order
+    is: check the hashes (a folder of accelerate has none), run the hooks, read everything and check
+    on every rank that it matches, and then change the objects. The state of objects that are not
     prepared is skipped with a warning; registered objects must be the same.
 
     Args:
@@ -184,9 +184,9 @@ def load_state(
         The `Accelerator`'s count of micro-batches.
 
     Raises:
-        TypeError: If ``map_location`` is none of these.
+        TypeError: If ``map_location`` has another value.
         ValueError: If the folder does not exist.
-        CheckpointError: If anything is damaged, missing or does not fit; raised on every rank.
+        CheckpointError: If anything is damaged, missing or does not match; raised on every rank.
     """
     if map_location not in _MAP_LOCATIONS:
         raise TypeError(
@@ -205,7 +205,7 @@ def load_state(
     )
     keeper = keeper_of(processes, save_on_each_node, operation="load_state (machines)")
     examined = step("folder", lambda: find_state(target) if main else None)[keeper]
-    assert examined is not None  # the keeper has examined it
+    assert examined is not None  # it is the writer rank's
     path, manifest = examined
     for number in range(max(step("hooks", lambda: len(hooks)))):
         step(f"hook {number + 1}", partial(_call_hook, hooks, number, models, str(path)))
@@ -254,7 +254,7 @@ def find_state(target: Path) -> tuple[Path, dict[str, Any] | None]:
         is None for a folder of accelerate.
 
     Raises:
-        CheckpointError: If it is damaged, or not a state of an `Accelerator`.
+        CheckpointError: If the folder is damaged, or does not hold a state of an `Accelerator`.
     """
     path = locate(Path(os.path.abspath(target)))
     manifests = [each for each in (path, path / STAGING) if (each / MANIFEST).exists()]
@@ -289,7 +289,7 @@ def _expect_folder(target: Path) -> None:
 
 
 def _call_hook(hooks: Sequence[Callable[..., object]], number: int, *args: Any) -> None:
-    if number < len(hooks):  # it may have been registered on some processes only
+    if number < len(hooks):  # hooks may be registered on some processes only
         hooks[number](*args)  # its result is dropped: it may not be picklable
 
 
@@ -309,7 +309,7 @@ def _manifest_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def _own_state(prepared: Prepared) -> dict[str, Any]:
-    """Return the state of this process alone."""
+    """Return the per-rank state of this process."""
     return {
         "step": prepared.step,
         "rng": rng_state(),
@@ -362,7 +362,7 @@ def _refused_as(what: str) -> Iterator[None]:
 
 
 def _gradients_of(prepared: Prepared) -> dict[str, Any] | None:
-    """Return the gradients that a later update needs; those of a window even if there are none."""
+    """Return gradients of an open window (even if there are none) or of optimizers yet to step."""
     named = _named(prepared)
     if prepared.window_open:
         return gradients.take(named)
@@ -373,7 +373,7 @@ def _gradients_of(prepared: Prepared) -> dict[str, Any] | None:
 def _check_gradients(stored: Stored, prepared: Prepared) -> list[str]:
     if (stored.scaler is None) != (prepared.scaler is None):
         how = f"{'not ' if stored.scaler is None else ''}scaled as in fp16"
-        if not stored.window_open:  # perhaps nobody wants them: they may be zeroed next
+        if not stored.window_open:  # they may not be needed: the next call may be zero_grad
             stored.gradients = None
             return [f"the gradients that an optimizer has not used yet are {how}, and are left out"]
         raise CheckpointError(
@@ -388,7 +388,7 @@ def _named(prepared: Prepared) -> dict[str, torch.nn.Parameter]:
 
 
 def check_readable(path: Path, manifest: dict[str, Any]) -> None:
-    """Read all that a folder holds, only the headers of weights, and compare it with its form.
+    """Check the form of everything in a folder; of weight files, only the headers are read.
 
     Raises:
         CheckpointError: A file is malformed.
@@ -410,7 +410,7 @@ def _rank_stems(listed: Iterable[str]) -> list[str]:
 
 
 def _weights_file(listed: Container[str], number: int) -> str:
-    """Return the name of the file of a model's weights in the manifest."""
+    """Return the name of the weights file of model `number`, as the manifest lists it."""
     names = f"{_numbered('model', number)}.safetensors", f"{_numbered('pytorch_model', number)}.bin"
     for name in names:
         if name in listed:
@@ -419,7 +419,7 @@ def _weights_file(listed: Container[str], number: int) -> str:
 
 
 def _read_shared(path: Path, manifest: dict[str, Any], *, copy: bool = True) -> dict[str, Any]:
-    """Return the fields of `Stored` that all processes read alike, except the weights."""
+    """Return the fields of `Stored` that are the same on all processes, except the weights."""
 
     def tree(stem: str, form: Any = object) -> Any:
         return load_tree(path, stem, manifest["files"], form, copy=copy)

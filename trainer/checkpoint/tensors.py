@@ -1,14 +1,14 @@
-"""Save trees of state as JSON, with their tensors in a safetensors file, without pickle.
+"""Save nested state (a tree) as JSON, with its tensors in a safetensors file, without pickle.
 
-Values that every JSON parser reads back are written unchanged; others as an object whose key ``$``
-names the type::
+Values that every JSON parser reads back exactly are written unchanged. Any other value is written
+as an object whose key ``$`` names the type::
 
     {"$": "tensor", "name": "state.0.exp_avg"}          # the bytes are in <stem>.safetensors
     {"$": "dict", "items": [[0, …], [1, …]]}            # keys that are not strings keep their type
 
-A loaded tree equals the saved one bit for bit, with the same types, except that
+A loaded tree equals the saved one bit for bit, with the same types, with these exceptions:
 
-* tensors are plain, on the CPU and own their memory: those that shared memory are copies;
+* tensors are plain and on the CPU, and none share memory: tensors that did are separate copies;
 * numpy arrays are C-contiguous;
 * a named tuple has the same type name and fields, but a new class.
 """
@@ -47,8 +47,8 @@ DTYPES = frozenset(
     }
 )
 
-_LARGEST = 1 << 30  # bytes of a tree's JSON
-_NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text: fully described by their bytes
+_LARGEST = 1 << 30  # bytes; the limit for a tree's JSON
+_NUMPY_KINDS = "biufcmMSU"  # numbers, dates, fixed-length text
 _FACTORIES: dict[str, type | None] = {
     "None": None,
     **{factory.__name__: factory for factory in (bool, int, float, str, list, dict, set, tuple)},
@@ -76,7 +76,7 @@ def save_tree(tree: object, directory: Path, stem: str) -> None:
 def encode_tree(tree: object, stem: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Return the JSON that :func:`save_tree` writes, and the tensors that it names.
 
-    The tensors may share the memory and the devices of the tree's.
+    The tensors may share memory with the tree's tensors, and are on the same devices.
 
     Raises:
         TypeError: See :func:`save_tree`.
@@ -139,7 +139,7 @@ def load_tree(
 
 
 def portable(tensor: torch.Tensor, where: object) -> torch.Tensor:
-    """Return a tensor in the form that safetensors takes: plain and contiguous, copied if needed.
+    """Return a plain, contiguous tensor that safetensors can store, copied if needed.
 
     Args:
         tensor: The tensor.
@@ -169,7 +169,7 @@ def write_tensors(
 ) -> None:
     """Write portable tensors to one safetensors file; shared memory is written once per tensor.
 
-    The file gets the mode of any new file; safetensors alone would make it private to its owner.
+    The file gets the default mode of new files; safetensors alone would restrict it to its owner.
 
     Raises:
         OSError: If writing fails.
@@ -201,7 +201,8 @@ def read_tensors(
 
     Args:
         file: The file.
-        copy: Otherwise the tensors map the file: for use while it is certain to stay.
+        copy: Copy the tensors to memory. False returns memory-mapped tensors, which must not be
+            used after the file is deleted.
 
     Raises:
         CheckpointError: If the file is missing or damaged; the message names it.
@@ -210,8 +211,8 @@ def read_tensors(
 
     check_file(file)
     with reading(file), safe_open(file, framework="pt") as opened:
-        # safe_open's tensors keep a removed checkpoint's disk space on a local disk and kill the
-        # process on a network disk.
+        # safe_open's tensors are memory-mapped. If the checkpoint is removed meanwhile, they keep
+        # its space in use on a local disk, and kill the process (SIGBUS) on a network disk.
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         metadata = dict(opened.metadata() or {})
         return {name: t.clone() if copy else t for name, t in tensors.items()}, metadata
@@ -242,7 +243,7 @@ def _encode(value: Any, place: _Place, tensors: _Tensors) -> Any:
 
 def _encode_float(value: float) -> Any:
     if isfinite(value):
-        return value  # json writes the shortest text that parses to the same number
+        return value  # json writes text that parses to the same number
     return {"$": "float", "bits": struct.pack("<d", value).hex()}
 
 
@@ -302,7 +303,7 @@ def _encode_tensor(value: torch.Tensor, place: _Place, tensors: _Tensors) -> Any
     while name in tensors or name == "__metadata__":  # keys 0 and "0"; a name safetensors reserves
         name = f"{name}#{len(tensors)}"
     tensors[name] = stored = portable(value, place)
-    # Keep a dense memory format such as channels_last: it affects the rounding of sums.
+    # Keep a dense memory format such as channels_last, because it affects the rounding of sums.
     strides = torch.empty_like(value, device="meta").stride()
     if strides == stored.stride():
         return {"$": "tensor", "name": name}
@@ -320,7 +321,7 @@ def _encode_other(value: Any, place: _Place, tensors: _Tensors) -> Any:
     if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
         return {"$": "scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
     if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
-        # As bytes, since numpy has more dtypes than safetensors.
+        # Stored as uint8, because numpy has dtypes that safetensors does not support.
         flat = torch.from_numpy(np.array(value, order="C").reshape(-1).view(np.uint8))
         document = {"$": "ndarray", "dtype": value.dtype.str, "shape": value.shape}
         return {**document, "data": _encode_tensor(flat, place, tensors)}
@@ -372,11 +373,11 @@ def decode_tree(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the tree that a document's JSON and its tensors represent.
 
     Raises:
-        ValueError: If they do not represent one, or one that needs a later release.
+        ValueError: If they are malformed, or were written by a later release.
     """
     try:
         return _decode(value, tensors)
-    except Exception as error:  # of any type, as the data may have any form
+    except Exception as error:  # any type, since malformed data can raise anything
         raise ValueError(f"it does not fit its tensors or this release: {error!r}") from error
 
 
@@ -434,7 +435,7 @@ def _decode_dtype(_: object, name: str) -> torch.dtype:
 
 
 def _decode_namedtuple(_: object, name: str, fields: list[str], items: list[Any]) -> Any:
-    return namedtuple(name, fields, rename=True)(*items)  # as it was made, if any is `_0`
+    return namedtuple(name, fields, rename=True)(*items)  # rename=True allows fields such as `_0`
 
 
 _DECODERS: dict[str, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""Read files of ``torch.save`` as data: tensors, arrays and plain values, never code."""
+"""Read files of ``torch.save`` with ``weights_only``: tensors, arrays and plain values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False
     Args:
         file: The file.
         map_location: The device of the tensors, as for ``torch.load``.
-        mmap: Map tensors from the file; they must be copied before it is deleted.
+        mmap: Memory-map the tensors; they must be copied before the file is deleted.
 
     Raises:
         CheckpointError: If the file is missing or damaged, or holds anything else; the message
@@ -45,7 +45,7 @@ def read_torch_file(file: Path, *, map_location: Any = "cpu", mmap: bool = False
 
 
 def _first_lines(error: Exception) -> str:
-    """Return the part of torch's message that names the problem, not how to disable the check."""
+    """Return the part of torch's message that names the problem, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     told = [line for line in lines if "Unsupported" in line or "GLOBAL" in line] or lines[:1]
     text = " ".join(told[:1]).partition(" was not an allowed")[0].rstrip(".")
@@ -53,7 +53,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _numpy_globals() -> list[Any]:
-    """Return the globals in the pickle of a numpy array, under the names of numpy 1 and 2."""
+    """Return the safe globals for unpickling numpy arrays, by their names in numpy 1 and 2."""
     import _codecs
 
     import numpy as np

@@ -1,4 +1,4 @@
-"""Find the files of a checkpoint's weights, and read their contents."""
+"""Find the weight files of a checkpoint (single file or shards with an index), and read them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def read_each(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and tensor of each weight of a file, tied names included.
 
-    The tensors may be views of the mapped file: copy those that you keep.
+    The tensors may be views of the memory-mapped file: copy the ones that you keep.
 
     Raises:
         CheckpointError: If the file cannot be read, or is not a file of weights.
@@ -104,11 +104,11 @@ def read_index(index: Path) -> dict[str, str]:
     """Return the file of each weight, as an index lists them.
 
     Raises:
-        CheckpointError: It cannot be read, or is not an index.
+        CheckpointError: The file cannot be read, or is not an index.
     """
     with reading(index, "is not an index of weights"):
-        content = read_json(os.path.realpath(index))  # the cache of a hub consists of links
-        places = content.get("weight_map", content)  # some are the map itself
+        content = read_json(os.path.realpath(index))  # files in a hub cache are symlinks
+        places = content.get("weight_map", content)  # some files are only the map
         if not all(isinstance(name, str) for name in places.values()):
             raise CheckpointError(f"{index} is not an index of weights.")
         return dict(places)

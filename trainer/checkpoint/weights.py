@@ -1,8 +1,8 @@
-"""Weights as one safetensors file that any tool can read, including tied names.
+"""Save weights as one safetensors file that any tool can read, including tied weights.
 
-The file uses the user's own names, see :mod:`trainer.names`. A tensor with several names is stored
-once, under the first; every other name is an entry ``other: first`` of the file's metadata, as
-``safetensors.torch.save_model`` records it.
+The file uses the user's own names, see :mod:`trainer.names`. A tied tensor (one with several names)
+is stored once, under its first name. Every other name is an entry ``other: first`` in the file's
+metadata, as in ``safetensors.torch.save_model``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def save_weights(state_dict: Mapping[str, object], path: str | os.PathLike[str])
 
 
 def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
-    """Rename entries to those of the module's ``state_dict()``, whatever wraps parts of either.
+    """Rename entries to the keys of the module's ``state_dict()``, whatever wrappers either has.
 
     Names that the module does not have are left unchanged.
     """
@@ -57,12 +57,13 @@ def own_names(module: torch.nn.Module, named: Mapping[str, T]) -> dict[str, T]:
 def separate_tied(
     state_dict: Mapping[str, object],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Split a ``state_dict()`` into the tensors to store and the further names of tied ones.
+    """Split a ``state_dict()`` into the tensors to store and the additional names of tied ones.
 
     A lazy module that was never called has no values yet: its tensors are left out.
 
     Returns:
-        The tensors, in order and unchanged; and the first name for each further name of a tensor.
+        The tensors, in order and unchanged; and a dict from each additional name of a tied tensor
+        to its first name.
 
     Raises:
         TypeError: If a value is not a tensor, for example the result of ``get_extra_state``.
@@ -87,7 +88,7 @@ def separate_tied(
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], file: Path) -> None:
-    """Write one file of weights, including tied names whose first name is in it.
+    """Write one file of weights, and in its metadata the additional names of its tied tensors.
 
     Raises:
         TypeError: If a tensor is not a plain dense one with data.
@@ -113,7 +114,7 @@ def load_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def tied_names(metadata: Mapping[str, str], stored: Container[str]) -> dict[str, str]:
-    """Return the first name for each further name of a stored tensor in a file's metadata."""
+    """Return the tied names in a file's metadata, as a dict from additional to first name."""
     return {
         name: first
         for name, first in metadata.items()
@@ -128,7 +129,7 @@ def _bare(name: str) -> str:
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key that is equal for two tensors if they are the same view of the same memory."""
     if tensor.layout != torch.strided:
-        return (id(tensor),)  # it has no single memory block
+        return (id(tensor),)  # it has no single storage
     memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
     return *memory, tensor.is_conj(), tensor.is_neg()
 

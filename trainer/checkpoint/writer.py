@@ -1,4 +1,4 @@
-"""Run one save at a time, in the foreground or on a thread that lives as long as the save."""
+"""Run one checkpoint save at a time, in the foreground or on a background thread."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """Runs saves, if requested in the background while training continues.
+    """Runs checkpoint saves, in the foreground or in the background while training continues.
 
-    All processes call it together. Between `open` and `close` saves use their own process group,
-    since their collectives would mix with those of training.
+    Its methods are called on all ranks. Between `open` and `close`, saves use their own process
+    group, so that their collectives do not mix with the collectives of training.
 
     Args:
         state: The processes.
 
     Attributes:
         group: The process group of saves; None for the default one, or with a single process.
-        copies: Host memory of the save in flight; it can be reused after :meth:`wait`.
+        copies: Host memory with the tensors of the save in flight; it can be reused after
+            :meth:`wait`.
     """
 
     def __init__(self, state: Ranks) -> None:
@@ -41,7 +42,7 @@ class Writer:
         self.copies = HostCopies()
 
     def open(self) -> None:
-        """Create the group, at a point that all processes reach; collective."""
+        """Create the process group for saves; collective."""
         if self._state.num_processes > 1:
             self.group = dist.new_group(backend="gloo")
 
@@ -61,7 +62,8 @@ class Writer:
         """Run a save, or start it in the background; :meth:`wait` reports its outcome.
 
         Args:
-            work: Makes the save, with collectives over the ``group`` that it is given.
+            work: Makes the save. It is called with ``group``, the process group for its
+                collectives.
             name: An identifier of the save for :meth:`wait`.
             required: A failure must end the run.
             background: Run on a thread.
@@ -78,8 +80,8 @@ class Writer:
         def run() -> None:
             try:
                 if background:
-                    # A thread starts on device 0: waiting there for a copy from another device
-                    # would create a context, 0.5 GB of device 0 for each process of the machine.
+                    # A new thread's current device is 0. Waiting there for a copy from another
+                    # device would create a context on device 0, about 0.5 GB for each process.
                     self._state.set_device()
                 work(group=group)
             except Exception as error:  # noqa: BLE001 - kept for `wait`, which raises it
@@ -103,7 +105,8 @@ class Writer:
         """Wait for the save in flight, if any.
 
         Args:
-            name: The save to ask about, even if other saves followed it; None for the latest.
+            name: The name of the save to report on, even if other saves followed it; None for the
+                latest.
 
         Returns:
             Whether the latest save of this name succeeded, also in later calls. The failure of a
@@ -124,7 +127,7 @@ class Writer:
         return (self._name if name is None else name) not in self._failed
 
     def abandon(self) -> None:
-        """Do not wait for the save in flight: the process is about to end."""
+        """Forget the save in flight without waiting for it, because the process is about to end."""
         if self._thread is not None and self._thread.is_alive():
             logger.warning("A checkpoint was still being written; it is abandoned.")
         self._abandoned = True

@@ -1,6 +1,7 @@
-"""Warnings and errors, mostly before the training, about what decisions depend on.
+"""Preflight checks: warnings and errors about validation and monitored metrics, before training.
 
-That is, about validations that never run, and about metrics of which the worst would be kept.
+They find validations that would never run, monitored metrics that would never be logged, a wrong
+``mode`` of a monitored metric, and loaders that cannot be iterated twice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trainer.optim.configure import SchedulerEntry
 
 logger = logging.getLogger(__name__)
 
-# Of metrics, in lower case, by what is better; names are compared word by word.
+# Lower-case words in metric names, by the mode in which such a metric improves.
 _BETTER = {
     "max": {
         "acc",
@@ -43,7 +44,7 @@ _BETTER = {
     },
     "min": {"cer", "loss", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer"},
 }
-_TURNED = {  # words that turn a name's meaning round, or make it another thing
+_TURNED = {  # words that reverse or change the meaning of a metric's name
     *("neg", "negative", "inverse", "error", "err", "gap", "drop", "diff", "delta", "std"),
     *("var", "improvement", "reduction", "gain", "time", "change"),
 }
@@ -58,14 +59,14 @@ def can_be_due(
     feed: Feed | None,
     accumulation: Callable[[int], int],
 ) -> bool:
-    """Return whether a run, from its beginning, lasts for the interval; True if that is unknown.
+    """Return whether a run is at least one interval long; True if that is unknown.
 
     Args:
         interval: How often something is due.
-        length: Of the run.
-        updates: Of the run; None if unknown.
-        feed: The data of every epoch; None if epochs have different loaders.
-        accumulation: Returns the micro-batches of a window in a given epoch.
+        length: The maximum length of the run.
+        updates: The number of updates in the run; None if unknown.
+        feed: The epoch iterator of the training data; None if epochs have different loaders.
+        accumulation: Returns the number of micro-batches per window in a given epoch.
     """
     every = interval.every
     if interval.unit == "steps":
@@ -88,7 +89,7 @@ def can_be_due(
 def monitors_of(
     entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]
 ) -> list[tuple[str, str]]:
-    """Return the metrics that decisions depend on, each with the class that decides by it."""
+    """Return the monitored metrics: pairs (class name of the callback or scheduler, metric)."""
     found = [(type(callback).__name__, monitor.name) for callback, monitor in _watching(callbacks)]
     schedulers = [(entry.scheduler, entry.monitor) for entry in entries]
     return found + [(type(each).__name__, name) for each, name in schedulers if name is not None]
@@ -100,9 +101,13 @@ def _watching(callbacks: Iterable[Callback]) -> list[tuple[Callback, Monitor]]:
 
 
 def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callback]) -> None:
-    """Warn of a metric whose name says that more is better but of which the least is taken.
+    """Warn if a monitor's ``mode`` contradicts the metric's name, such as "min" for an accuracy.
 
-    And the other way round. A name is no proof, and ``mode`` is ``"min"`` unless given.
+    The default ``mode`` is ``"min"``. It is only a warning, since a name proves nothing.
+
+    Args:
+        entries: The schedulers.
+        callbacks: The callbacks.
     """
     taken: list[tuple[object, str, str]] = [
         (callback, monitor.name, monitor.mode) for callback, monitor in _watching(callbacks)
@@ -113,7 +118,7 @@ def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callbac
         if entry.monitor is not None and isinstance(entry.scheduler, ReduceLROnPlateau)
     ]
     for who, name, mode in taken:
-        if re.search(r"(^|[/_ ])1 ?-", name):  # less of it is more of the rest
+        if re.search(r"(^|[/_ ])1 ?-", name):  # "1-accuracy" improves in the other direction
             continue
         words = set(re.split(r"[^a-z0-9]+", name.lower()))
         other = "max" if mode == "min" else "min"
@@ -128,7 +133,7 @@ def tell_of_modes(entries: Iterable[SchedulerEntry], callbacks: Iterable[Callbac
 
 
 def tell_of_no_validation(run: FitRun, settings: Settings) -> None:
-    """Warn if nothing will be validated although the user seems to expect it."""
+    """Warn if no validation will run although the module or the arguments suggest one."""
     if settings.limit_val_batches == 0:
         return
     name, module = type(run.module).__name__, run.module
@@ -173,16 +178,17 @@ def _has_loaders(module: TrainModule, datamodule: Any) -> bool:
 
 
 def refuse_second_pass(run: FitRun, reload_every: int) -> None:
-    """Refuse iterators that would be empty when they are read for the second time.
+    """Raise if a loader is a one-pass iterator that the run would read more than once.
 
-    One with a limit may go on, and a run that ends by steps or by the clock may read it once.
+    It is allowed with a limit on batches, where the next epoch reads on, and in a run that ends by
+    steps or time, which may need one pass only.
 
     Args:
-        run: The fit, restored.
+        run: The fit, after the checkpoint is restored.
         reload_every: Epochs after which the loaders are created again; 0 for never.
 
     Raises:
-        ValueError: There is such an iterator.
+        ValueError: There is such a loader.
     """
     length, counters = run.length, run.counters
     epochs = 1
@@ -204,14 +210,14 @@ def refuse_second_pass(run: FitRun, reload_every: int) -> None:
 
 
 def refuse_missed(run: FitRun, logged: Iterable[str]) -> None:
-    """Refuse a decision that depends on a validation if the run has none.
+    """Raise if a monitored metric is logged by validation, but no validation will be due.
 
     Args:
         run: The fit.
-        logged: The names that the sanity check's validation has logged.
+        logged: The names that validation logged in the sanity check.
 
     Raises:
-        ValueError: There is such a decision.
+        ValueError: A callback or scheduler monitors such a metric.
     """
     if run.validates:
         return
@@ -225,7 +231,7 @@ def refuse_missed(run: FitRun, logged: Iterable[str]) -> None:
 
 
 def warn_of_shared_names(run: FitRun) -> None:
-    """Warn on rank 0, after a validation, of monitored metrics that training logs too."""
+    """Warn on rank 0 of monitored metrics that both training and validation log."""
     trained = dict(run.metrics.step.names() + run.metrics.epoch("train").names())
     for name in sorted({name for _, name in run.monitored if name in trained}):
         if name in run.recorder.validated and run.tells:
@@ -237,7 +243,7 @@ def warn_of_shared_names(run: FitRun) -> None:
 
 
 def tell_of_missed(run: FitRun) -> None:
-    """Warn on rank 0 at the end if no validation has run and this was not known before."""
+    """Warn on rank 0 at the end of the fit if no validation was due, contrary to expectation."""
     if run.validates and run.counters.validations == 0 and run.rank == 0:
         logger.warning(
             "The run is over, and no validation was due in it: val_every is %s.",

@@ -1,4 +1,7 @@
-"""Validation and test: every sample once, metrics as (sum, count) over all processes."""
+"""The evaluation loop of validation and test.
+
+Every sample counts once. Metrics are (sum, count) pairs, summed over all ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from trainer.loops.run import FitRun, Run
 from trainer.metrics import Scope
 from trainer.metrics.computing import computing
 
-# The phases, as they occur in the names of their hooks and steps.
+# The phases; these words are part of the names of hooks and steps.
 VALIDATION, TEST, PREDICT = "validation", "test", "predict"
 
 ENDED_EARLY = (
@@ -30,12 +33,12 @@ ENDED_EARLY = (
 
 
 class EvaluationAbandoned(Exception):
-    """Raised on all processes between two batches, after a signal told one of them to end."""
+    """Raised on all ranks between two batches, after one of them received the exit signal."""
 
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
-    """Inside, the module is in evaluation mode without gradients; all modes are restored."""
+    """Put the module in eval mode under `no_grad`; restore the mode of every submodule on exit."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -48,7 +51,12 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_buffers(module: nn.Module, *, besides: Collection[nn.Module] = ()) -> Iterator[None]:
-    """Inside, buffers may be changed or replaced: they are restored, except those of `besides`."""
+    """Restore the buffers on exit, also replaced ones.
+
+    Args:
+        module: The module.
+        besides: Submodules whose buffers are not restored.
+    """
     before = [
         (part, name, buffer, buffer.clone())
         for part in module.modules()
@@ -67,9 +75,10 @@ def kept_buffers(module: nn.Module, *, besides: Collection[nn.Module] = ()) -> I
 
 @contextmanager
 def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers, changed or replaced by others of their shape, if a signal comes inside.
+    """Restore the buffers' values if an exit signal ends the evaluation inside.
 
-    Callbacks may have put others in place of the trained ones before, which they take out later.
+    Values are copied into the present buffers, not the buffers put back. A callback such as weight
+    averaging may have swapped buffers before, and swaps them back later.
     """
     before = {name: each.clone() for name, each in module.named_buffers() if not is_lazy(each)}
     try:
@@ -77,31 +86,40 @@ def buffers_kept_if_abandoned(module: nn.Module) -> Iterator[None]:
     except EvaluationAbandoned:
         for name, buffer in module.named_buffers():
             value = before.get(name, buffer)
-            # One that views few values as many cannot be written to.
+            # Unchanged buffers are left alone: an expanded tensor cannot be written to.
             if buffer.shape == value.shape and not torch.equal(buffer, value):
                 buffer.copy_(value)
         raise
 
 
 def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
-    """Evaluate the module on each feed and record what it logged.
+    """Evaluate the module on each loader and record what it logged; collective.
 
-    The module is called bare, without its engine, so that processes need not have the same number
-    of batches. Hooks are called in the order that `callbacks.Callback` gives.
+    The module is called without its engine's wrapper, so ranks may have different numbers of
+    batches. Hooks are called in the order that the docstring of `callbacks.Callback` shows.
+
+    Args:
+        run: The run.
+        phase: ``"validation"`` or ``"test"``.
+        feeds: The epoch iterators, one per loader.
 
     Returns:
-        The metrics of each feed under the names that they are recorded with; see `by_feed`.
+        The metrics of each loader by recorded name; see `by_feed`.
+
+    Raises:
+        EvaluationAbandoned: A rank received the exit signal, in a fit.
+        ValueError: A loader gave no batch, or ended on some ranks before the others.
     """
     hooks, metrics, counters = run.hooks, run.metrics, run.counters
     scope_before = metrics.scope
     run.eval_lengths = [feed.num_own_batches for feed in feeds]
     with evaluation_mode(run.module):
         metrics.scope = Scope(phase, None)
-        metrics.begin_epoch_values()  # until here, the current batch was one of the training
+        metrics.begin_epoch_values()  # leaves the current training batch
         getattr(hooks, f"on_{phase}_start")()
         getattr(hooks, f"on_{phase}_epoch_start")()
         metrics.scope = Scope(phase, False)
-        fits = isinstance(run, FitRun)  # which is resumed
+        fits = isinstance(run, FitRun)  # an exit signal saves it, to be resumed
         with buffers_kept_if_abandoned(run.module) if fits else nullcontext():
             rounds = [
                 evaluate_feed(run, phase, feed, index, several=len(feeds) > 1)
@@ -117,7 +135,7 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
             read = {}
         else:
             read = run.recorder.record(values, step=counters.global_step, epoch=counters.epoch)
-        metrics.scope = None  # reduced: what is logged from here on would fall into the next epoch
+        metrics.scope = None  # already reduced: a later value would count for the next epoch
         getattr(hooks, f"on_{phase}_epoch_end_callbacks")()
         getattr(hooks, f"on_{phase}_end")()
     metrics.scope = scope_before
@@ -125,7 +143,18 @@ def evaluate(run: Run, phase: str, feeds: list[Feed]) -> list[dict[str, float]]:
 
 
 def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool) -> int:
-    """Evaluate every batch of one feed; return the number of rounds before its data ended here."""
+    """Evaluate every batch of one loader.
+
+    Args:
+        run: The run.
+        phase: ``"validation"`` or ``"test"``.
+        feed: The epoch iterator of the loader.
+        index: The index of the loader.
+        several: Whether there are several loaders, so that steps and hooks take the index.
+
+    Returns:
+        The number of global batches before this rank's data ended early, or all of them.
+    """
     hooks = run.hooks
     step = run.bare_step(f"{phase}_step")
     start = getattr(hooks, f"on_{phase}_batch_start")
@@ -152,10 +181,15 @@ def evaluate_feed(run: Run, phase: str, feed: Feed, index: int, *, several: bool
 
 
 def apart(phase: str, feed: Feed, current: Round) -> AbstractContextManager[None]:
-    """Inside, the hooks and the step of a batch run; collectives are refused if not all have one.
+    """Return a context manager that forbids collectives if some ranks have no batch.
 
-    Raises:
-        DistributedOperationException: See `trainer.loops.apart`.
+    The step and the hooks of a batch run inside. A collective there raises
+    `DistributedOperationException`; see `trainer.loops.apart`.
+
+    Args:
+        phase: ``"validation"``, ``"test"`` or ``"predict"``.
+        feed: The epoch iterator.
+        current: The global batch.
     """
     if current.batches == feed.world_size:
         return nullcontext()
@@ -164,15 +198,15 @@ def apart(phase: str, feed: Feed, current: Round) -> AbstractContextManager[None
 
 
 def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
-    """Refuse data that gave no batch, or ended on some processes before the others; collective.
+    """Raise if a loader gave no batch, or ended on some ranks before the others; collective.
 
     Args:
         run: The run.
-        phase: The evaluation.
-        rounds: The number of rounds that this process had of each feed.
+        phase: ``"validation"`` or ``"test"``.
+        rounds: The number of global batches that this rank had of each loader.
 
     Raises:
-        ValueError: There was no batch, or samples are missing; on all processes alike.
+        ValueError: There was no batch, or samples are missing; raised on all ranks.
     """
     of_all = all_gather_object(rounds) if run.world_size > 1 else [rounds]
     for index, each in enumerate(zip(*of_all, strict=True)):
@@ -192,12 +226,12 @@ def refuse_missing(run: Run, phase: str, rounds: list[int]) -> None:
 def by_feed(
     values: dict[str, float], feeds: int, loader_of: Mapping[str, str]
 ) -> list[dict[str, float]]:
-    """Return the values of each feed; those that were logged outside the steps belong to all.
+    """Return one dict of values per loader; values logged outside the steps are in every dict.
 
     Args:
-        values: By name; the names of a feed's values end with its suffix.
-        feeds: The number of feeds.
-        loader_of: The suffix of values whose names lack it, by name.
+        values: All values by name; with several loaders, ``/dataloader_idx_N`` ends the names.
+        feeds: The number of loaders.
+        loader_of: The loader suffix of values logged with ``add_dataloader_idx=False``, by name.
     """
     if feeds == 1:
         return [values]

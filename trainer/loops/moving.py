@@ -1,4 +1,7 @@
-"""The path of a batch from its feed to a step: through the user's hooks to the device."""
+"""Device transfer: batches pass the user's transfer hooks and move to the device, one ahead.
+
+Without user hooks the copy runs on a side stream, so that it overlaps with the computation.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +32,23 @@ logger = logging.getLogger(__name__)
 
 _HERE = "a hook of a batch's transfer or count_items"
 _INSTEAD = "on_train_step_end or a hook of an epoch's end"
-_DRAWS_BY_HOOKS = 4  # separates their seeds from those of an epoch's order
+_DRAWS_BY_HOOKS = 4  # mixed into the hooks' seeds, so that they differ from the shuffle seeds
 
 
 class Mover:
-    """Moves the batches of a run to its device.
+    """Device transfer of the batches of a run.
 
     Args:
-        module: The user's.
-        datamodule: The user's, or None.
-        device: The device of the batches.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        device: The device that batches are moved to.
         rank: The rank of this process.
         world_size: The number of processes.
 
     Attributes:
-        counts_items: Whether items are what the user's `count_items` returns, not samples.
-        may_lack_items: Whether a process may have a batch without items while others have some.
+        counts_items: Whether the module overrides `count_items`; otherwise items are samples.
+        may_lack_items: Whether this rank may have a batch without items while other ranks have
+            items.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class Mover:
         if moves is None and device.type != "cpu":
             moves = module.transfer_batch_to_device
         self._moves = moves
-        # The user's code runs where it expects to: on the stream that computes.
+        # The user's hooks must run on the default compute stream, as they expect.
         self._streams = streams_for(device) if ours else None
 
     def move(self, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -84,12 +88,12 @@ class Mover:
     def rounds(
         self, feed: Feed, dataloader_idx: int = 0, *, counted: bool = True
     ) -> Generator[Round, None, None]:
-        """Yield the rounds of a feed's epoch, with batches on the device; see `Feed.rounds`.
+        """Yield the global batches of an epoch, with batches on the device; see `Feed.rounds`.
 
         Args:
-            feed: The data.
-            dataloader_idx: Its index among several, for the hooks.
-            counted: Whether batches come with their number of items, for `items_of`.
+            feed: The epoch iterator.
+            dataloader_idx: The index of its loader among several, passed to the hooks.
+            counted: Whether each batch is paired with its number of items, for `items_of`.
         """
         transfer = self.transfer(feed, dataloader_idx, counted=counted)
         rounds = feed.rounds(self._accompanied(feed, transfer))
@@ -103,7 +107,7 @@ class Mover:
                 yield current
 
     def _accompanied(self, feed: Feed, transfer: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `transfer`, in which collectives raise if not all processes have a batch."""
+        """Wrap `transfer` to forbid collectives in it when some ranks have no batch."""
         if feed.world_size == 1 or not self._runs_users_code:
             return transfer
 
@@ -116,11 +120,17 @@ class Mover:
         return accompanied
 
     def hand_over(self, batch: InFlight) -> Any:
-        """See `InFlight.arrive`."""
+        """Make the compute stream wait for a copied batch; see `InFlight.arrive`."""
         return batch.arrive()
 
     def transfer(self, feed: Feed, dataloader_idx: int, *, counted: bool) -> Callable[[Any], Any]:
-        """Return what is called with each batch, one ahead of its use; arguments as in `rounds`."""
+        """Return the function that is called with each batch, one batch ahead of its use.
+
+        Args:
+            feed: The epoch iterator.
+            dataloader_idx: The index of its loader among several, passed to the hooks.
+            counted: Whether the function returns (batch, items reader) or the batch alone.
+        """
         change = self._changing(feed, dataloader_idx)
         if not counted:
             return self._aside(change)
@@ -133,22 +143,26 @@ class Mover:
             batch = change(batch)
             return batch, _start_reading(self._module.count_items(batch))
 
-        # Counting is done on the copy's stream: after the hand-over, the number would have to be
-        # waited for. It may read what the previous step writes, such as a buffer, so it follows it.
+        # `count_items` runs on the side stream, right after the copy: run later, its result would
+        # make the host wait. It may read tensors that the previous step writes, such as a buffer,
+        # so the side stream first waits for the compute stream.
         return self._aside(transfer, follow=True)
 
     def _aside(self, move: Callable[[Any], Any], *, follow: bool = False) -> Callable[[Any], Any]:
-        """Return `move` on the side stream, if there is one; `rounds` hands its results over."""
+        """Return `move` wrapped to run on the side stream, if there is one.
+
+        `hand_over` then makes its results available to the compute stream.
+        """
         if self._streams is None:
             return move
         return partial(send, move=move, streams=self._streams, follow=follow)
 
     def _changing(self, feed: Feed, dataloader_idx: int) -> Callable[[Any], Any]:
-        """Return what moves a batch to the device and applies the user's hooks.
+        """Return the function that applies the user's hooks and moves a batch to the device.
 
-        Like the dataset's, the hooks' random draws depend only on the batch's number. They would
-        otherwise use the training's generators, and a resumed run, which reads the batch ahead
-        again, would draw for it twice.
+        Like the dataset's random numbers, those of the hooks are seeded from the batch's number.
+        If the hooks used the RNG of the training, a resumed run would draw different numbers: it
+        prefetches a batch a second time that the interrupted run had prefetched already.
         """
         if self._before is None and self._after is None:
             if self._moves is None:
@@ -167,12 +181,12 @@ class Mover:
 
 
 def counts_items(module: TrainModule) -> bool:
-    """Return whether the module defines what a batch's items are."""
+    """Return whether the module overrides `count_items`."""
     return is_overridden(module, "count_items", TrainModule)
 
 
 def _batch_hook(name: str, module: TrainModule, datamodule: Any) -> Callable[..., Any] | None:
-    """Return the method that the datamodule overrides, else that of the module, else None."""
+    """Return the datamodule's override of a hook, else the module's override, else None."""
     bases = ((datamodule, DataModule), (module, TrainModule))
     owners = [owner for owner, base in bases if is_overridden(owner, name, base)]
     if len(owners) > 1:
@@ -189,7 +203,7 @@ def _uncounted(batch: Any) -> Any:
 
 
 def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -> Any:
-    """Return the batch as a hook changed it, if there is one."""
+    """Return the result of a batch hook; the batch itself if there is no hook."""
     if hook is None:
         return batch
     changed = hook(batch, dataloader_idx)
@@ -200,7 +214,7 @@ def _changed(hook: Callable[..., Any] | None, batch: Any, dataloader_idx: int) -
 
 
 def items_of(current: Round) -> tuple[Any, float]:
-    """Return this process's batch of a round and its items; None and 0 without a batch."""
+    """Return this rank's batch of a global batch and its number of items; (None, 0.0) if absent."""
     if not current.present:
         return None, 0.0
     batch, read = current.batch
@@ -208,9 +222,16 @@ def items_of(current: Round) -> tuple[Any, float]:
 
 
 def _start_reading(count: float | Tensor) -> Callable[[], float]:
-    """Start copying a number that may be on the device; return a function that reads it.
+    """Start copying a number from the device to the host; return a function that reads it.
 
-    The copy starts a batch ahead, so that reading the number need not wait for the device.
+    The copy starts one batch ahead, so that reading does not wait for the device.
+
+    Args:
+        count: What `count_items` returned: a number, or a tensor of one element on any device.
+
+    Raises:
+        ValueError: It is a tensor of several elements, or negative or not finite (when read).
+        TypeError: It is not a number.
     """
     if not isinstance(count, Tensor):
         return lambda: _checked(count)

@@ -1,4 +1,4 @@
-"""Restoring a fit from a checkpoint; `trainer.loops.snapshot` saves it."""
+"""Load the state of a fit from a checkpoint; `trainer.loops.snapshot` saves it."""
 
 from __future__ import annotations
 
@@ -54,10 +54,16 @@ _UNFIT = "cannot be restored"
 
 
 def load_datamodule(datamodule: Any, path: Path) -> None:
-    """Restore a datamodule from a checkpoint, if it has a state for it; collective.
+    """Restore a datamodule from a checkpoint that holds its state; collective.
+
+    Nothing is done for a datamodule without `state_dict` and `load_state_dict`.
+
+    Args:
+        datamodule: The user's datamodule, or None.
+        path: The checkpoint.
 
     Raises:
-        CheckpointError: It cannot be read, or the datamodule refused it; on all processes alike.
+        CheckpointError: The state cannot be read, or `load_state_dict` failed; raised on all ranks.
     """
 
     def load() -> None:
@@ -82,18 +88,19 @@ def load_run(
     """Restore a fit from a checkpoint.
 
     Args:
-        run: The fit.
+        run: The fit at its start.
         path: The checkpoint.
         trainer: Passed to the callbacks' ``on_load_checkpoint``.
-        callbacks: Their state is restored.
-        stays_stopped: Whether a run that had decided to stop stays stopped.
+        callbacks: The callbacks, whose states are restored.
+        stays_stopped: Whether a run that had decided to stop (such as by `EarlyStopping`) stays
+            stopped. False lets it train on.
 
     Returns:
-        The length of the local record at that checkpoint; None if it was unknown.
+        The length of the local record at that checkpoint in bytes; None if unknown.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or does not fit the module, the optimizers or
-            the number of processes.
+        CheckpointError: The checkpoint is damaged, or does not match the module, the optimizers,
+            the data or the number of processes.
     """
     manifest = disk.verify(path)
     if manifest.get("weights_only"):
@@ -105,7 +112,7 @@ def load_run(
     state = saved.state
     trained = set(map(id, parameters_of(run.optimizers)))
     trained &= set(map(id, run.module.parameters()))
-    run.module.on_load_checkpoint(state["extra"])  # first: it may resize buffers
+    run.module.on_load_checkpoint(state["extra"])  # before the weights: it may resize buffers
     if not trained <= set(map(id, run.module.parameters())):
         raise CheckpointError(
             f"on_load_checkpoint of {type(run.module).__name__} has replaced parameters that are "
@@ -115,7 +122,7 @@ def load_run(
     file = path / disk.WEIGHTS_NAME
     weights = disk.load_weights(file)
     disk.load_into(run.module, weights, where=file)
-    if "switches" in state:  # not in a checkpoint of an earlier release
+    if "switches" in state:  # checkpoints of earlier releases do not have it
         load_switches(run.module, run.begun, state["switches"], tell=run.rank == 0)
     apart = path / TRAINED_NAME
     if differs := TRAINED_NAME in manifest["files"]:
@@ -142,7 +149,7 @@ def load_run(
     run.hooks.boundary.left = state.get("boundary", [])
     run.last_logged = state["last_logged"]
     run.run_id = state["run_id"]
-    _restore_epoch(run, state)  # after the callbacks, which may have brought back the data
+    _restore_epoch(run, state)  # after the callbacks' hooks, which may restore the data
     with reading(path / f"{TRAINER}.json", _UNFIT):
         for name, schedule in (("val", run.val_schedule), ("log", run.log_schedule)):
             interval, before = state["schedules"][name]
@@ -154,13 +161,13 @@ def load_run(
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What a fit resumes with, except weights, read and of the right form.
+    """The contents of a checkpoint except the weights, read and checked against the schemas.
 
     Attributes:
-        state: What is the same on all processes.
+        state: The state that is equal on all ranks.
         optimizers: The optimizers' state dicts.
-        ranks: What differs between processes.
-        record: The length of the local record, and the ids of the trackers' runs.
+        ranks: The state of each rank, in the order of ranks.
+        record: The length of the local record in bytes, and the run ids of the trackers.
     """
 
     state: dict[str, Any]
@@ -170,15 +177,15 @@ class Saved:
 
 
 def read_saved(path: Path, manifest: Mapping[str, Any], *, copy: bool = True) -> Saved:
-    """Read what a fit resumes with, except weights, of which only the headers are read.
+    """Read a checkpoint except its weights, of which only the headers are read and checked.
 
     Args:
-        path: The checkpoint, whose files are intact.
+        path: The checkpoint, whose hashes are already verified.
         manifest: Its manifest.
         copy: See `trainer.checkpoint.tensors.read_tensors`.
 
     Raises:
-        CheckpointError: It is malformed, or not of a fit.
+        CheckpointError: A file is malformed, or the checkpoint is not one of a fit.
     """
     check_form(manifest, MANIFEST_FORM, path / MANIFEST)
     files = manifest["files"]
@@ -201,7 +208,14 @@ def read_saved(path: Path, manifest: Mapping[str, Any], *, copy: bool = True) ->
 def _restore_optimizers(
     run: FitRun, path: Path, read: Saved, weights: Mapping[str, torch.Tensor]
 ) -> None:
-    """Restore the optimizers and schedulers; `weights` are those that the optimizers trained."""
+    """Restore the optimizers and the schedulers.
+
+    Args:
+        run: The fit.
+        path: The checkpoint, for errors.
+        read: Its contents.
+        weights: The saved trained weights by name, whose dtypes the optimizer states refer to.
+    """
     state, optimizers = read.state, read.optimizers
     _same_number(path, "optimizers", run.optimizers, optimizers)
     _same_names(path, run.optimizer_names, state["optimizers"])
@@ -218,10 +232,16 @@ def _restore_optimizers(
 
 
 def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> None:
-    """Restore the state of each process, or redistribute that of another number of processes."""
-    run.feed.resume_at(ranks[0]["stream"])  # it is the same for all
+    """Restore this rank's state; if the number of processes has changed, redistribute the states.
+
+    Args:
+        run: The fit.
+        path: The checkpoint, for warnings.
+        ranks: The saved state of each rank.
+    """
+    run.feed.resume_at(ranks[0]["stream"])  # equal on all ranks
     taken_in = [rank["metrics"] for rank in ranks]
-    for part in taken_in:  # decisions by what was logged must be the same on every process
+    for part in taken_in:  # decisions depend on which names were logged: equal on all ranks
         run.metrics.names.update(part["names"])
     if len(ranks) == run.world_size:
         restore_accumulators(run.metrics, run.module, [taken_in[run.rank]])
@@ -250,7 +270,7 @@ def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> 
 
 
 def _restore_gradients(run: FitRun, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Restore gradients that waited for an update, which exist in manual optimisation only."""
+    """Restore accumulated gradients, which only manual optimisation has at an update boundary."""
     if run.module.automatic_optimization:
         return
     named = named_gradients(run)
@@ -271,28 +291,28 @@ def _restore_counters(run: FitRun, state: dict[str, Any]) -> None:
     run.weighting.reference = state["reference"]
     run.recorder.latest.update(state["latest"])
     run.recorder.updates.update(state["updates"])
-    run.recorder.validated.update(state.get("validated", {}))  # not of an earlier release
+    run.recorder.validated.update(state.get("validated", {}))  # missing in earlier releases
 
 
 def _restore_epoch(run: FitRun, state: Mapping[str, Any]) -> None:
-    """Go on with the epoch that was saved, of the length that it had when it began.
+    """Continue the saved epoch, with the length that it had when it began.
 
     Raises:
-        CheckpointError: The batch size, the number of samples or that of batches differs from when
-            it was saved: samples would be left out or seen twice.
+        CheckpointError: The batch size, the number of samples or the number of batches differs from
+            the saved one: samples would be skipped or seen twice.
     """
     if run.counters.epoch_batches == 0 or run.counters.epoch_complete:
         return
-    run.feed.mark = state.get("order")  # None in a checkpoint of an earlier release
+    run.feed.mark = state.get("order")  # missing in checkpoints of earlier releases
     if "length" in state:  # likewise
         run.feed.resume_length(run.counters.epoch, EpochLength(*state["length"]))
     saved = [*state["data"], None][:3]  # an earlier release did not save the number of batches
-    with run.feed.apart(run.counters.epoch):  # which may decide how much data there is
+    with run.feed.apart(run.counters.epoch):  # the length of the data may depend on the epoch
         here = data_of(run)
         if None in (saved[2], here[2]):
             here[2] = saved[2]
         elif here != saved and run.feed.sampler is not None:
-            next(iter(run.feed.sampler), None)  # it may know its batches only from here on
+            next(iter(run.feed.sampler), None)  # it may count its batches when iteration starts
             here = data_of(run)
     of_streams = saved[1] is here[1] is None
     if here == saved or (of_streams and here[2] == saved[2] and None in (saved[0], here[0])):
@@ -313,7 +333,7 @@ def _described(data: Sequence[int | None]) -> str:
 
 
 def _restore_schedule(schedule: Schedule, saved: Interval, before: Progress, run: FitRun) -> None:
-    """Restore a schedule; one whose interval has changed counts from the run's progress."""
+    """Restore a schedule; if its interval has changed, it counts from the run's progress."""
     schedule.before = before if schedule.interval == saved else run.progress
 
 
@@ -325,7 +345,7 @@ def _same_number(path: Path, what: str, here: Sequence[Any], saved: Sequence[Any
 
 
 def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
-    """Refuse to load the state of one optimizer into another."""
+    """Raise if the saved optimizers' names or their order differ from the present ones."""
     if list(here) != list(saved):
         raise CheckpointError(
             f"{path} holds the state of the optimizers {', '.join(map(repr, saved))}, but "
@@ -335,18 +355,22 @@ def _same_names(path: Path, here: Sequence[str], saved: Sequence[str]) -> None:
 
 
 def load_weights(module: TrainModule, path: Path) -> dict[str, Any]:
-    """Load a module's weights from a checkpoint, and what its `on_save_checkpoint` added.
+    """Load a module's weights from a checkpoint, and call its `on_load_checkpoint` first.
+
+    Args:
+        module: The user's module.
+        path: The checkpoint.
 
     Returns:
         The checkpoint's manifest.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or does not fit the module.
+        CheckpointError: The checkpoint is damaged or does not match the module.
     """
     manifest = disk.verify(path)
     files = manifest["files"]
     check_form(manifest, MANIFEST_FORM, path / MANIFEST)
-    if f"{TRAINER}.json" in files:  # not if only weights were saved
+    if f"{TRAINER}.json" in files:  # missing in a weights-only checkpoint
         module.on_load_checkpoint(disk.load_tree(path, TRAINER, files, {"extra": dict})["extra"])
     weights, file = disk.load_weights(path), path / disk.WEIGHTS_NAME
     disk.load_into(module, weights, where=file, strict=module.strict_loading)

@@ -1,4 +1,4 @@
-"""Saving a fit in a checkpoint; `trainer.loops.resume` restores it."""
+"""Save the state of a fit in a checkpoint; `trainer.loops.resume` loads it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ from trainer.strategies.static import StaticDataParallel
 logger = logging.getLogger(__name__)
 
 OPTIMIZER, TRAINER, RECORD, DATA = "optimizer", "trainer", "record", "datamodule"
-TRAINED_NAME = "trained.safetensors"  # the trained weights, if the model's file holds others
+# The trained weights, if model.safetensors holds other ones, such as averaged weights.
+TRAINED_NAME = "trained.safetensors"
 
-# The forms of what is saved, see `trainer.checkpoint.manifest.check_form`; states of objects that
-# only these understand are dicts.
+# The schemas of the saved files, see `trainer.checkpoint.manifest.check_form`. State dicts of other
+# objects are opaque here: only their type, dict, is checked.
 _NUMBER = (int, float)
 _SWITCHES = {"frozen": [str], "evaluating": [str]}
 MANIFEST_FORM = {
@@ -110,26 +111,28 @@ def save_run(
     displaces: Sequence[Path] = (),
     on_each_node: bool = False,
 ) -> bool:
-    """Save a fit as it stands at a boundary; collective.
+    """Save the state of a fit at an update boundary; collective.
 
     Args:
         run: The fit.
         target: The checkpoint's folder.
         trainer: Passed to the callbacks' ``on_save_checkpoint``.
-        callbacks: Their state is saved.
-        configuration: Recorded in the manifest.
-        weights_only: Leave out what a run needs to resume.
-        background: Return when everything is copied, and write while the training continues.
-        required: Raise if it cannot be written; otherwise only log it.
-        displaces: Checkpoints to remove once this one is committed.
-        on_each_node: Whether each machine keeps a whole checkpoint, since they share no disk.
+        callbacks: The callbacks, whose states are saved.
+        configuration: The resolved configuration, recorded in the manifest.
+        weights_only: Save only the weights, from which no run can resume.
+        background: Copy the state to host memory, return, and write it on another thread while
+            training continues.
+        required: Whether to raise if the checkpoint cannot be written; otherwise the error is
+            logged.
+        displaces: Checkpoints to delete once this one is committed.
+        on_each_node: Whether each machine keeps a complete checkpoint, since they share no disk.
 
     Returns:
-        Whether it is committed, or being written in the background.
+        Whether the checkpoint is committed, or being written in the background.
 
     Raises:
-        CheckpointError: On every process alike, if the state of any cannot be saved; or it could
-            not be written, which for a save in the background is raised at the next update.
+        CheckpointError: The state of some rank cannot be saved, or the files cannot be written.
+            Raised on all ranks. An error of a background save is raised at the next update.
     """
     _settle(run)
     state = PartialState()
@@ -157,7 +160,7 @@ def save_run(
     of_ranks = [encoded_portion(*each, disk.rank_stem(rank)) for rank, each in ranks]
     portions = [*shared, *of_ranks]
     needs = sum(portion.size for portion in portions)
-    if not on_each_node:  # each other process writes about as much to the same disk
+    if not on_each_node:  # each other rank writes about as many bytes to the same disk
         needs += (run.world_size - 1) * sum(portion.size for portion in of_ranks)
     write = run.writer.copies.hold(portions) if background else write_portions(portions)
     run.writer.start(
@@ -180,7 +183,7 @@ def save_run(
 
 
 def _settle(run: FitRun) -> None:
-    """Wait for pending work, so that the state is that of one moment on all processes."""
+    """Wait for pending work, so that the state is consistent: of one update, on all ranks."""
     run.writer.wait()
     if run.guard is not None:
         run.guard.settle()  # never save weights that non-finite gradients have updated
@@ -192,10 +195,10 @@ def _settle(run: FitRun) -> None:
 def _told_by_hooks(
     run: FitRun, trainer: Any, callbacks: Sequence[Callback], target: Path
 ) -> dict[str, Any]:
-    """Return what the callbacks and the module add in their hooks; collective.
+    """Return what the ``on_save_checkpoint`` hooks add to the checkpoint; collective.
 
     Raises:
-        CheckpointError: A hook failed on one of several processes; on all alike. With a single
+        CheckpointError: A hook failed on one of several ranks; raised on all ranks. With a single
             process, the hook's own error is raised.
     """
     extra: dict[str, Any] = {"epoch": run.counters.epoch, "global_step": run.counters.global_step}
@@ -218,7 +221,14 @@ def _shared_portions(
     trained: Mapping[str, object] | None,
     extra: Mapping[str, Any],
 ) -> list[Portion]:
-    """Return what is the same on all processes, without the weights for use elsewhere."""
+    """Return the state parts that are equal on all ranks, except the file of the model's weights.
+
+    Args:
+        run: The fit.
+        callbacks: The callbacks, whose states are saved.
+        trained: The trained weights if the model's file holds other ones, else None.
+        extra: What the ``on_save_checkpoint`` hooks have added.
+    """
     optimizers = [state_of(optimizer, [run.module]) for optimizer in run.optimizers]
     portions = [tree_portion(optimizers, OPTIMIZER)]
     if trained is not None:
@@ -230,7 +240,7 @@ def _shared_portions(
 
 
 def _state_of_rank(run: FitRun) -> dict[str, Any]:
-    """Return the state that differs between processes."""
+    """Return the state that differs between ranks: RNG, metrics, stream position and more."""
     state = {
         "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
@@ -241,7 +251,7 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
     if isinstance(run.engine, StaticDataParallel):
         state["graph"] = run.engine.graph
     if not run.module.automatic_optimization:
-        run.precision.state_dict()  # brings the gradients to the scale that is saved
+        run.precision.state_dict()  # rescales the gradients to the saved loss scale
         state["gradients"] = gradients.take(named_gradients(run))
     return state
 
@@ -252,9 +262,10 @@ def named_gradients(run: FitRun) -> dict[str, nn.Parameter]:
 
 
 def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
-    """Start a sync of the local record; return a function that waits for it and saves its length.
+    """Start to sync the local record to disk; return a function that waits, then saves its length.
 
-    It also saves the trackers' run ids, so that a resumed run continues the same tracker runs.
+    The function also saves the trackers' run ids, so that a resumed run continues the same tracker
+    runs.
     """
     offset = run.recorder.sync()
 
@@ -266,17 +277,23 @@ def _writer_of_record(run: FitRun) -> Callable[[Path], None]:
 
 
 def _nothing(_: Path) -> None:
-    """Save no record: no run resumes from weights alone."""
+    """Write no record file: no run resumes from a weights-only checkpoint."""
 
 
 def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
-    """Check before the first update that a checkpoint will fit on the disk; collective.
+    """Check before the first update that the disk has space for a checkpoint; collective.
 
-    The size of the optimizers' state is not known yet: too little space for twice the trained
-    parameters, as Adam's moments need, is logged. Parameters of lazy modules are left out.
+    The size of the optimizers' state is not known yet. A warning is logged if there is no space for
+    twice the bytes of the trained parameters, which Adam's moments need. Uninitialised parameters
+    of lazy modules are not counted.
+
+    Args:
+        run: The fit.
+        folder: The folder of the checkpoints.
+        on_each_node: Whether each machine keeps a complete checkpoint.
 
     Raises:
-        CheckpointError: The state as it is now would not fit; on all processes alike.
+        CheckpointError: There is no space for the present state; raised on all ranks.
     """
     state = PartialState()
 
@@ -298,7 +315,15 @@ def require_space(run: FitRun, folder: Path, *, on_each_node: bool) -> None:
 
 
 def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, Any]) -> Path:
-    """Save the weights of this process; not collective, for a process that has failed.
+    """Save the weights of this rank alone; not collective, for use after an error.
+
+    Args:
+        run: The fit.
+        target: The checkpoint's folder.
+        configuration: The resolved configuration, recorded in the manifest.
+
+    Returns:
+        The path of the committed checkpoint.
 
     Raises:
         CheckpointError: The target exists and is not a checkpoint.
@@ -312,10 +337,13 @@ def save_weights_alone(run: FitRun, target: Path, configuration: Mapping[str, An
 def _weights_of(
     run: FitRun, trainer: Any, callbacks: Sequence[Callback]
 ) -> tuple[Mapping[str, object], Mapping[str, object] | None]:
-    """Return the weights for use elsewhere and, if they differ, those to resume with.
+    """Return the weights of the model's file and, if they differ, the trained weights.
+
+    A callback such as weight averaging may give the weights for use outside this run. The trained
+    weights are then saved beside them, to resume with.
 
     Raises:
-        ValueError: Two callbacks return weights to save.
+        ValueError: More than one callback returns weights from `weights_to_save`.
     """
     asked = [(callback, callback.weights_to_save(trainer, run.module)) for callback in callbacks]
     given = [(callback.state_key, weights) for callback, weights in asked if weights is not None]
@@ -336,7 +364,7 @@ def _manifest_of(run: FitRun, configuration: Mapping[str, Any]) -> dict[str, Any
         "world_size": run.world_size,
         "run_id": run.run_id,
         "loaders": run.origin.describe(),
-        "metrics": {  # of these weights, not of earlier ones
+        "metrics": {  # only metrics of these weights, that is, of the latest update
             name: value
             for name in run.recorder.latest
             for value, update in (run.recorder.monitored(name) or (0.0, -1),)
@@ -393,10 +421,10 @@ def has_state(datamodule: Any) -> bool:
 
 
 def data_of(run: FitRun) -> list[int | None]:
-    """Return what a position in an epoch depends on: batch size, number of samples and of batches.
+    """Return what makes a position in an epoch comparable: [batch size, samples, batches].
 
-    Each is None where it is unknown. The number of batches, which may change with the epoch, is
-    only given for batches of a sampler that does not tell their size.
+    Each is None where unknown. The number of batches, which may change with the epoch, is given
+    only for a batch sampler that has no fixed batch size.
     """
     sampler = run.feed.sampler
     if sampler is None:

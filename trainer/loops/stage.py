@@ -1,4 +1,4 @@
-"""The set-up before and the teardown after every entry point, also after an error."""
+"""The lifecycle of an entry point: set-up before fit, validate, test or predict, then teardown."""
 
 from __future__ import annotations
 
@@ -35,17 +35,21 @@ def stage_of(
     check: Callable[..., None],
     finish: Callable[[Status, BaseException | None], None],
 ) -> Iterator[HookTable]:
-    """Inside, the module belongs to the trainer and is set up.
+    """Set up the module, the datamodule and the callbacks; tear them down on exit or error.
 
     Args:
-        name: fit, validate, test or predict.
+        name: The stage: fit, validate, test or predict.
         trainer: Passed to the hooks.
-        module: The user's.
-        datamodule: The user's, or None.
-        callbacks: In the order in which they are called; `setup` may add some.
-        added: Those of them that `setup` has added in earlier stages; extended.
-        check: See `check_hooks`; called for the callbacks that `setup` adds.
-        finish: Called last, whatever happened, with the status and the error if there is one.
+        module: The user's module.
+        datamodule: The user's datamodule, or None.
+        callbacks: The callbacks in the order of calls. Extended by those that `setup` hooks add,
+            and sorted so that those that save run last.
+        added: Callbacks that `setup` hooks have added in earlier stages; extended in place.
+        check: See `check_hooks`; called for the callbacks that `setup` hooks add.
+        finish: Called last in every case, with the status and the error, if any.
+
+    Yields:
+        The hooks of the module and the callbacks.
     """
     hooks = HookTable(trainer, module, callbacks, TrainModule)
     status: Status = "finished"
@@ -78,7 +82,7 @@ def stage_of(
             errors = _errors_of(tear_down)
             cause = cause or next(iter(errors), None)
             errors += _errors_of([partial(finish, "failed" if errors else status, cause)])
-            # If the run has failed, its error is already being raised.
+            # If the run itself has failed, that error is already being raised.
             failure = errors.pop(0) if errors and status == "finished" else None
             for other in errors:
                 _tell_of_another(other, name)
@@ -87,8 +91,8 @@ def stage_of(
 
 
 def _tell_of_another(error: BaseException, name: str) -> None:
-    """Log what failed besides the error that is raised."""
-    if isinstance(error, CheckpointError):  # its text says what failed, and where is our own code
+    """Log a teardown error that is not raised, because another error is."""
+    if isinstance(error, CheckpointError):  # no traceback: the message says all
         logger.error("The teardown after %s failed, too: %s", name, error)
     else:
         logger.error("The teardown after %s failed.", name, exc_info=error)
@@ -96,9 +100,9 @@ def _tell_of_another(error: BaseException, name: str) -> None:
 
 @contextmanager
 def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterator[None]:
-    """Inside, the module and the datamodule know their trainer, and every step takes `batch_idx`.
+    """Set `trainer` on the module and the datamodule, and make every step accept `batch_idx`.
 
-    Afterwards they belong to another Trainer again, if this is called in one of its hooks.
+    On exit the earlier values are restored: this may run in a hook of another Trainer.
     """
     steps = without_batch_idx(module)
     owns_data = isinstance(datamodule, DataModule)
@@ -127,7 +131,7 @@ def _belonging_to(trainer: Any, module: TrainModule, datamodule: Any) -> Iterato
 
 
 def _tell_of_trainer(trainer: Any, module: TrainModule) -> None:
-    """Tell a module, and those within it, whose they are."""
+    """Set the trainer of a module and of the `TrainModule`s inside it."""
     for part in module.modules():
         if isinstance(part, TrainModule):
             part.__dict__["_trainer"] = trainer
@@ -149,8 +153,12 @@ def _set_up(
         module.prepare_data()
 
     def next_callback() -> Callback | None:
-        """Return one to set up; what the setup of an earlier stage has added is not added again."""
-        callbacks[:] = {id(each): each for each in callbacks}.values()  # setup may keep one object
+        """Return the next callback to set up, or None.
+
+        A callback that `setup` adds again is dropped if an earlier stage has added the same.
+        """
+        # `setup` may append the same object in every stage.
+        callbacks[:] = {id(each): each for each in callbacks}.values()
         new = [each for each in callbacks if id(each) not in given]
         for one in [each for each in new if getattr(each, "state_key", None) in earlier]:
             callbacks[:] = [each for each in callbacks if each is not one]
@@ -167,7 +175,7 @@ def _set_up(
         return next((each for each in callbacks if id(each) not in done), None)
 
     def set_up_callbacks() -> None:
-        """Set up those that are not done yet; each may add others, at any place."""
+        """Set up the callbacks not set up yet; each may add others, at any position."""
         while (callback := next_callback()) is not None:
             done.add(id(callback))
             if id(callback) not in given:
@@ -179,7 +187,7 @@ def _set_up(
         call_if_there(datamodule, "setup", name)
         set_up_callbacks()
         module.setup(name)
-        set_up_callbacks()  # those that it has added
+        set_up_callbacks()  # the callbacks that the module's setup has added
         module.configure_model()
         set_up_callbacks()
 
@@ -187,7 +195,7 @@ def _set_up(
 
 
 def _errors_of(calls: Sequence[Callable[[], Any]]) -> list[BaseException]:
-    """Make every call, whatever the others raise, even KeyboardInterrupt; return the errors."""
+    """Make every call even if others raise, also KeyboardInterrupt; return the errors."""
     errors: list[BaseException] = []
     for call in calls:
         try:

@@ -1,6 +1,7 @@
-"""Which parts of a module are frozen or in evaluation mode: state that ``state_dict`` leaves out.
+"""Module flags: which parameters are frozen and which submodules are in eval mode.
 
-A hook may have switched them once, at an update that a resumed run does not repeat.
+A ``state_dict`` does not hold these flags, so checkpoints save them separately. A hook may have
+set them once, at an update that a resumed run does not repeat.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def switches_of(module: nn.Module) -> dict[str, list[str]]:
-    """Return the names of frozen parameters and of modules in evaluation mode, as a tree."""
+    """Return the module flags: names of frozen parameters and of submodules in eval mode."""
     return {
         "frozen": [
             n
@@ -33,11 +34,11 @@ def switches_of(module: nn.Module) -> dict[str, list[str]]:
 
 
 def tell_of_dropout_that_is_off(module: nn.Module) -> None:
-    """Warn of trained parts in evaluation mode whose dropout is off, unnoticed.
+    """Warn of submodules that are trained in eval mode, so that their dropout is off.
 
-    ``from_pretrained`` of transformers returns models so.
+    ``from_pretrained`` of transformers returns models in eval mode.
     """
-    if not module.training:  # `fit` has put the whole module into training mode, a hook has not
+    if not module.training:  # `fit` calls train() on the module, so a hook chose eval mode
         return
     parts = [
         name
@@ -65,17 +66,17 @@ def tell_of_dropout_that_is_off(module: nn.Module) -> None:
 def load_switches(
     module: nn.Module, begun: Mapping[str, Any], saved: Mapping[str, Any], *, tell: bool
 ) -> None:
-    """Restore the switches of a module as hooks had set them.
+    """Restore the module flags that hooks had set.
 
-    Those that differed already when the two runs began are left as they are: the script has been
-    changed since.
+    If a flag list already differs between the starts of the two programs, the script was changed
+    in between. Its present flags are then kept.
 
     Args:
-        module: The user's.
-        begun: What `switches_of` returned when this start began.
-        saved: What it returned for the start that saved: ``"begun"`` at its beginning, and
-            ``"now"`` at the save.
-        tell: Whether to log what differs from the checkpoint.
+        module: The user's module.
+        begun: The module flags at this start of the program.
+        saved: The module flags of the program that saved: ``"begun"`` at its start, ``"now"`` at
+            the save.
+        tell: Whether to log differences from the checkpoint.
     """
     before, now = saved["begun"], saved["now"]
     if begun["frozen"] == before["frozen"]:
@@ -88,7 +89,7 @@ def load_switches(
             "choice is kept: %s.",
             ", ".join(sorted(others)),
         )
-    # The whole module is in training mode at a save, unless somebody has switched it since.
+    # At a save the root module is in training mode, unless the user's code has called eval() on it.
     if begun["evaluating"] == before["evaluating"] and "" not in now["evaluating"]:
         evaluating = set(now["evaluating"])
         for name, part in bare_names(module, module.named_modules()):

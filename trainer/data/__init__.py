@@ -1,7 +1,10 @@
-"""Data: orders that are functions of seed and epoch, and loaders that shard them.
+"""Data loading: reproducible sample order, sharding over processes, and resume inside an epoch.
 
-`sampling` decides which batches exist and which process gets them, `seeding` makes random
-augmentation a function of a batch's place in the epoch, `feed` reads and shards. On top of these
-are the loaders that `Accelerator` prepares: `loader` reads on every process, `dispatch` on rank 0
-for all, `skip` resumes inside an epoch, `prepare` chooses. `batches` cuts and joins batches.
+The order of an epoch is a function of the seed and the epoch number. `sampling` decides which
+batches an epoch has and which process gets each one. `seeding` makes random augmentation a function
+of the batch's position in the epoch. `feed` is the epoch iterator: it reads and shards.
+
+The loaders that `Accelerator.prepare` returns are built on these. `loader` reads on every process.
+`dispatch` reads on rank 0 and sends each process its part. `skip` resumes inside an epoch.
+`prepare` chooses between them. `batches` splits and concatenates batches.
 """

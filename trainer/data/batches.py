@@ -1,10 +1,12 @@
-"""Batches as rows: counting, cutting and joining them, and sending them between processes.
+"""Count the samples in a batch, split and concatenate batches, and send them between processes.
 
-A batch is a tree whose tensors have one row per sample in their first dimension. A list or tuple
-without tensors and without nested lists (names, paths, dicts of plain values) is a column, with one
-entry per sample. Anything else (numbers, strings, tensors without dimensions) belongs to the batch
-as a whole. A list that only happens to be as long as several joined batches is no column: batches
-that will be joined are marked first.
+A batch is a tree of containers. Its tensors have the shape ``(N, …)``, with one row per sample. A
+list or tuple without tensors and without nested lists (names, paths, dicts of plain values) is a
+column, with one entry per sample. Any other value (a number, a string, a 0-d tensor) belongs to the
+whole batch.
+
+After concatenation, a list could have as many entries as the joined batch has samples by chance. So
+`marked` records which lists are columns before batches are concatenated.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from trainer.tree import children, leaves, map_tree, rebuild
 
 
 class Column:
-    """A list in a marked batch; no container, so that it is handled as one value.
+    """Wraps a list of a batch, so that tree functions treat the list as one leaf.
 
     Attributes:
         values: The list or tuple.
-        counts: Whether it has an entry per sample.
+        counts: Whether the list has one entry per sample.
     """
 
     def __init__(self, values: Any, *, counts: bool) -> None:
@@ -33,7 +35,7 @@ class Column:
 
 
 def marked(batch: Any) -> Any:
-    """Return a batch as read with its lists as `Column`, for the functions below."""
+    """Return a batch with its lists wrapped in `Column`, for the functions below."""
     samples = samples_in(batch)
 
     def mark(value: Any) -> Any:
@@ -43,7 +45,7 @@ def marked(batch: Any) -> Any:
 
 
 def unmarked(batch: Any) -> Any:
-    """Return a marked batch, or samples of one, with the user's lists."""
+    """Undo `marked`: return the batch with plain lists in place of each `Column`."""
     return _map(lambda value: value.values if isinstance(value, Column) else value, batch)
 
 
@@ -51,7 +53,8 @@ def length(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        ValueError: Nothing in it has rows, or its tensors disagree.
+        ValueError: The batch has no tensor or column that counts samples, or its tensors have
+            different first dimensions.
     """
     samples = samples_in(batch)
     if samples is not None:
@@ -67,7 +70,7 @@ def length(batch: Any) -> int:
 
 
 def samples_in(batch: Any) -> int | None:
-    """Return the number of samples in a batch; None if it cannot be cut into samples."""
+    """Return the number of samples in a batch; None if it cannot be split into samples."""
     rows = _rows(batch)
     if any(isinstance(leaf, PackedSequence) for leaf in leaves(batch)):
         return None
@@ -89,10 +92,11 @@ def take(batch: Any, start: int, stop: int) -> Any:
 
 
 def concatenate(batches: Sequence[Any]) -> Any:
-    """Concatenate several batches.
+    """Concatenate several batches along the sample dimension.
 
     Raises:
-        ValueError: Their structures or shapes differ, or a value that belongs to the whole batch.
+        ValueError: The batches differ in structure, in the shape of a sample, or in a value that
+            belongs to the whole batch.
     """
     if len(batches) == 1:
         return batches[0]
@@ -105,7 +109,7 @@ def concatenate(batches: Sequence[Any]) -> Any:
 
 
 def _join(found: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> Any:
-    """Join the values that several batches have in one place."""
+    """Concatenate the values that several batches have at the same path in the tree."""
     place, values = found[0][0] or "the batch", [value for _, value in found]
     if all(_counts(value, size) for value, size in zip(values, sizes, strict=True)):
         if isinstance(values[0], Column):
@@ -133,7 +137,7 @@ def _unlike(what: str) -> str:
 
 
 def completed(batch: Any, beginning: Any, samples: int) -> Any:
-    """Extend a batch to `samples` samples, cycling through those of `beginning`."""
+    """Pad a batch to `samples` samples by repeating the samples of the batch `beginning`."""
     missing = samples - length(batch)
     whole, rest = divmod(max(missing, 0), length(beginning))
     last = [take(beginning, 0, rest)] if rest else []
@@ -141,7 +145,7 @@ def completed(batch: Any, beginning: Any, samples: int) -> Any:
 
 
 def _map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply `function` to the tensors, the columns, and every other value that is no container."""
+    """Apply `function` to every leaf: tensors, columns, and other values that are no containers."""
     parts = children(tree)
     if parts is None or _is_column(tree):
         return function(tree)
@@ -149,7 +153,7 @@ def _map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def _parts(tree: Any, place: str = "") -> list[tuple[str, Any]]:
-    """Return what `_map` applies its function to, each with its place."""
+    """Return the leaves that `_map` visits, each with its path in the tree."""
     parts = children(tree)
     if parts is None or _is_column(tree):
         return [(place, tree)]
@@ -165,7 +169,7 @@ def _is_column(tree: Any) -> bool:
 
 
 def _rows(batch: Any) -> set[int]:
-    """Return the lengths of its tensors, or of its first column if there is no tensor."""
+    """Return the distinct lengths of a batch's tensors, or of its first column without tensors."""
     values = [value for _, value in _parts(batch)]
     rows = {value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim > 0}
     lists = [value for value in values if _is_column(value)]
@@ -174,7 +178,7 @@ def _rows(batch: Any) -> set[int]:
 
 
 def _counts(value: Any, samples: int) -> bool:
-    """Return whether the value has an entry per sample."""
+    """Return whether the value has one entry per sample."""
     if isinstance(value, Tensor):
         return value.ndim > 0
     if isinstance(value, Column):
@@ -189,14 +193,14 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Hole:
-    """Marks the place of a tensor in a packed batch."""
+    """Placeholder for a tensor in a packed batch, with its shape and dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
 def packed(batch: Any) -> tuple[Any, list[Tensor]]:
-    """Return a batch with a `Hole` for each tensor, and the tensors."""
+    """Split a batch into a picklable skeleton, with a `Hole` for each tensor, and its tensors."""
     tensors: list[Tensor] = []
 
     def take_out(leaf: Any) -> Any:
@@ -209,7 +213,11 @@ def packed(batch: Any) -> tuple[Any, list[Tensor]]:
 
 
 def unpacked(skeleton: Any, device: torch.device | None) -> tuple[Any, list[Tensor]]:
-    """Return the packed batch with empty tensors on `device`, and these tensors, to be filled."""
+    """Rebuild a batch from its skeleton, with empty tensors on `device`.
+
+    Returns:
+        The batch, and its tensors, which the caller fills (by a broadcast, for example).
+    """
     tensors: list[Tensor] = []
 
     def put_in(leaf: Any) -> Any:

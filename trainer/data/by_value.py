@@ -1,9 +1,9 @@
-"""Sending batches from a worker to the main process, small tensors through the pipe.
+"""Inline pickling: data-loader workers send small tensors through the pipe, not shared memory.
 
-torch puts every tensor that a worker sends into its own shared memory and passes a file descriptor
-over a new connection: hundreds of microseconds per tensor, whatever its size, half of them in the
-main process. Writing the bytes of a small tensor into the pipe with the rest of the batch takes a
-tenth of that, and uses up no file descriptors.
+torch gives every tensor that a worker sends its own shared memory and passes the file descriptor
+over a new connection. That costs hundreds of microseconds per tensor of any size, half of them in
+the main process. Pickling the bytes of a small tensor into the pipe, with the rest of the batch,
+takes a tenth of that time and no file descriptor.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ LIMIT = 1 << 18
 
 
 def sent(batch: Any) -> Any:
-    """Return what a worker must return for this batch to arrive; without workers the batch itself.
+    """Return a batch pickled with small tensors inline; outside a worker, the batch itself.
 
-    It is pickled immediately, not later by the queue's thread: the dataset may reuse the memory,
-    and a batch that cannot be pickled is then an error of that batch instead of going unnoticed.
+    The batch is pickled here, not later by the queue's feeder thread, for two reasons. The dataset
+    may reuse the memory for its next sample. And a batch that cannot be pickled raises an error in
+    the worker; the feeder thread would lose it silently.
     """
     return batch if get_worker_info() is None else _Sent(bytes(_Pickler.dumps(batch)))
 
 
 class _Sent:
-    """Becomes the batch when it is unpickled."""
+    """A pickled batch; unpickling this object gives the batch itself."""
 
     def __init__(self, pickled: bytes) -> None:
         self.pickled = pickled
@@ -43,10 +44,10 @@ class _Sent:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles like torch's workers, except for small tensors.
+    """Pickler of torch's workers, except that small tensors are pickled inline.
 
-    Storages are pickled as separate objects: tensors that share one still share it after
-    unpickling.
+    A storage is pickled as an object of its own, so tensors that share a storage still share it
+    after unpickling.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -57,7 +58,7 @@ class _Pickler(ForkingPickler):
 
 
 def _reduce_tensor(tensor: Tensor) -> Any:
-    """Reduce a small tensor; anything but plain dense memory is left to torch."""
+    """Reduce a small strided CPU tensor to its storage; leave any other tensor to torch."""
     if (
         not tensor.is_cpu
         or tensor.layout is not torch.strided
@@ -65,7 +66,7 @@ def _reduce_tensor(tensor: Tensor) -> Any:
         or any(getattr(tensor, "names", ()))  # until torch 2.12
     ):
         return reduce_tensor(tensor)
-    tensor = tensor.resolve_conj().resolve_neg()  # lazy flags, which torch loses
+    tensor = tensor.resolve_conj().resolve_neg()  # pickling loses these lazy flags
     storage = tensor.untyped_storage()
     if not _is_small(storage):
         return reduce_tensor(tensor)
@@ -94,6 +95,6 @@ def _tensor(
 
 
 def _storage(data: bytes) -> torch.UntypedStorage:
-    storage = torch.UntypedStorage(len(data), device="cpu")  # aligned as any tensor's
+    storage = torch.UntypedStorage(len(data), device="cpu")  # allocated by torch, so aligned
     ctypes.memmove(storage.data_ptr(), data, len(data))
     return storage

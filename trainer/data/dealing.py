@@ -1,8 +1,14 @@
-"""An epoch's batches as rounds, in which every process has one batch or, at the end, none.
+"""Batch sharding: group an epoch's batches into global batches, one batch per process.
 
-With N processes round *r* holds batches *rN … rN + N - 1*, and process *i* gets the *i*-th of them;
-or each batch is a round, cut into N parts. Batches are lists of indices, or batches of a stream:
-`INDICES` and `SAMPLES` count, cut and join the two kinds.
+At the end of the data some processes may have no batch in the last global batch. There are two ways
+to shard over N processes:
+
+- Whole batches (the default): global batch *r* holds batches *rN … rN + N - 1* of the loader, and
+  process *i* gets batch *rN + i*.
+- ``split``: each batch of the loader is a global batch, split into N parts.
+
+The same code shards lists of sample indices and batches of data: `INDICES` and `SAMPLES` have the
+operations to count, split and concatenate each kind.
 """
 
 from __future__ import annotations
@@ -20,14 +26,15 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Operations on one kind of batches.
+    """Operations on one kind of batch: lists of indices, or batches of data.
 
     Attributes:
-        count: Returns the samples in a batch; 1 if unknown.
-        length: Returns the samples in a batch that is to be cut.
-        take: Returns the samples from one place up to another, as a batch.
-        joined: Returns several batches as one, to be cut or completed; None if they cannot be.
-        completed: Extends a batch to a number of samples, cycling through those of another.
+        count: Returns the number of samples in a batch; 1 if unknown.
+        length: Returns the number of samples in a batch that is to be split.
+        take: Slices a batch: ``take(batch, start, stop)``.
+        joined: Concatenates batches; returns None if they cannot be concatenated.
+        completed: Pads a batch: ``completed(batch, beginning, samples)`` repeats the samples of
+            `beginning` until the batch has `samples` samples.
     """
 
     count: Callable[[Any], int]
@@ -38,7 +45,7 @@ class Kind:
 
 
 def _indices(batch: Any) -> list[Any]:
-    """Return a batch's indices; the batch may be the index of a ready-made batch."""
+    """Return a batch's indices as a list; the batch may be a single index (``batch_size=None``)."""
     return batch if isinstance(batch, list) else [batch]
 
 
@@ -71,16 +78,17 @@ SAMPLES = Kind(  # trees whose tensors have one row per sample
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """How batches are assigned to processes.
+    """How batches are sharded over the processes.
 
     Args:
         kind: `INDICES` or `SAMPLES`.
-        batch_size: Samples in a full batch; None if batches have no fixed size.
+        batch_size: Samples in a full batch of the loader; None if batches have no fixed size.
         world_size: The number of processes.
-        even: Fill the last round with samples from the beginning, so that every process has the
-            same number of full batches.
-        split: Cut each batch into one part per process; otherwise each process gets whole batches.
-        drop_last: Leave out a last round in which not every process has a batch.
+        even: Pad the last global batch with samples from the beginning of the epoch, so that every
+            process has the same number of full batches.
+        split: Split each batch into one part per process. The default gives each process whole
+            batches.
+        drop_last: Drop the last global batch if not every process has a batch in it.
     """
 
     kind: Kind
@@ -91,13 +99,17 @@ class Dealing:
     drop_last: bool = False
 
     def rounds(self, batches: Iterator[tuple[Any, P]]) -> Iterator[tuple[list[Any], int, P]]:
-        """Yield each round's batches, its number of samples without repeats, and the place it ends.
+        """Group batches into global batches.
 
         Args:
-            batches: Each with the place after it, which is passed through.
+            batches: Batches, each with the data position after it.
+
+        Yields:
+            The batches of each global batch in the order of ranks, its number of samples without
+            the padding, and the data position after it.
         """
         dealt = self._dealt(batches)
-        beginning: list[Any] = []  # the first round's batches
+        beginning: list[Any] = []  # the batches of the first global batch
         found = next(dealt, None)
         while found is not None:
             parts, place = found
@@ -108,19 +120,19 @@ class Dealing:
                 beginning = beginning or parts
                 if not self._is_full(parts):
                     following = next(dealt, None)
-                    if following is None:  # of many sizes, only the last round is filled
+                    if following is None:  # sizes may vary: pad only the last global batch
                         parts = self._filled(parts, beginning)
             yield parts, real, place
             found = following or next(dealt, None)
 
     def own_batches(self, batches: int, samples: int | None, *, rank: int) -> int:
-        """Return how many batches one process gets in an epoch.
+        """Return how many batches one rank gets in an epoch.
 
         Args:
-            batches: Batches in the epoch.
-            samples: Samples in the epoch; only used for `split` without `even`, where None assumes
-                that every process gets a part of the last batch.
-            rank: The process.
+            batches: Batches in the epoch, over all ranks.
+            samples: Samples in the epoch. Used only for `split` without `even`; None assumes that
+                every rank gets a part of the last batch.
+            rank: The rank.
         """
         if not self.split:
             full, rest = divmod(batches, self.world_size)
@@ -133,7 +145,7 @@ class Dealing:
         return batches - (0 < samples % self.batch_size <= rank * size)
 
     def _dealt(self, batches: Iterator[tuple[Any, P]]) -> Iterator[tuple[list[Any], P]]:
-        """Yield the batches of each round, one per process or fewer."""
+        """Yield the batches of each global batch, before padding: at most one per process."""
         if not self.split:
             while read := list(islice(batches, self.world_size)):
                 yield [batch for batch, _ in read], read[-1][1]
@@ -146,7 +158,7 @@ class Dealing:
 
     @property
     def _size(self) -> int | None:
-        """The number of samples in a full batch of one process."""
+        """The number of samples in a full batch of one process; None without a fixed size."""
         size = self.batch_size
         return size // self.world_size if size and self.split else size
 
@@ -155,12 +167,12 @@ class Dealing:
         return len(parts) == self.world_size and (self._size is None or sizes == {self._size})
 
     def _filled(self, parts: list[Any], beginning: list[Any]) -> list[Any]:
-        """Return the last round with a full batch for every process, filled from the beginning."""
+        """Pad the last global batch to a full batch per process, with samples of `beginning`."""
         size, kind = self._size, self.kind
         whole = size is None or sum(map(kind.count, parts)) > self.world_size * size
         own = None if whole else kind.joined(parts)
         if own is None or size is None:
-            # Batches without a fixed size, or that cannot be cut, are repeated whole.
+            # Batches that have no fixed size, or that cannot be split, are repeated whole.
             return parts + list(islice(cycle(beginning), max(self.world_size - len(parts), 0)))
         flat = kind.completed(own, kind.joined(beginning), self.world_size * size)
         return [kind.take(flat, i * size, (i + 1) * size) for i in range(self.world_size)]

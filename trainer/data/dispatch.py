@@ -1,4 +1,4 @@
-"""The prepared loader that reads on rank 0 only and sends the others their part of each round."""
+"""The prepared loader that reads on rank 0 only and broadcasts each global batch."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ Slice = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """A round as rank 0 splits it.
+    """A global batch, and how rank 0 splits it over the processes.
 
     Attributes:
-        batch: The round's samples, repeated ones included, marked if there are several processes;
-            on the host, or being copied from it.
-        size: Samples per process; the last ones may get fewer.
-        real: Samples that are not repeated; None if unknown.
-        present: The number of processes that get any samples, the lowest ranks.
-        place: Where a stream is after it.
+        batch: All samples of the global batch, padding included; `marked` if there are several
+            processes. It is on the host, or an asynchronous copy to the device.
+        size: Samples per process; the highest ranks may get fewer.
+        real: Samples without the padding; None if unknown.
+        present: The number of processes that get any samples: ranks 0 to ``present - 1``.
+        place: The position of a stream after this global batch.
     """
 
     batch: Any
@@ -55,15 +55,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Message:
-    """What rank 0 sends about a round before the tensors.
+    """The description of a global batch that rank 0 broadcasts before its tensors.
 
     Attributes:
         skeleton: The batch without its tensors; see `trainer.data.batches.packed`.
         size: See `Plan`.
         real: See `Plan`.
         present: See `Plan`.
-        following: Processes that get a batch in the next round; 0 at the end.
-        error: The error, if reading failed.
+        following: The number of processes that get samples of the next global batch; 0 at the end.
+        error: The error as text, if reading failed on rank 0.
     """
 
     skeleton: Any = None
@@ -75,27 +75,27 @@ class Message:
 
 
 class DataLoaderDispatcher(PreparedLoader):
-    """The prepared loader that reads the data on rank 0 only; the others receive their part.
+    """A prepared loader that reads the data on rank 0 only and sends each process its part.
 
-    For datasets that only one process can or should read: streams above all. In each round rank 0
-    reads a batch for every process (one for all with `split_batches`), and each gets its part.
-    Batches may hold more than tensors: lists with one entry per sample are cut like tensors, other
-    values go to every process as they are.
+    It is for datasets that only one process can or should read, mainly iterable datasets. For each
+    global batch, rank 0 reads one batch per process (with `split_batches`, one batch for all).
+    Batches may hold more than tensors: lists with one entry per sample are split like tensors, and
+    other values go to every process unchanged.
 
-    The last round may be short. With `even_batches` it is split evenly; samples of the first round
-    are added only to make it divisible by the number of processes, so that the last batches have
-    the same, smaller size. Without, processes get batches while there are samples, and the others
-    end one batch earlier. In earlier rounds, samples left over by the division go to the next
-    round: none is lost or repeated.
+    The last global batch may be short. With `even_batches` it is split evenly: samples of the first
+    global batch are added only until the size is divisible by the number of processes, so all last
+    batches have the same, smaller size. Without `even_batches`, the lowest ranks get full batches,
+    and ranks without samples end one batch earlier. In earlier global batches, samples that remain
+    after an even split go to the next global batch; none is lost or repeated.
 
-    If the dataset fails on rank 0, every process raises: rank 0 the error itself, the others a
-    ``RuntimeError`` with its text.
+    If reading fails on rank 0, every process raises: rank 0 raises the error itself, the others
+    raise a ``RuntimeError`` with its text.
 
     Args:
         source: The user's loader.
-        slice_fn: Called on every process with the round's batch, the ``slice`` of its samples that
-            are this process's, ``process_index`` and ``num_processes``; returns this process's
-            batch.
+        slice_fn: Replaces the default splitting. It is called on every process as
+            ``slice_fn(batch, slice, process_index=…, num_processes=…)`` with the global batch and
+            the slice of this process's samples, and returns this process's batch.
         **settings: See `PreparedLoader`.
     """
 
@@ -134,10 +134,11 @@ class DataLoaderDispatcher(PreparedLoader):
     # -- between the processes -----------------------------------------------------------------
 
     def _exchange(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any]:
-        """Return the next round on every process; collective.
+        """Broadcast the next global batch from rank 0; a collective call.
 
         Raises:
-            RuntimeError: Reading failed on rank 0, which raises the error itself.
+            RuntimeError: On the other ranks, if reading failed on rank 0. Rank 0 raises the
+                original error.
         """
         if self.rank != 0:
             message: Message = pickle.loads(broadcast_object(b""))  # noqa: S301 - from rank 0
@@ -157,7 +158,11 @@ class DataLoaderDispatcher(PreparedLoader):
         return message, batch
 
     def _next(self, plans: Iterator[tuple[Plan, Plan | None]]) -> tuple[Message, Any, Any, bytes]:
-        """Return, on rank 0, the next round and what the others need of it."""
+        """Return the next global batch on rank 0, and the data to broadcast.
+
+        Returns:
+            The message, the batch, the batch's tensors, and the pickled message.
+        """
         plan, following = next(plans, (None, None))
         if plan is None:
             return Message(), None, [], pickle.dumps(Message())
@@ -181,12 +186,12 @@ class DataLoaderDispatcher(PreparedLoader):
             batch,
             tensors,
             pickle.dumps(message),
-        )  # here, where errors are sent to the others
+        )  # pickled here, where the caller sends errors to the other ranks
 
     # -- on rank 0 -----------------------------------------------------------------------------
 
     def _sent(self) -> Iterator[Plan]:
-        """Yield the rounds of a pass, sent to the device as soon as read where possible."""
+        """Yield the global batches of a pass, copied ahead of use if the device has streams."""
         streams = self._streams
         transfer = self._transfer(streams)
         if streams is None or transfer is None:
@@ -194,7 +199,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return (replace(plan, batch=transfer(plan.batch)) for plan in self._plans())
 
     def _plans(self) -> Iterator[Plan]:
-        """Yield the rounds of a pass without those to be skipped."""
+        """Yield the global batches of a pass, without the skipped ones."""
         indexed = self._skips_by_index
         self.feed.start_round = self.first_round * self._per_round if indexed else 0
         return islice(self._all_plans(), 0 if indexed else self.first_round, None)
@@ -230,7 +235,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return Plan(batch, size, total, -(-total // size), place)
 
     def _groups(self, feed: Feed) -> Iterator[tuple[list[Any], Place | None]]:
-        """Yield the batches of each round, and the place after them."""
+        """Yield the loader's batches of each global batch, and the stream position after them."""
         rounds = feed.read()
         while group := list(islice(rounds, self._per_round)):
             if len(group) < self._per_round and self._drops_last:
@@ -240,7 +245,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield batches if self.world_size == 1 else [*map(marked, batches)], place
 
     def _beginning(self) -> Any:
-        """Read the first round's samples, which this pass has skipped."""
+        """Read the samples of the first global batch, which this pass has skipped, for padding."""
         feed = self._make_feed(self.source)
         feed.resume_length(self.feed.epoch, self.feed.length)
         feed.set_epoch(self.feed.epoch)
@@ -249,15 +254,15 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def _skips_by_index(self) -> bool:
-        """Whether rounds are whole batches of a map-style dataset: skipping reads nothing."""
+        """Whether batches can be skipped by index, without reading data (a map-style dataset)."""
         return self.feed.sampler is not None and type(self.source.batch_sampler) is BatchSampler
 
     def __len__(self) -> int:
         """Return the number of batches of this process in a pass.
 
-        With `even_batches`, or batches of one size before the last, it is exact. Otherwise the
-        samples that earlier rounds leave over decide who gets a batch of the last round, and they
-        are known only once read: a process may get one batch more, or one fewer.
+        The number is exact with `even_batches`, or if all batches before the last have one size.
+        Otherwise it may be off by one: samples that remain after the split of earlier global
+        batches decide which processes get a last batch, and are known only after reading.
 
         Raises:
             TypeError: The loader reads a stream that has no length.

@@ -1,4 +1,4 @@
-"""Reading an epoch in rounds, sharded over the processes and read one batch ahead."""
+"""The epoch iterator: reads an epoch's global batches, sharded over the processes."""
 
 from __future__ import annotations
 
@@ -54,9 +54,12 @@ Transfer = Callable[[Any], Any]
 
 
 def _expect_length(source: DataLoader[Any]) -> None:
-    """Raise where torch's sampler would, in the middle of the run, without saying what to do."""
+    """Raise a TypeError if a map-style dataset has no ``__len__``.
+
+    torch's sampler would raise too, but in the middle of the run and without a fix.
+    """
     dataset, batches = source.dataset, source.batch_sampler
-    # A loader with a batch sampler of the user's own has an unused sequential one.
+    # With a custom batch_sampler, a DataLoader also has a SequentialSampler, which is unused.
     reads_in_order = isinstance(source.sampler, SequentialSampler) and (
         batches is None or type(batches) is BatchSampler
     )
@@ -68,37 +71,40 @@ def _expect_length(source: DataLoader[Any]) -> None:
 
 
 class Feed:
-    """A loader's epochs, sharded in rounds and read one batch ahead.
+    """Epoch iterator: yields a loader's global batches, sharded over the processes.
 
-    A map-style loader is rebuilt around a `ShardedSampler`. A stream (an ``IterableDataset``'s
-    loader, or any iterable of batches) is read whole by every process, each keeping its own
-    batches: exact for every length, at the cost of reading *N* times.
+    A loader of a map-style dataset is rebuilt around a `ShardedSampler`. A stream (a loader of an
+    ``IterableDataset``, or any iterable of batches) is read in full by every process, and each
+    process keeps its own batches. This is exact for streams of any length, but N processes read
+    all data N times.
 
     Args:
         source: A ``DataLoader`` or an iterable of batches.
-        rank: This process.
+        rank: The rank of this process.
         world_size: The number of processes.
-        seed: The run's seed; the order is a function of it and the epoch.
-        place: Gives each loader of the run its own random numbers; 0 for the training's.
+        seed: The run's seed. The order of samples is a function of the seed and the epoch.
+        place: The number of this loader in the run, mixed into the seed so that each loader has its
+            own random numbers; 0 is the training loader.
         shuffle: See `ShardedSampler`.
         even: See `Dealing`.
         split: See `Dealing`.
         drop_last: See `Dealing`.
-        remember: `position` will be saved: a stream that has a state is read with it; see
-            `trainer.data.streams`.
-        rereads: A pass of a stream may be read again, although it was read further.
+        remember: The caller saves `position`. A stream with a ``state_dict`` is then read together
+            with its state; see `trainer.data.streams`.
+        rereads: The caller may restart a pass of a stream from its beginning after reading part of
+            it.
 
     Attributes:
-        limit: Batches of all processes, or the fraction of them as a float, after which an epoch
-            ends; None for all.
-        limited_by: The user's argument that limits it, for messages.
-        length: How much data there was when the latest pass began, which lasts for that pass.
-        resumed: An epoch that has begun, and how much data there was; see `resume_length`.
-        batches_read: How many processes have a batch in the round that is being read.
+        limit: The number of batches, over all processes, after which an epoch ends; a float is a
+            fraction of all batches, and None means no limit.
+        limited_by: The user's argument that sets `limit`, for messages.
+        length: The amount of data when the latest pass began; it holds for that whole pass.
+        resumed: The epoch to resume, and its amount of data; see `resume_length`.
+        batches_read: The number of processes with a batch in the global batch being read.
 
     Raises:
-        TypeError: The source cannot be iterated, or its dataset has no length.
-        ValueError: Its sampler shards the data already.
+        TypeError: The source cannot be iterated, or its map-style dataset has no ``__len__``.
+        ValueError: The source is sharded already.
     """
 
     def __init__(
@@ -129,8 +135,8 @@ class Feed:
         self._place, seed = place, mix(seed, place) if place else seed
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.epoch = 0
-        self.start_round = 0  # skipped in rounds of this number of processes, …
-        self.start_batch = 0  # … or in batches, before the rest is sharded
+        self.start_round = 0  # global batches to skip, with the current number of processes
+        self.start_batch = 0  # loader batches to skip before sharding, with any number of processes
         self._mark: int | None = None
         self._even, self.split, self.drop_last = even, split, drop_last
         self.limited_by = ""
@@ -146,7 +152,7 @@ class Feed:
                 "The loader was prepared by an Accelerator and is sharded already; pass the one "
                 "that was given to prepare()."
             )
-        # A subclass that overrides how it reads is read as a stream.
+        # A DataLoader subclass that overrides iteration is read as a stream.
         if isinstance(source, DataLoader) and reads_as_torchs(type(source)):
             streams = isinstance(source.dataset, IterableDataset)
             if not streams:
@@ -181,14 +187,14 @@ class Feed:
 
     @property
     def dataset(self) -> Any:
-        """The user's dataset, not a wrapper of it; None if there is none."""
+        """The user's dataset, unwrapped; None if the source has none."""
         return getattr(self._source, "dataset", None)
 
     @property
     def reads_once(self) -> bool:
-        """Whether the source is an iterator without a beginning, as a generator is.
+        """Whether the source is a one-shot iterator, such as a generator.
 
-        One of the user's own classes may begin anew where it is iterated again.
+        Iterators of user classes do not count: they may restart when iterated again.
         """
         kind = type(self._source)
         pythons = kind.__module__ in ("builtins", "itertools")
@@ -196,7 +202,7 @@ class Feed:
 
     @property
     def even(self) -> bool:
-        """Whether every process gets the same number of full batches; see `ShardedSampler`."""
+        """Whether every process gets the same number of full batches; see `Dealing`."""
         return self._even
 
     @even.setter
@@ -207,13 +213,13 @@ class Feed:
 
     @property
     def num_batches(self) -> int | None:
-        """The number of batches in the epoch over all processes; None if unknown until read."""
+        """The number of batches in the epoch, over all processes; None if unknown until read."""
         limits = [each for each in (self.length_now.batches, self._most) if each is not None]
         return min(limits, default=None)
 
     @property
     def length_now(self) -> EpochLength:
-        """How much data the epoch has: when it began, if it is resumed, and else now."""
+        """The amount of data in the epoch: the saved one for a resumed epoch, else the current."""
         if self._resumed_length != EpochLength():
             return self._resumed_length
         if self.sampler is not None:
@@ -221,7 +227,14 @@ class Feed:
         return EpochLength(None, self.num_all_batches)
 
     def resume_length(self, epoch: int, length: EpochLength | None) -> None:
-        """Read an epoch as when it began; None reads it with the data that there are."""
+        """Set the amount of data with which an epoch began, for a resume inside it.
+
+        The dataset may have grown or shrunk since.
+
+        Args:
+            epoch: The epoch to resume.
+            length: Its amount of data; None uses the current amount.
+        """
         self.resumed = None if length is None else (epoch, length)
         if self.sampler is not None:
             self.sampler.take_length(self._resumed_length.samples)
@@ -233,7 +246,7 @@ class Feed:
 
     @property
     def _most(self) -> int | None:
-        """The limit as a number of batches."""
+        """The limit as a number of batches; None if there is no limit."""
         if not isinstance(self.limit, float):
             return self.limit
         total = self.length_now.batches
@@ -247,7 +260,7 @@ class Feed:
         try:
             return len(source)
         except (TypeError, NotImplementedError, ValueError, RuntimeError):
-            return None  # ways in which loaders report that they have none yet
+            return None  # different loaders raise different errors if they have no length
 
     @property
     def num_samples(self) -> int | None:
@@ -259,7 +272,7 @@ class Feed:
 
     @property
     def num_rounds(self) -> int | None:
-        """The number of rounds in the epoch; None if unknown until read."""
+        """The number of global batches in the epoch; None if unknown until read."""
         total = self.num_batches
         return None if total is None else -(-total // self.world_size)
 
@@ -286,23 +299,29 @@ class Feed:
 
     @contextmanager
     def apart(self, epoch: int) -> Iterator[None]:
-        """Choose an epoch for the block, then restore generators that another pass may use."""
+        """Set the epoch inside the block, then restore the user's generators.
+
+        Another pass may be using these generators.
+        """
         with set_aside(self.users_generators):
             self.set_epoch(epoch)
             yield
 
     @property
     def users_generators(self) -> Found:
-        """The generators to seed per epoch; a map-style dataset's own are seeded per batch."""
+        """The user's generators that are seeded once per epoch.
+
+        Generators of a map-style dataset are not among them: they are seeded for each batch.
+        """
         if self.sampler is not None or knows_where_it_is(self._source):
             return of_samplers(self._source)
         return held_by(loader=self._source)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that is read next."""
+        """Set the epoch that is read next, and seed the order and the user's generators for it."""
         self.epoch = epoch
         self._generator.manual_seed(mix(self.seed, epoch, 1))
-        # Otherwise their states would decide, which no checkpoint holds.
+        # Otherwise the order would depend on the generators' states, which no checkpoint holds.
         seed_all(self.users_generators, mix(self.seed, epoch, 3), self._alike)
         if self.sampler is not None:
             self.sampler.take_length(self._resumed_length.samples)
@@ -312,30 +331,35 @@ class Feed:
         tell_epoch(getattr(self.loader, "dataset", None), self.seed, epoch)
 
     def position(self) -> dict[str, Any] | None:
-        """Return the position in a stream after the rounds handed over, as a tree to be saved.
+        """Return the position in a stream after the global batches used so far, for a checkpoint.
 
-        It is the same on all processes. It is None if none is needed: in a map-style dataset the
-        number of batches is enough.
+        The position is the same on all processes. It is None for a map-style dataset, where the
+        number of batches is enough to resume.
         """
         return None if self._stream is None else self._stream.position()
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
-        """Resume from what `position` returned, in the epoch that is read next.
+        """Start the next pass at a position that `position` returned.
 
-        `start_batch` must agree with it; if `position` cannot be used, the stream is read again and
-        that many batches are discarded.
+        `start_batch` must be the number of batches before that position. If the position cannot be
+        used, the stream is read from its beginning and that many batches are discarded.
+
+        Args:
+            position: The saved position, or None.
 
         Raises:
-            CheckpointError: Another number of workers read the stream inside the epoch.
+            CheckpointError: The position is inside an epoch that a different number of workers
+                read.
         """
         if self._stream is not None:
             self._stream.resume_at(position)
 
     @property
     def mark(self) -> int | None:
-        """A checksum of the current pass's order; None if there is none.
+        """A checksum of the current pass's order of samples; None if there is none.
 
-        If it is set before a pass resumes inside an epoch, a different order is logged.
+        Set it to the saved value before resuming inside an epoch: a different order then gives a
+        warning.
         """
         rest = None if self.sampler is None else self.sampler.rest
         return self._mark if rest is None else rest.mark
@@ -345,7 +369,7 @@ class Feed:
         self._mark = mark
 
     def _tell_of_another_order(self) -> None:
-        """Warn if the order does not match the `mark` that was set."""
+        """Warn if the checksum of the order does not match the `mark` that was set."""
         before, self._mark = self._mark, None
         if self.rank > 0 or not self.start_batch or before in (None, self.mark):
             return
@@ -366,19 +390,20 @@ class Feed:
             self.loader._iterator = None
 
     def _end_workers_of(self, batches: Iterator[Any]) -> None:
-        """End workers at once, since an error keeps the iterator alive until garbage collection.
+        """Shut down an iterator's workers immediately, without waiting for garbage collection.
 
-        That might collect first the queues through which torch ends the workers, which would then
-        stay until this process ends.
+        An error keeps the iterator alive until the garbage collector runs. The collector may free
+        the queues that torch uses for the shutdown first; the workers would then stay alive until
+        this process exits.
         """
         if hasattr(batches, "_shutdown_workers"):
             end_workers([batches])
             self.close()
 
     def another(self) -> Feed:
-        """Return a second, independent reader of the same data within the same limits.
+        """Return a second, independent epoch iterator over the same data with the same limit.
 
-        It is for map-style data: a stream's position is part of its state.
+        It works only for map-style datasets, because the position of a stream is part of its state.
         """
         twin = Feed(
             self._source,
@@ -400,10 +425,10 @@ class Feed:
             self.sampler.reseed(seed)
 
     def rounds(self, transfer: Transfer | None = None) -> Generator[Round, None, None]:
-        """Yield the epoch's rounds, each with `Round.last` set.
+        """Yield the epoch's global batches, each with `Round.last` set; prefetches one batch.
 
         Args:
-            transfer: Puts a batch on the device; called one batch ahead of its use.
+            transfer: Moves a batch to the device; called one batch ahead of its use.
         """
         for current, following in ahead(self.read(transfer)):
             current.last = following is None
@@ -412,23 +437,23 @@ class Feed:
             yield current
 
     def used(self, place: Place, *, last: bool) -> None:
-        """Note that the run has used a stream up to a place; see `Stream.used`."""
+        """Record that the run has used a stream's batches up to a position; see `Stream.used`."""
         if self._stream is not None:
             self._stream.used(place, last=last)
 
     def share_stream(self, other: Feed) -> None:
-        """Read the stream of another feed of the same loader from the position that it is in."""
+        """Use the stream of another epoch iterator of the same loader, at its current position."""
         self._stream, self._generator, self.loader = other._stream, other._generator, other.loader
 
     def read(self, transfer: Transfer | None = None) -> Iterator[Round]:
-        """Yield the epoch's rounds, each as soon as it has been read, without `Round.last`."""
+        """Yield the epoch's global batches without prefetching, so `Round.last` is not set."""
         self.length = self.length_now
         if self.sampler is None:
             yield from self._read_stream(transfer)
             return
         self.sampler.start_round, self.sampler.start_batch = self.start_round, self.start_batch
         self.sampler.limit, total = self._most, self.num_batches
-        shares = self.sampler.shares = deque()  # this pass's: another may begin before it ends
+        shares = self.sampler.shares = deque()  # one deque per pass: two passes may overlap
         batches = iter(batches_of(self.loader))
         read = 0
         try:
@@ -458,7 +483,7 @@ class Feed:
             )
 
     def _rounds_left(self, total: int | None, read: int) -> int | None:
-        """Return how many rounds a pass of `total` batches has after `read`; None if unknown."""
+        """Return how many global batches are left after `read` of them; None if unknown."""
         if total is None:
             return None
         batches, rest = divmod(total - self.start_batch, 1 if self.split else self.world_size)
@@ -468,7 +493,7 @@ class Feed:
         assert self._stream is not None
         skip, rounds_again = self.start_batch, self.start_round
         batches_again = self.start_round * (1 if self.split else self.world_size)
-        if not self.even:  # or else the first round is needed, to fill the last one
+        if not self.even:  # with `even`, the first global batch is read to pad the last one
             skip, rounds_again = skip + batches_again, 0
         elif rounds_again and self.rank == 0:
             self._stream.say_what_it_costs(batches_again)

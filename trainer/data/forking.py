@@ -1,9 +1,10 @@
-"""Forking data-loader workers beside a process group, whose threads may make a fork hang.
+"""Fork data-loader workers safely while a process group is active.
 
-The thread that ran a collective drops its tensors afterwards, for which it registers with Python,
-under a lock. Up to Python 3.11.7, a child forked at that moment waits for the lock forever, before
-it has executed anything (https://github.com/python/cpython/issues/112275), and its loader waits for
-it. So each child says that it has begun, and one that does not is ended and forked again.
+A thread of the process group frees its tensors after a collective. To do so it registers with the
+Python interpreter and takes a lock. Until Python 3.11.7, a child that is forked at that moment
+waits for the lock forever, before it runs any code, and its loader hangs
+(https://github.com/python/cpython/issues/112275). So each forked child sends a byte when it has
+started. A child that does not is killed and forked again.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 1.0  # seconds for a child to begin, which takes milliseconds; doubled each time
+# Seconds to wait for a child to start, which takes milliseconds; doubled at each retry.
+_PATIENCE = 1.0
 
 
 def safe_context(context: BaseContext | None) -> BaseContext | None:
-    """Return the context in which to start workers; None is the default one."""
+    """Return the multiprocessing context for workers; None is the default context."""
     if (
-        sys.platform == "win32"  # which has no forks
+        sys.platform == "win32"  # no fork there
         or sys.version_info >= (3, 11, 8)
         or not dist.is_initialized()
     ):
         return context
     known = context or multiprocessing.get_context()
-    return _Context() if type(known) is ForkContext else context  # a user's own is kept
+    return _Context() if type(known) is ForkContext else context  # keep a custom context
 
 
 if sys.platform != "win32":
@@ -53,16 +55,16 @@ if sys.platform != "win32":
                 patience *= 2  # in case the machine is only slow
 
         def _has_begun(self, process: _Process, patience: float) -> bool:
-            """Fork, and return whether the child began in time; otherwise it is ended."""
+            """Fork, and return whether the child started in time; if not, it is killed."""
             process.here, process.there = multiprocessing.Pipe()
             begun = False
             with process.here, process.there:
                 super()._launch(process)  # type: ignore[misc]  # typeshed lacks it
                 try:
-                    process.there.close()  # so that the death of the child is seen too
+                    process.there.close()  # so that poll also returns if the child dies
                     begun = process.here.poll(patience)
                     if begun:
-                        with suppress(OSError):  # it is dead, which its loader will see
+                        with suppress(OSError):  # the child has died; its loader reports that
                             process.here.send_bytes(b"")
                 finally:
                     if not begun:
@@ -70,7 +72,7 @@ if sys.platform != "win32":
             return begun
 
         def _end(self) -> None:
-            with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored
+            with suppress(ProcessLookupError, ChildProcessError):  # if SIGCHLD is ignored
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
             self.close()
@@ -87,7 +89,8 @@ if sys.platform != "win32":
             self.here.close()
             with self.there as parent:
                 parent.send_bytes(b"")
-                # One that came too late is ended here, where it holds no lock of the others.
+                # A child that started too late is killed while it waits here, where it holds no
+                # lock that other processes share.
                 parent.recv_bytes()
             return super()._bootstrap(parent_sentinel)  # type: ignore[misc]  # as above
 

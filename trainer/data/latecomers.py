@@ -1,4 +1,4 @@
-"""Generators that a dataset or a ``collate_fn`` creates while it is first read."""
+"""Lazy generators: random generators that a dataset creates on first use, not in ``__init__``."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainer.data.own_generators import Found
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 2  # after the first batches of a process, or those of its first passes
+_LOOKS = 2  # searches: after each of the first two batches of a process, or of its first passes
 
 
 class Latecomers:
-    """Finds the generators that a process creates in its first batch or pass, and keeps.
+    """Finds random generators that a process creates while it reads its first batch or pass.
 
-    They are seeded from the second look on. For the first it is too late, which is told.
+    They can be seeded from the second batch on, but not for the first one, so a warning is logged.
 
     Args:
-        owner: Who creates them, for the message.
-        part: What lies between two looks: a batch or a pass.
+        owner: What creates the generators, for the warning.
+        part: The unit between two searches: ``"batch"`` or ``"pass"``.
 
     Attributes:
-        awaited: Whether to `look` after the next part.
+        awaited: Whether to call `look` after the next batch or pass.
     """
 
     def __init__(self, owner: str, part: str = "batch") -> None:
@@ -34,7 +34,12 @@ class Latecomers:
         self._late: Found = {}
 
     def look(self, find: Callable[[], Found], own: Found) -> Found:
-        """Return the generators found after a part, with those that were known before it."""
+        """Search after a batch or pass; return the known generators and the new ones.
+
+        Args:
+            find: Searches for the generators.
+            own: The generators that were known before the batch or pass.
+        """
         self._looks += 1
         self.awaited = self._looks < _LOOKS
         found = find()

@@ -1,4 +1,4 @@
-"""The loaders that `Accelerator.prepare` returns, reading on every process."""
+"""Prepared loaders that read on every process, as `Accelerator.prepare` returns them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from trainer.rng import as_types, synchronize_rng_states
 from trainer.state import GradientState
 from trainer.tree import children, to_device
 
+# (batch, last, over, real, real_batches): the batch; whether it is the last one of this process;
+# whether it belongs to the last global batch; the number of samples in the global batch without
+# padding, None if unknown; if that is unknown and some ranks have a batch that is only padding, the
+# number of ranks, from rank 0 on, whose batch is not.
 Given: TypeAlias = "tuple[Any, bool, bool, int | None, int | None]"
 """A batch of this process, and what is known of its round.
 
@@ -32,33 +36,34 @@ batch that is not repeated whole, if others have one that is and the samples are
 
 
 class PreparedLoader(DataLoader[Any]):
-    """What the prepared loaders share: the user's loader, its share of the data, its passes.
+    """Base class of the prepared loaders: wraps the user's loader and yields this rank's batches.
 
-    It is a ``DataLoader`` with the user's dataset and settings, so that code which inspects these
-    attributes finds them. Subclasses read in `_batches`.
+    It is a ``DataLoader`` with the user's dataset and settings, so code that reads these attributes
+    works. Subclasses read the data in `_batches`. A pass is one iteration over the loader.
 
     Args:
         source: The user's loader; it is not changed.
-        rank: This process.
+        rank: The rank of this process.
         world_size: The number of processes.
-        seed: The same on all processes.
-        even_batches: Every process gets the same number of batches of the same size, for which
-            samples from the beginning are repeated at the end.
+        seed: The seed of the order; it must be the same on all processes.
+        even_batches: Every process gets the same number of batches of the same size. The last
+            global batch is padded with samples from the beginning of the epoch.
         device: The device for batches; None leaves them where they are.
-        non_blocking: Copy asynchronously, on a stream beside the one that computes; see
+        non_blocking: Copy to the device asynchronously, on a side stream; see
             `trainer.data.prefetch`.
-        split_batches: Each batch of the user's loader is split between the processes; otherwise
-            each process gets whole batches.
+        split_batches: Split each batch of the user's loader between the processes. If False, each
+            process gets whole batches.
         rng_types: Generators that take rank 0's state when a pass begins; see `synchronized`.
-        skip_batches: Batches of this process that each pass skips at its beginning.
-        stateful: The pass after `load_state_dict` continues after the last batch handed out.
+        skip_batches: The number of this process's batches to skip at the beginning of each pass.
+        stateful: After `load_state_dict`, the next pass continues after the last batch that was
+            yielded before the save.
 
     Attributes:
-        iteration: The current or next pass, counted from 0; it determines the order. A pass that
-            was left by ``break`` counts once the next one begins.
+        iteration: The number of the current or next pass, from 0; it determines the order. After a
+            ``break``, it increases when the next pass begins.
         end_of_dataloader: Whether the current batch is the last one of this process.
-        remainder: At the last batch: the samples in the last global batch that are not repeated; 0
-            if it is full; -1 before, and with ``drop_last``.
+        remainder: At the last batch, the number of samples in the last global batch without
+            padding, or 0 if that batch is full. Before the last batch, and with ``drop_last``, -1.
     """
 
     _is_accelerate_prepared = True
@@ -97,15 +102,17 @@ class PreparedLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.remainder = -1
         self._real_batches: int | None = None  # at the last batch, see `Given`
-        self._all_end = False  # whether the current batch is of the last round of all processes
+        self._all_end = False  # whether the current batch belongs to the last global batch
         self._unfinished = False
-        self._resume_at = 0  # batches of the next pass, over all processes, read before a restart
-        self._read_rounds = [0]  # of the current pass; a DataLoader is slow to set
+        self._resume_at = 0  # batches, over all ranks, that the resumed pass has read already
+        # Global batches read in the current pass. A list, because setting an attribute of a
+        # DataLoader is slow.
+        self._read_rounds = [0]
         self._reader: PreparedLoader | None = (
-            None  # which loader reads the pass: this one or one that skips
+            None  # the loader that reads the pass: this one, or a skipping copy
         )
         self._ended = False  # whether the latest pass was read to its last batch
-        self._loaded = False  # whether its pass was loaded and has not begun
+        self._loaded = False  # whether the pass comes from a state dict and has not begun
         self._rest_of: PreparedLoader | None = None  # the loader whose pass this one continues
         self._take(source)
         super().__init__(**users_kwargs(source), **what_kwargs(source, self.feed.sampler))
@@ -118,11 +125,11 @@ class PreparedLoader(DataLoader[Any]):
 
     @abstractmethod
     def _make_feed(self, source: DataLoader[Any]) -> Feed:
-        """Create the feed that reads the user's loader on this process."""
+        """Create the epoch iterator that reads the user's loader on this process."""
 
     @abstractmethod
     def _batches(self) -> Iterator[Given]:
-        """Yield this process's batches."""
+        """Yield this process's batches, with the facts that `Given` lists."""
 
     def __iter__(self) -> Any:
         """Yield the batches of this process."""
@@ -143,16 +150,16 @@ class PreparedLoader(DataLoader[Any]):
             for batch, last, over, real, real_batches in self._batches():
                 rounds[0] += 1
                 self.end_of_dataloader = last
-                if over is not self._all_end:  # a DataLoader is slow to set
+                if over is not self._all_end:  # setting an attribute of a DataLoader is slow
                     self._all_end = over
                 if real_batches is not self._real_batches:
                     self._real_batches = real_batches
                 if last and real is not None and not self._drops_last:
                     self.remainder = 0 if real == self.total_batch_size else real
-                self.__dict__["_batch"] = batch  # a DataLoader is slow to set
+                self.__dict__["_batch"] = batch  # setting an attribute of a DataLoader is slow
                 yield batch
             self._tell(self.iteration + 1, unfinished=False)
-        except GeneratorExit:  # the caller's loop was left by break
+        except GeneratorExit:  # the caller left its loop with break
             state._keep_end(self)
             for loader in self._wholes():
                 if loader._reader is self:
@@ -164,7 +171,7 @@ class PreparedLoader(DataLoader[Any]):
             state._remove_dataloader(self)
 
     def _wholes(self) -> Iterator[PreparedLoader]:
-        """Yield this loader and those whose pass it continues."""
+        """Yield this loader, then each loader whose pass it continues; see `skipping`."""
         loader: PreparedLoader | None = self
         while loader is not None:
             yield loader
@@ -191,20 +198,20 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def synchronized(self) -> torch.Generator | None:
-        """The generator meant by ``"generator"`` in `rng_types`: the sampler's or the stream's."""
+        """The generator for ``"generator"`` in `rng_types`: the sampler's or the stream's."""
         if isinstance(self.source.dataset, IterableDataset):
             return getattr(self.source.dataset, "generator", None)
         return of_order(self.source)
 
     @property
     def _streams(self) -> Streams | None:
-        """The streams that copy batches; None if the computing stream does."""
+        """The CUDA streams for asynchronous copies; None if the compute stream copies batches."""
         if self.device is None or not self.non_blocking:
             return None
         return streams_for(torch.device(self.device))
 
     def _transfer(self, streams: Streams | None) -> Callable[[Any], Any] | None:
-        """Return a function that puts a batch on the device, or begins to if there are streams."""
+        """Return a function that moves a batch to the device, asynchronously with `streams`."""
         if self.device is None:
             return None
         move = partial(to_device, device=self.device, non_blocking=self.non_blocking)
@@ -227,7 +234,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """The samples in a batch over all processes; None for batches without a fixed size."""
+        """The number of samples in a full global batch; None for batches without a fixed size."""
         size = self.source.batch_size
         if size is None:
             size = getattr(self.source.batch_sampler, "batch_size", None)
@@ -235,7 +242,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def _batch_sizes(self) -> frozenset[int]:
-        """The numbers that may count the samples in this process's current batch."""
+        """The numbers that could be the sample count of this process's current batch."""
         batch = self.__dict__.get("_batch")
         columns = [batch, *(value for _, value in children(batch) or ())]
         found = {len(each) for each in columns if isinstance(each, (list, tuple))}
@@ -245,25 +252,27 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """The samples in the dataset, over all processes."""
+        """The number of samples in the dataset, over all processes."""
         return len(self.source.dataset)  # type: ignore[arg-type]  # a stream may have no length
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; by default each pass takes the next one.
+        """Set the epoch of the next pass, which determines its order; by default it counts up.
 
         The ``set_epoch`` of the sampler, the batch sampler and the dataset is called, if any.
         """
-        if epoch != self.iteration:  # or else a loaded pass goes on
+        if epoch != self.iteration:  # for the same epoch, a loaded pass continues
             self._resume_at, self.feed.resumed = 0, None
         self.iteration = epoch
         self._unfinished = self._loaded = self._ended = False
         self.feed.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the pass to read after a restart, the seed, and whether one has just ended.
+        """Return the state for a checkpoint: the pass to read after a restart, and its position.
 
-        Inside a pass it is that pass, which `skip_first_batches` continues, and how much data there
-        was when it began; from its last batch on, or after a ``break``, it is the next one.
+        Inside a pass, the state names that pass (which `skip_first_batches` can continue), the
+        number of batches read, and the amount of data when it began. From the last batch on, or
+        after a ``break``, it names the next pass. It also holds the seed, the stream's position,
+        and whether a pass has just ended.
         """
         ended = self._ended if self._reader is None else self._reader.end_of_dataloader
         over = self._unfinished and (ended or self._reader is None)
@@ -282,11 +291,19 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the pass and the order from a saved state."""
+        """Restore the pass, the position and the seed from what `state_dict` returned.
+
+        Args:
+            state: The saved state.
+
+        Raises:
+            ValueError: The loader is stateful, and the saved number of batches is not a whole
+                number of batches for each process.
+        """
         self.settings["seed"] = state["seed"]
         self.feed.reseed(state["seed"])
         self.set_epoch(state["iteration"])
-        # An earlier release saved neither a length nor batches.
+        # States of an earlier release have neither "length" nor "batches".
         length = state.get("length")
         self.feed.resume_length(self.iteration, None if length is None else EpochLength(*length))
         self._resume_at = state.get("batches", 0)
@@ -301,7 +318,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def _per_round(self) -> int:
-        """The number of the user's batches in a round."""
+        """The number of the user's batches in a global batch."""
         return 1 if self.split_batches else self.world_size
 
     def get_sampler(self) -> Any:
@@ -313,7 +330,7 @@ class PreparedLoader(DataLoader[Any]):
         """Use another sampler from the next pass on.
 
         Raises:
-            ValueError: The loader's own batch sampler does not use a sampler.
+            ValueError: The loader reads a stream, or its batch sampler has no ``sampler``.
         """
         batches = self.source.batch_sampler
         if isinstance(self.source.dataset, IterableDataset):
@@ -329,18 +346,23 @@ class PreparedLoader(DataLoader[Any]):
         what = what_kwargs(self.source, sampler if batches is None else batches)
         self._take(DataLoader(**users_kwargs(self.source), **what))
         self.feed.set_epoch(self.iteration)
-        # A DataLoader's attribute cannot be set twice. The feed reads; this is for inspection only.
+        # A DataLoader refuses to set this attribute again. The value is for inspection only: the
+        # epoch iterator does the reading.
         self.__dict__["sampler" if batches is None else "batch_sampler"] = self.feed.sampler
 
     def skipping(self, num_batches: int) -> PreparedLoader:
-        """Return a loader like this one, in the same pass, that skips more batches at its start.
+        """Return a copy of this loader that skips `num_batches` more batches of the same pass.
 
-        Reading it counts as this loader's pass: this one then continues with the next.
+        Reading the copy counts as reading this loader's pass: this loader then continues with the
+        next pass.
+
+        Args:
+            num_batches: The number of this process's batches to skip.
         """
         skip = self.skip_batches + num_batches
         skipped = type(self)(self.source, **(self.settings | {"skip_batches": skip}))
         skipped.iteration = self.iteration
-        # A pass that was left may go on although the dataset has grown.
+        # An unfinished pass keeps its amount of data, even if the dataset has grown since.
         length = (
             self.feed.length if self._unfinished else self.feed.resumed and self.feed.resumed[1]
         )
@@ -349,9 +371,10 @@ class PreparedLoader(DataLoader[Any]):
             skipped.feed.share_stream(self.feed)
         skipped._rest_of, skipped._loaded, skipped._ended = self, self._loaded, self._ended
         if self._loaded and self._ended and num_batches and self.iteration:
-            # A state saved at the last batch names the next pass already, but a script may skip all
-            # batches of the previous one. Its own length would tell each process something else,
-            # and another number of processes may leave out more or fewer with drop_last.
+            # A state that was saved at the last batch names the next pass, but a script may skip
+            # all batches of the previous pass instead. Comparing num_batches with len(self) would
+            # not decide it: the length differs between ranks, and with drop_last it depends on
+            # the number of processes.
             skipped.iteration, skipped._loaded = self.iteration - 1, False
         return skipped
 
@@ -363,17 +386,17 @@ class PreparedLoader(DataLoader[Any]):
 
 
 class DataLoaderShard(PreparedLoader):
-    """The loader that `Accelerator.prepare` returns: this process's part of the user's loader.
+    """The loader that `Accelerator.prepare` returns: yields this rank's shard of the user's loader.
 
-    Batches arrive on the device and are read one ahead, so that ``end_of_dataloader`` is true at
-    the last one. The order of a shuffling loader is a function of the seed and the pass, the same
-    on all processes and for any number of them; it changes with every pass.
+    Batches are on the device. One batch is prefetched, so ``end_of_dataloader`` is already True at
+    the last batch. The order of a shuffling loader is a function of the seed and the pass number.
+    It changes with every pass, and it is the same on all processes and for any number of processes.
 
-    With *N* processes, process *i* gets batch *i* of every *N*; with `split_batches` the *i*-th
-    part of every batch. A stream is read whole by every process, each keeping its part. With
-    `even_batches`, the last round is filled with samples of the first one until every process has a
-    full batch; ``gather_for_metrics`` drops them again. With ``drop_last`` an incomplete round is
-    left out.
+    With N processes, process *i* gets batch *i* of every N batches. With `split_batches`, it gets
+    the *i*-th part of every batch. A stream is read in full by every process, and each process
+    keeps its own batches. With `even_batches`, the last global batch is padded with samples of the
+    first one until every process has a full batch; ``gather_for_metrics`` drops the padding. With
+    ``drop_last``, an incomplete last global batch is dropped.
     """
 
     def _make_feed(self, source: DataLoader[Any]) -> Feed:

@@ -1,10 +1,11 @@
-"""Random number generators that loaders, samplers and datasets keep, besides the global ones.
+"""Generator discovery: find and seed the random generators that loaders and datasets keep.
 
-A sampler draws its order from them, a dataset and its transforms their augmentation. No checkpoint
-holds their states, and a worker's are lost with it; so each is seeded where it is used.
+These are generators other than the global ones: a sampler may draw its order from one, and a
+dataset or transform its augmentation. Checkpoints do not hold their states, and the states in a
+worker are lost when the worker ends. So each generator is seeded where it is used.
 
-They are identified by the path of attributes and items that leads to them, so that unrelated
-objects beside them make no difference.
+A generator is identified by the path of attributes and items that leads to it. So its seed does not
+depend on unrelated objects.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from torch.utils.data import get_worker_info
 
 from trainer.rng import mix
 
-LONGEST = 1_000  # longer containers hold samples, not transforms
-_LONG = 50  # longer ones may hold samples, so they are searched last
-_MOST = 20_000  # objects to search, in about 50 ms
+LONGEST = 1_000  # items; longer containers hold samples, not transforms, and are not searched
+_LONG = 50  # items; longer containers may hold samples, so they are searched last
+_MOST = 20_000  # the largest number of objects to search, which takes about 50 ms
 _OF_TORCH = nn.Module().__dict__.keys() - {"_modules"}
 _LEAVES = ModuleType, torch.Tensor, str, bytes, int, float, type(None)
 _CONTAINERS = list, tuple, deque, dict
@@ -47,9 +48,10 @@ Found = dict[str, Any]
 
 
 def of_samplers(source: Any) -> Found:
-    """Find the generators that a loader and its samplers draw from, in any attribute.
+    """Find the generators in the attributes of a loader's samplers, and the loader's own.
 
-    They may be torch's, Python's or numpy's; the global ones, which others use too, are left out.
+    They may be generators of torch, Python or numpy. The global ones are left out, because other
+    code uses them too.
     """
     batches = getattr(source, "batch_sampler", None)
     samplers = getattr(source, "sampler", None), batches, getattr(batches, "sampler", None)
@@ -60,22 +62,22 @@ def of_samplers(source: Any) -> Found:
 
 
 def of_order(loader: Any) -> torch.Generator | None:
-    """Return the generator that determines a loader's order, if it was given one."""
+    """Return the ``generator`` that determines a loader's order; None if it has none."""
     batches = loader.batch_sampler
     owners = (loader.sampler, getattr(batches, "sampler", None), batches)
     return next((g for each in owners if (g := getattr(each, "generator", None)) is not None), None)
 
 
 def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
-    """Find the generators that can be reached through attributes, containers and functions.
+    """Find the generators that are reachable through attributes, containers and functions.
 
-    For a dataset these are its own, those of its transforms, recursively, and those bound in a
-    `lambda` or a `partial`. Sets, containers of more than `LONGEST` items, and modules are not
-    searched.
+    For a dataset, these are its own generators, those of its transforms (recursively), and those
+    bound in a `lambda` or a `partial`. Sets, containers of more than `LONGEST` items, and Python
+    modules are not searched.
 
     Args:
-        besides: Further objects not to be searched.
-        **owners: The objects to start from; their names begin the paths.
+        besides: Objects that are not searched.
+        **owners: The objects to start from; the argument names begin the paths.
     """
     descriptors: Descriptors = {}  # not cached: that would keep the classes alive
     found: list[tuple[str, Any]] = []
@@ -99,9 +101,12 @@ def held_by(besides: Iterable[Any] = (), **owners: Any) -> Found:
 
 
 def alike(found: Found) -> dict[str, str]:
-    """Map the path of each generator to that of the first one of its kind with the same state.
+    """Group generators of the same kind with the same state.
 
-    Such generators were created to draw the same, for an image and its mask for example.
+    Such generators were created to draw the same numbers, for an image and its mask for example.
+
+    Returns:
+        For the path of each generator, the path of the first generator in its group.
     """
     first: dict[str, str] = {}
     places = {path: repr([_kind(each), _plain(_state(each))]) for path, each in found.items()}
@@ -109,12 +114,12 @@ def alike(found: Found) -> dict[str, str]:
 
 
 def seed_all(found: Found, seed: int, names: Mapping[str, str]) -> None:
-    """Seed generators, each with its own seed, except for those that are `alike`.
+    """Seed each generator with its own seed; generators that are `alike` get the same one.
 
     Args:
-        found: The generators.
-        seed: Their seeds are derived from it.
-        names: The result of `alike` for them.
+        found: The generators by their paths.
+        seed: The seed from which each generator's seed is derived, together with its path.
+        names: The result of `alike` for the generators.
     """
     for path, generator in found.items():
         _seed(generator, mix(seed, crc32(names.get(path, path).encode())))
@@ -124,11 +129,11 @@ def seed_all(found: Found, seed: int, names: Mapping[str, str]) -> None:
 def set_aside(
     found: Found, seed: int | None = None, names: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Restore the generators' states after the block.
+    """Save the generators' states, and restore them after the block.
 
     Args:
         found: The generators that `held_by` or `of_samplers` found.
-        seed: Seeds them for the block, see `seed_all`; None keeps their states.
+        seed: The seed for the generators inside the block, see `seed_all`; None keeps their states.
         names: See `seed_all`.
     """
     states = states_of(found)
@@ -141,7 +146,7 @@ def set_aside(
 
 
 def states_of(found: Found) -> dict[str, list[Any]]:
-    """Return their states, each with the name of its kind, as a tree to be saved."""
+    """Return the kind and the state of each generator, by path, as a tree for a checkpoint."""
     return {path: [_kind(generator), _state(generator)] for path, generator in found.items()}
 
 
@@ -149,7 +154,7 @@ def load_states(found: Found, states: Mapping[str, Any]) -> list[str]:
     """Restore what `states_of` returned.
 
     Returns:
-        The paths of saved generators that no longer exist or are of another kind.
+        The paths of saved generators that no longer exist or have another kind.
     """
     missing = []
     for path, (kind, state) in states.items():
@@ -169,7 +174,7 @@ def _kind(generator: Any) -> str:
 
 
 def _plain(state: Any) -> Any:
-    """Return a state whose `repr` is complete."""
+    """Convert arrays in a state to lists: the `repr` of a long array is abbreviated."""
     if isinstance(state, dict):
         return {name: _plain(value) for name, value in state.items()}
     return state.tolist() if hasattr(state, "tolist") else state
@@ -182,7 +187,7 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed)
     elif hasattr(generator, "get_state") and _bits_name(generator) == "MT19937":
         generator.seed(seed % 2**32)
-    else:  # numpy's newer kinds have no method to seed them
+    else:  # numpy.random.Generator has no method to seed it
         bits = _bits_of(generator)
         bits.state = type(bits)(seed).state
 
@@ -192,7 +197,7 @@ def _state(generator: Any) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    if hasattr(generator, "get_state"):  # numpy's older kind, which may keep half a pair
+    if hasattr(generator, "get_state"):  # RandomState; legacy=False includes a cached Gaussian
         return generator.get_state(legacy=False)
     return _bits_of(generator).state
 
@@ -223,7 +228,7 @@ def _kinds() -> tuple[type, ...]:
 
 
 def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
-    """Keep the generators that can be seeded here, each once, without the global ones."""
+    """Select the generators that can be seeded here, without duplicates and the global ones."""
     python = getattr(random.random, "__self__", None)
     seen = {id(torch.default_generator), id(python), id(numpy.random.mtrand._rand)}
     own: Found = {}
@@ -236,7 +241,7 @@ def _seedable(things: Iterable[tuple[str, Any]]) -> Found:
 
 def _can_be_seeded(generator: Any) -> bool:
     if isinstance(generator, torch.Generator):
-        # A forked worker must not touch a device's generator.
+        # A forked worker must not use an accelerator, so not the generator of one either.
         return generator.device.type == "cpu" or get_worker_info() is None
     if isinstance(generator, random.Random):  # not SystemRandom, nor one with an unknown state
         names = "seed", "getstate", "setstate"
@@ -256,13 +261,13 @@ def _is_long(thing: Any) -> bool:
 
 
 def _parts(thing: Any, descriptors: Descriptors) -> Iterable[tuple[str, Any]]:
-    """Return the parts of an object with their names, without running code of its class.
+    """Return the attributes, items and classes of an object, without running code of its class.
 
-    Of torch's own attributes of a module only the submodules count. Containers are copied first,
-    since other threads may change them.
+    Of the attributes that torch gives an ``nn.Module``, only the submodules are returned. A
+    container is copied before it is iterated, because other threads may change it.
     """
     kind = type(thing)
-    if issubclass(kind, type):  # class attributes, of which only generators count
+    if issubclass(kind, type):  # of class attributes, only generators
         shared = list(vars(thing).items())
         return [(name, value) for name, value in shared if issubclass(type(value), _kinds())]
     if kind is MethodType:
@@ -297,7 +302,7 @@ def _numbered(things: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield what is in its ``__dict__``, unless the class redefines that, and in its slots."""
+    """Yield the attributes in an object's ``__dict__`` and slots, without calling properties."""
     skipped = _OF_TORCH if issubclass(type(thing), nn.Module) else ()
     for name, descriptor in descriptors:
         with suppress(AttributeError):  # an unset slot
@@ -309,7 +314,7 @@ def _attributes(thing: Any, descriptors: list[tuple[str, Any]]) -> Iterator[tupl
 
 
 def _descriptors(kind: type) -> list[tuple[str, Any]]:
-    """Return the descriptors that give instance attributes without running Python code."""
+    """Return a class's descriptors of ``__dict__`` and slots, which run no Python code."""
     return [
         (name, value)
         for each in kind.__mro__

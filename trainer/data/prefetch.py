@@ -1,7 +1,7 @@
-"""Copying batches to an accelerator on a side stream, beside the stream that computes.
+"""Prefetch to the device: copy batches asynchronously on a side stream (CUDA and XPU).
 
-On the computing stream, the copy of the next batch would queue behind the kernels of the previous
-step, and the next kernels behind the copy: the two would never overlap.
+On the compute stream, the copy of the next batch would wait for the kernels of the current step,
+and the next kernels would wait for the copy. Copies and computation would never overlap.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from torch.nn.utils.rnn import PackedSequence
 from trainer.tree import children, leaves
 
 _WITH_STREAMS = ("cuda", "xpu")  # whose allocators support record_stream
-_LEAD = 4  # batches that the host may be ahead of the device
+_LEAD = 4  # batches by which the host may run ahead of the device
 
 
 class Lead:
-    """Keeps the host from running far ahead of the device, where nothing else would.
+    """Limits how many batches the host may run ahead of the device.
 
-    The memory of a batch is freed when the device is done with it, not when the host is: in an
-    evaluation of large batches, where nothing is read before the end, they would pile up. Whenever
-    the host waits here, the device still has that many batches of work.
+    The memory of a batch is freed when the device has finished with it, not when the host has. In
+    an evaluation that reads no value before its end, large batches would otherwise accumulate in
+    device memory. When the host waits here, the device still has `batches` batches of work queued,
+    so it does not become idle.
 
     Args:
-        batches: How many batches the host may be ahead.
+        batches: The number of batches by which the host may be ahead.
     """
 
     def __init__(self, batches: int) -> None:
@@ -39,17 +40,21 @@ class Lead:
         self._events: deque[Any] = deque()
 
     def add(self, event: Any) -> None:
-        """Note that a batch was handed over; the event follows what was computed before it."""
+        """Record that a batch was yielded, and wait for the device if it is too far behind.
+
+        Args:
+            event: A device event, recorded after the work of earlier batches was queued.
+        """
         self._events.append(event)
         if len(self._events) > self._batches:
             self._events.popleft().synchronize()
 
 
 class Streams:
-    """The two streams of a CUDA or XPU device.
+    """The compute stream and the copy stream of a CUDA or XPU device.
 
     Attributes:
-        side: The stream for copies; used through ``wait_stream`` and ``record_event``.
+        side: The side stream for copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,42 +64,43 @@ class Streams:
         self._lead = Lead(_LEAD)
 
     def on_side(self) -> AbstractContextManager[Any]:
-        """Enqueue work on the side stream inside the block."""
+        """Return a context manager that queues work on the side stream."""
         context: AbstractContextManager[Any] = self._module.stream(self.side)
         return context
 
     def current(self) -> Any:
-        """Return the stream that computes; used through ``wait_event``."""
+        """Return the current compute stream."""
         return self._module.current_stream(self._device)
 
     def keep(self, held: Any, stream: Any) -> None:
-        """Keep memory allocated on the side stream until this stream is done with it.
+        """Keep memory that was allocated on the side stream until `stream` has finished with it.
 
         Args:
-            held: A tensor, or an object with a ``record_stream`` for its tensors.
-            stream: The stream that uses it.
+            held: A tensor, or an object with a ``record_stream`` method for its tensors.
+            stream: The stream that uses the memory.
         """
         held.record_stream(stream)
 
     def note_arrival(self, stream: Any) -> None:
-        """Note that a batch was handed over to this stream; see `Lead`."""
+        """Record that a batch was passed to this stream; see `Lead`."""
         self._lead.add(stream.record_event())
 
 
-@cache  # the allocator caches memory per stream, so all passes of all loaders share one
+@cache  # one side stream per device: the caching allocator keeps separate memory per stream
 def streams_for(device: torch.device) -> Streams | None:
-    """Return the device's streams; None where batches are copied on the computing stream."""
+    """Return the device's streams; None if batches are copied on the compute stream."""
     return Streams(device) if device.type in _WITH_STREAMS else None
 
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A batch that may still be being copied.
+    """A batch whose asynchronous copy to the device may not be finished.
 
     Attributes:
-        value: The moved batch; not to be used before `arrive`.
-        streams: The streams of its device.
-        event: Follows its copy on the side stream; None if it was not copied there.
+        value: The batch on the device; do not use it before `arrive`.
+        streams: The streams of the device.
+        event: The event recorded after the copy on the side stream; None if the batch was copied on
+            the compute stream.
     """
 
     value: Any
@@ -102,17 +108,17 @@ class InFlight:
     event: Any
 
     def arrive(self) -> Any:
-        """Return the batch for subsequent work on the current stream; the host does not wait.
+        """Return the batch, ready for use on the current stream; the host does not wait.
 
-        Its memory was allocated on the side stream, where the allocator reuses it as soon as the
-        last reference is gone: the next batch could overwrite one that queued kernels have yet to
-        read. `Streams.keep` delays that, for each tensor, until the computing stream has passed the
-        point at which the tensor was dropped. Memory then holds as many batches as the host is
-        ahead of the device, which `Lead` limits.
+        The batch's memory was allocated on the side stream. The allocator would reuse it there as
+        soon as the last reference is gone, so the next batch could overwrite data that queued
+        kernels have yet to read. `Streams.keep` (``record_stream``) delays the reuse of each tensor
+        until the compute stream has passed the point at which the tensor was dropped. Device memory
+        then holds as many batches as the host is ahead of the device; `Lead` limits that number.
         """
         if self.event is not None:
             stream = self.streams.current()
-            # Wait for this copy only: the next batch's is on the side stream already.
+            # Wait for this copy only: the copy of the next batch is already queued behind it.
             stream.wait_event(self.event)
             for held in _held(self.value):
                 self.streams.keep(held, stream)
@@ -123,19 +129,20 @@ class InFlight:
 def send(
     batch: Any, move: Callable[[Any], Any], streams: Streams, *, follow: bool = False
 ) -> InFlight:
-    """Begin to copy a batch while the device computes.
+    """Start an asynchronous copy of a batch to the device, on the side stream.
 
-    The host memory may be dropped immediately. For pinned memory torch's allocator records an event
-    on the copying stream and reuses the memory only after it (``CachingHostAllocator.h``). Other
-    memory is staged before the call returns; the driver may wait for the stream first (NVIDIA, "API
-    synchronization behavior"), but this one has no kernels to wait for.
+    The host memory may be freed immediately. For pinned memory, torch's allocator records an event
+    on the copying stream and reuses the memory only after that event (``CachingHostAllocator.h``).
+    Pageable memory is staged before the call returns; the driver may first synchronize the stream
+    (NVIDIA, "API synchronization behavior"), but the side stream has no kernels to wait for.
 
     Args:
-        batch: On the host; a batch that the side stream cannot copy is copied on the current one.
+        batch: The batch on the host. A batch that the side stream cannot copy is copied on the
+            current stream.
         move: Returns the batch on the device, or a tree that holds it.
         streams: The streams of the device.
-        follow: `move` also computes with values that the current stream may still have to write:
-            the side stream first waits for it.
+        follow: Whether `move` also reads values that queued work on the current stream may still
+            write. The side stream then waits for the current stream first.
     """
     if not _can_go_aside(batch):
         return InFlight(move(batch), streams, None)
@@ -147,11 +154,12 @@ def send(
 
 
 def _can_go_aside(tree: Any) -> bool:
-    """Return whether all of it is on the host, and the tensors of its copy can be found or kept.
+    """Return whether a batch can be copied on the side stream.
 
-    An object with its own ``.to`` moves itself by unknown code. Only a ``UserDict``, such as the
-    batches of tokenizers, is known to expose all its tensors, and an object with ``record_stream``
-    was made for this.
+    All of its data must be on the host, and all tensors of the copy must be known, for
+    ``record_stream``. An object with a ``.to`` method moves itself by unknown code. Two kinds are
+    safe: a ``UserDict`` (batches of tokenizers, for example) exposes all its tensors, and an object
+    with a ``record_stream`` method handles its own.
     """
     if isinstance(tree, Tensor):
         return _is_plain(tree)
@@ -165,7 +173,7 @@ def _can_go_aside(tree: Any) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether it is plain dense host memory without an autograd graph."""
+    """Return whether a tensor is plain dense host memory and does not require gradients."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -179,7 +187,7 @@ def _has_record_stream(thing: Any) -> bool:
 
 
 def _held(tree: Any) -> Iterator[Any]:
-    """Yield what holds device memory in a moved batch."""
+    """Yield the tensors and objects of a moved batch that hold device memory."""
     for leaf in leaves(tree):
         if isinstance(leaf, PackedSequence):
             yield from _held(tuple(leaf))

@@ -1,4 +1,4 @@
-"""`prepare_data_loader`: the prepared form of a user's loader."""
+"""`prepare_data_loader`: wrap a user's ``DataLoader`` so that it shards over the processes."""
 
 from __future__ import annotations
 
@@ -32,49 +32,49 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
 ) -> PreparedLoader:
-    """Give this process its part of a loader; called by every process alike.
+    """Return a loader that yields this process's shard of the data; call it on every process.
 
-    The order of a shuffling loader is a function of a seed and of the number of the pass, alike on
-    all processes and on any number of them: rank 0 tells its seed, so that the call is collective
-    unless `num_processes` is another number than that of the processes that run. Loaders without a
-    generator of their own have a seed each, made from the one that ``set_seed`` set and from how
-    many were prepared since; the first has that seed itself.
+    The order of a shuffling loader is a function of a seed and the pass number, the same on all
+    processes and for any number of processes. Rank 0 broadcasts its seed, so the call is a
+    collective, unless `num_processes` differs from the number of running processes. A loader
+    without a generator of its own gets its own seed, derived from the one of ``set_seed`` and the
+    number of loaders prepared since; the first loader gets that seed itself.
 
-    The user's loader, samplers and dataset are not changed, except that they hear of the epoch
-    (``set_epoch``), and that generators of their own are seeded anew: those of the samplers and of
-    a stream for each pass, those of a map-style dataset for each batch.
+    The user's loader, samplers and dataset are not changed, with two exceptions. Their
+    ``set_epoch`` is called. And their random generators are seeded again: those of samplers and
+    streams for each pass, those of a map-style dataset for each batch.
 
     Args:
-        dataloader: Preparing it a second time returns it as it is.
-        device: Where batches are put with `put_on_device`; None is the process's device.
-        num_processes: None asks `PartialState`.
-        process_index: None asks `PartialState`.
-        split_batches: The loader's batch size is that of all processes together: each batch is cut
-            into one part for each. Else each process gets whole batches.
-        put_on_device: Put batches on the device.
-        rng_types: Generators that take the state of rank 0's when a pass begins: ``"torch"``,
-            ``"cuda"``, … or ``"generator"``, the sampler's or the stream's own. The order needs
-            none of them; they matter to what draws from the global generators in the main process.
-            None synchronises none.
-        dispatch_batches: Rank 0 reads for all (see `DataLoaderDispatcher`); None means so for
-            streams with `put_on_device`. Else every process reads (see `DataLoaderShard`).
-        even_batches: Every process gets the same number of batches of the same size; samples of
-            the beginning are repeated for that. Without, some end one batch earlier or with a
-            shorter one. With one process there is nothing to even out.
-        slice_fn_for_dispatch: See `DataLoaderDispatcher`; unused without dispatching.
-        use_seedable_sampler: The seed of the order always follows the one that ``set_seed`` set.
-            Else the generator that was given to the loader or its sampler decides, where there is
-            one.
-        data_seed: The seed of the order, whatever else there is.
-        non_blocking: Copy to the device asynchronously, a batch ahead and beside what it computes;
-            useful from pinned memory.
-        use_stateful_dataloader: After ``load_state_dict`` the next pass continues after the last
-            batch that was handed out.
+        dataloader: The user's loader. A prepared loader is returned unchanged.
+        device: The device for batches with `put_on_device`; None means the process's device.
+        num_processes: The number of processes; None takes it from `PartialState`.
+        process_index: The rank of this process; None takes it from `PartialState`.
+        split_batches: The loader's batch size is that of the global batch: each batch is split into
+            one part per process. If False, each process gets whole batches.
+        put_on_device: Move batches to the device.
+        rng_types: Generators that take rank 0's state when a pass begins: ``"torch"``, ``"cuda"``,
+            …, or ``"generator"`` for the one of the sampler or the iterable dataset. The order of
+            the samples does not need this; it matters for user code that draws from the global
+            generators in the main process. None synchronizes nothing.
+        dispatch_batches: Whether rank 0 reads for all processes (see `DataLoaderDispatcher`) or
+            every process reads (see `DataLoaderShard`). None means rank 0 for iterable datasets
+            with `put_on_device`, else every process.
+        even_batches: Every process gets the same number of batches of the same size; the last
+            global batch is padded with samples from the beginning. If False, some processes may end
+            one batch earlier or with a shorter batch. It has no effect with one process.
+        slice_fn_for_dispatch: See `DataLoaderDispatcher`; unused if every process reads.
+        use_seedable_sampler: Always derive the seed of the order from ``set_seed``. If False, a
+            generator that was given to the loader or its sampler determines the seed.
+        data_seed: The seed of the order; it overrides all other seeds.
+        non_blocking: Copy to the device asynchronously, one batch ahead of use; this needs pinned
+            memory to be of use.
+        use_stateful_dataloader: After ``load_state_dict``, the next pass continues after the last
+            batch that was yielded before the save.
 
     Raises:
-        TypeError: `dataloader` is no ``DataLoader``, or the slicing function cannot be called.
+        TypeError: `dataloader` is not a ``DataLoader``, or `slice_fn_for_dispatch` is not callable.
         ValueError: Options contradict each other, the batch size cannot be split, or the sampler
-            shares the data out already.
+            shards the data already.
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
@@ -117,7 +117,7 @@ def prepare_data_loader(
     settings: dict[str, Any] = {
         "rank": rank,
         "world_size": world_size,
-        # Some processes may prepare a loader for themselves alone.
+        # With another number of processes, only some of the running ones may call this function.
         "seed": broadcast_object(seed) if world_size == state.num_processes else seed,
         "even_batches": even_batches,
         "device": (state.device if device is None else device) if put_on_device else None,

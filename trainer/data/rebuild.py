@@ -1,4 +1,4 @@
-"""Rebuilding the user's loaders with our samplers, and workers that survive a signal."""
+"""Rebuild a user's ``DataLoader`` with our sampler and with signal-safe workers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from trainer.data.seeding import as_fetched
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 5.0  # seconds for all workers to finish reading; torch grants them to each
+_PATIENCE = 5.0  # seconds for all workers together to finish reading; torch waits 5 s for each
 
 
 class LastingWorker:
-    """The ``worker_init_fn`` of a worker that survives a signal which ends its main process.
+    """A ``worker_init_fn`` that makes a data-loader worker ignore the signals that stop a run.
 
-    Ctrl-C and schedulers signal every process of a run. The main process finishes the current
-    update and saves; it still needs its workers for that, and ends them itself. SIGINT is ignored;
-    a second SIGTERM ends a worker, so that a stuck one can be ended.
+    Ctrl-C and schedulers signal every process of a run. The main process then finishes the current
+    update and saves a checkpoint. It still needs its workers for that, and shuts them down itself.
+    So workers ignore SIGINT and the first SIGTERM; a second SIGTERM ends a worker, in case it is
+    stuck.
 
     Args:
-        users: The user's ``worker_init_fn``, called afterwards.
-        wrapped: The loader's dataset wraps the user's, which ``get_worker_info().dataset`` must
-            return, since `users` may change it there.
+        users: The user's ``worker_init_fn``, called afterwards; None if there is none.
+        wrapped: Whether the loader's dataset wraps the user's. ``get_worker_info().dataset`` must
+            then return the user's dataset, because `users` may change it there.
     """
 
     def __init__(self, users: Callable[[int], None] | None, *, wrapped: bool = False) -> None:
@@ -51,10 +52,10 @@ class LastingWorker:
         self._told = False
 
     def __call__(self, worker_id: int) -> None:
-        """In the worker, before it reads anything."""
-        # Garbage inherited by the fork belongs to the main process: collecting a process group here
-        # would wait for threads that exist only there. `LastingLoader` has kept collection off
-        # since the fork.
+        """Set up the worker before it reads any data; runs in the worker process."""
+        # Never collect garbage that the fork has inherited from the main process: destroying a
+        # process group here would wait for threads that exist only there. `LastingLoader` has
+        # disabled garbage collection since the fork.
         gc.freeze()
         if self.collects:
             gc.enable()
@@ -62,7 +63,7 @@ class LastingWorker:
         signal.signal(signal.SIGTERM, self._end_at_the_second)
         if self.wrapped:
             info: Any = get_worker_info()
-            object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses the usual way
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # its __setattr__ raises
         if self.users is not None:
             self.users(worker_id)
 
@@ -73,10 +74,10 @@ class LastingWorker:
 
 
 class LastingLoader(DataLoader[Any]):
-    """A loader whose workers are `LastingWorker`.
+    """A signal-safe loader: its workers are set up by `LastingWorker`.
 
-    When a process ends, multiprocessing sends SIGTERM once to the workers it still has and waits
-    for them; these would survive it. So they are ended before that, through their queues.
+    At exit, multiprocessing sends one SIGTERM to each remaining worker and waits for it. These
+    workers ignore it. So the workers are shut down before that, through their queues.
     """
 
     def __iter__(self) -> Any:
@@ -86,7 +87,7 @@ class LastingLoader(DataLoader[Any]):
         if isinstance(self.worker_init_fn, LastingWorker):
             self.worker_init_fn.collects = collects
         context = self.multiprocessing_context
-        gc.disable()  # until the workers have been forked; see LastingWorker
+        gc.disable()  # until the workers are forked; see LastingWorker
         try:
             self.multiprocessing_context = safe_context(context)
             batches = super().__iter__()
@@ -100,7 +101,7 @@ class LastingLoader(DataLoader[Any]):
 
 _reading: dict[
     int, WeakSet[Any]
-] = {}  # by process: a fork inherits iterators that its parent must end
+] = {}  # by process id: a fork inherits iterators that belong to its parent
 
 
 def _end_with_process(batches: Any) -> None:
@@ -111,7 +112,8 @@ def _end_with_process(batches: Any) -> None:
         if parent_process() is None:
             atexit.register(_end_workers)  # runs before torch's own handler
         else:
-            # Child processes run no atexit; at priority 10 the queues to the workers are closed.
+            # Child processes run no atexit handlers. At priority 10, multiprocessing closes the
+            # queues to the workers, so this must run before.
             Finalize(None, _end_workers, exitpriority=20)
     _reading[process].add(batches)
 
@@ -121,7 +123,7 @@ def _end_workers() -> None:
 
 
 def end_workers(iterators: Iterable[Any]) -> None:
-    """End all workers within one deadline; torch waits as long for each worker."""
+    """Shut down all workers of these iterators within one deadline of `_PATIENCE` seconds."""
     reading = [each for each in iterators if not each._shutdown]
     for batches in reading:
         _say_it_ends(batches)
@@ -129,20 +131,25 @@ def end_workers(iterators: Iterable[Any]) -> None:
     for worker in [worker for batches in reading for worker in batches._workers]:
         worker.join(max(0.0, deadline - time.monotonic()))
     for batches in reading:
-        _remove_worker_pids(id(batches))  # otherwise torch takes the kill for a crash
+        _remove_worker_pids(id(batches))  # otherwise torch reports the kill as a crash
         batches._worker_pids_set = False
         for worker in batches._workers:
             worker.kill()  # no effect if it has ended
-        with suppress(RuntimeError):  # as below; all have ended
+        with suppress(RuntimeError):  # see `_say_it_ends`; all workers have ended
             batches._shutdown_workers()
 
 
 def _say_it_ends(batches: Any) -> None:
-    """Do the first part of torch's ``_shutdown_workers``, which may be called afterwards."""
+    """Tell an iterator's workers to exit: the first part of torch's ``_shutdown_workers``.
+
+    ``_shutdown_workers`` may still be called afterwards.
+    """
     if hasattr(batches, "_pin_memory_thread"):  # first: an ending worker may break its queue
         batches._pin_memory_thread_done_event.set()
-        with suppress(RuntimeError):  # a put may start a thread, which Python 3.12 refuses here:
-            batches._worker_result_queue.put((None, None))  # the thread then ends after seconds
+        # put may start a thread, which Python 3.12 refuses at exit. Without the message, the
+        # pin-memory thread ends after a few seconds.
+        with suppress(RuntimeError):
+            batches._worker_result_queue.put((None, None))
         batches._pin_memory_thread.join()
     batches._workers_done_event.set()
     for queue in batches._index_queues:
@@ -150,9 +157,9 @@ def _say_it_ends(batches: Any) -> None:
         queue.cancel_join_thread()  # a killed worker will not read it
 
 
-@cache  # a run may make its loaders again in every epoch
+@cache  # warn once: a run may create its loaders again in every epoch
 def say_workers_end(dataset: str) -> None:
-    """Warn, on rank 0, that the ``persistent_workers`` of a stream do not persist."""
+    """Warn, on rank 0, that ``persistent_workers`` has no effect for a stream."""
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     logger.warning(
@@ -163,14 +170,14 @@ def say_workers_end(dataset: str) -> None:
 
 
 def reads_as_torchs(kind: type[DataLoader[Any]]) -> bool:
-    """Return whether loaders of this class read like torch's, so that they can be rebuilt."""
+    """Return whether a class iterates like torch's ``DataLoader``, so that it can be rebuilt."""
     return all(
         getattr(kind, name) is getattr(DataLoader, name) for name in ("__iter__", "_get_iterator")
     )
 
 
 def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments of a ``DataLoader`` for how it reads, without those for what."""
+    """Return a loader's constructor arguments, except those that `what_kwargs` returns."""
     return {
         "dataset": loader.dataset,
         "num_workers": loader.num_workers,
@@ -186,7 +193,12 @@ def users_kwargs(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
-    """Return the arguments for what it reads: by `sampler` instead of its own, or a stream."""
+    """Return the constructor arguments for batches and sampling.
+
+    Args:
+        loader: The user's loader.
+        sampler: Replaces the loader's sampler or batch sampler; None for a stream.
+    """
     if sampler is None:
         return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_sampler is None:
@@ -197,11 +209,14 @@ def what_kwargs(loader: DataLoader[Any], sampler: Any = None) -> dict[str, Any]:
 def loader_kwargs(
     loader: DataLoader[Any], sampler: ShardedSampler | None, generator: torch.Generator
 ) -> dict[str, Any]:
-    """Return the arguments of a ``DataLoader`` like this one that reads by `sampler`.
+    """Return the constructor arguments to rebuild a loader with another sampler.
 
-    Workers' seeds are drawn from `generator`, so that reading leaves the global generators alone.
-    Those of a stream do not outlive an epoch: no checkpoint holds their generators and copies of
-    the dataset, whatever the stream is for.
+    Args:
+        loader: The user's loader.
+        sampler: The new sampler; None for a stream, whose workers then end with each epoch, because
+            no checkpoint holds their generators and their copies of the dataset.
+        generator: The generator for the workers' seeds, so that reading does not draw from the
+            global generators.
     """
     kwargs = users_kwargs(loader) | {"generator": generator}
     kwargs["worker_init_fn"] = LastingWorker(loader.worker_init_fn)
@@ -213,11 +228,12 @@ def loader_kwargs(
 
 
 def batches_of(loader: DataLoader[Any]) -> Iterable[Any]:
-    """Return the batches of a loader built from `loader_kwargs`, whose dataset is map-style.
+    """Return an iterable over the batches of a rebuilt loader with a map-style dataset.
 
-    Without workers the dataset is called directly: torch's iterator would do no more, apart from
-    pinning memory, and takes longer than a step of a small model. As with torch's, a dataset may
-    end the epoch by raising ``StopIteration``, which a generator could not pass on.
+    Without workers and pinned memory, the dataset is called directly: torch's iterator does nothing
+    else, and takes longer than a training step of a small model. As in torch, a dataset may end the
+    epoch by raising ``StopIteration``; a generator function could not pass that on, so ``map`` is
+    used.
     """
     if loader.num_workers or loader.pin_memory or loader.timeout:
         return loader

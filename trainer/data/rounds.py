@@ -1,4 +1,4 @@
-"""Rounds of an epoch, in which each process has a batch, or none if too few are left."""
+"""Global batches of an epoch: one batch per process, or none on some at the end of the data."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Round:
-    """One round of an epoch as this process sees it.
+    """One global batch, as this process sees it.
 
     Attributes:
         present: Whether this process has a batch.
-        batch: This process's batch, on the device, or None.
-        samples: The samples in that batch.
-        round_samples: The samples in the round over all processes; None if that takes a reduction.
-        real_samples: Those that are not repeated to fill the round; None if unknown.
-        batches: How many processes have a batch.
-        last: Whether the epoch has no further round.
-        ended: This process should have a batch, but its dataset has ended the epoch early by
-            raising ``StopIteration``.
-        place: The position of a stream after it.
-        real_batches: See `Share`; None for a stream, whose `real_samples` are known.
+        batch: This process's batch, on the device; None if it has none.
+        samples: The number of samples in this process's batch.
+        round_samples: The number of samples in the global batch; None if only a reduction over the
+            processes could tell.
+        real_samples: The number of samples in the global batch without padding; None if unknown.
+        batches: The number of processes with a batch.
+        last: Whether this is the last global batch of the epoch.
+        ended: Whether this process should have a batch, but its dataset has ended the epoch early
+            by raising ``StopIteration``.
+        place: The position of a stream after this global batch; None for a map-style dataset.
+        real_batches: See `Share`; None for a stream, where `real_samples` is known.
     """
 
     present: bool
@@ -44,14 +45,15 @@ class Round:
 
 
 def absent_rounds(shares: Sequence[Share], left: int | None) -> Generator[Round, None, None]:
-    """Yield the rounds after this process's last batch, in which the others may have one.
+    """Yield the global batches after this process's last batch, in which it has no batch.
 
-    There is at most one, unless the dataset has ended the epoch early. Then there are as many as
-    the others have, which would otherwise wait for this process.
+    There is at most one, unless this process's dataset has ended the epoch early. Then there are as
+    many as the other processes still have, because they would otherwise wait for this process.
 
     Args:
-        shares: The shares of the rounds requested and not read; workers request ahead.
-        left: How many rounds the epoch still has; None if unknown.
+        shares: This rank's shards of the global batches that were requested but not read; workers
+            prefetch, so there may be several.
+        left: The number of global batches left in the epoch; None if unknown.
     """
     ended = any(share.present for share in shares)
     absent = list(shares)
@@ -63,11 +65,11 @@ def absent_rounds(shares: Sequence[Share], left: int | None) -> Generator[Round,
 
 
 def own_round(batch: Any, share: Share, fetched: Any) -> Round:
-    """Return a round in which this process has a batch.
+    """Return the `Round` of a global batch in which this process has a batch.
 
     Args:
         batch: The batch on the device.
-        share: What is known of the round.
+        share: The sizes that the sampler knows for this global batch.
         fetched: The batch as the loader yielded it.
     """
     samples = share.samples
@@ -78,10 +80,14 @@ def own_round(batch: Any, share: Share, fetched: Any) -> Round:
 
 
 def _samples_in(batch: Any, indices: int) -> int:
-    """Count the samples in a batch made by user code.
+    """Count the samples in a batch from a user's ``collate_fn``.
 
-    There are fewer than indices if the ``collate_fn`` dropped some. A larger first dimension does
-    not count samples, as in concatenated graphs.
+    There are fewer samples than indices if the ``collate_fn`` dropped some. A first dimension that
+    is larger than the number of indices does not count samples (concatenated graphs, for example).
+
+    Args:
+        batch: The batch.
+        indices: The number of indices it was fetched for; 0 for a ready-made batch.
     """
     found = count_samples(batch)
     if not indices:  # a ready-made batch
@@ -90,10 +96,10 @@ def _samples_in(batch: Any, indices: int) -> int:
 
 
 def ahead(items: Iterable[T]) -> Generator[tuple[T, T | None], None, None]:
-    """Yield each item with the one that follows, None after the last.
+    """Yield each item together with the next one, which is None after the last item.
 
-    An error while reading ahead is raised after the item before it was yielded, which is yielded as
-    if something followed.
+    If prefetching the next item raises an error, the current item is yielded first, with itself as
+    the next one, so that it does not look like the last.
     """
     iterator = iter(items)
     current = next(iterator, None)

@@ -1,8 +1,9 @@
-"""Which batches an epoch has, in which order, and which process gets which.
+"""Samplers: which batches an epoch has, in which order, and which process gets each one.
 
-An epoch is one global list of batches, a pure function of the seed and the epoch. It is sharded in
-rounds, see `trainer.data.dealing`. Every process iterates over all indices, without reading data,
-so each knows what the others have.
+An epoch is one global list of batches, a pure function of the seed and the epoch number. The list
+is sharded in global batches; see `trainer.data.dealing`. Every process iterates over the indices of
+all processes, without reading data. So each process knows the batch sizes of the others without
+communication.
 """
 
 from __future__ import annotations
@@ -30,17 +31,18 @@ from torch.utils.data import (
 from trainer.data.dealing import INDICES, Dealing
 from trainer.rng import isolated_rng, mix, seeded_iteration
 
-_AT_ONCE = 2**16  # indices to convert at once: Python's integers take four times a tensor's memory
+# Indices to convert to Python integers at once: these take four times the memory of a tensor.
+_AT_ONCE = 2**16
 _PLAIN = (RandomSampler, SequentialSampler)
-_TELLING = 64  # indices of a batch that go into a checksum
+_TELLING = 64  # indices of the first batch that go into the checksum of an order
 
 
 class SeededSampler(Sampler[int]):
-    """The order of a ``RandomSampler``, but a pure function of seed, epoch and length.
+    """A ``RandomSampler`` whose order is a pure function of the seed, the epoch and the length.
 
     Args:
-        like: The sampler whose replacement, number of samples and dataset's length are used, each
-            as it is when a pass begins.
+        like: The original sampler. Its ``replacement``, ``num_samples`` and dataset length are read
+            when a pass begins.
         seed: The run's seed.
     """
 
@@ -50,7 +52,7 @@ class SeededSampler(Sampler[int]):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate over next."""
+        """Set the epoch to iterate over next."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -77,18 +79,22 @@ class SeededSampler(Sampler[int]):
 
 
 class BatchIndices(list[int]):
-    """The indices of a batch, with its place: the run's seed, the epoch, the samples before it."""
+    """The indices of a batch, with its position in the run.
+
+    Attributes:
+        place: The run's seed, the epoch, and the number of samples in the epoch before the batch.
+    """
 
     place: tuple[int, int, int]
 
     @property
     def seed(self) -> int:
-        """The seed for fetching it; a function of its place, found only if it is asked for."""
+        """The seed for fetching the batch, derived from `place` when it is needed."""
         return mix(*self.place)
 
 
 class SampleIndex(int):
-    """Like `BatchIndices`, for a ready-made batch (a loader with ``batch_size=None``)."""
+    """Like `BatchIndices`, for a single index: a loader with ``batch_size=None``."""
 
     place: tuple[int, int, int]
 
@@ -99,7 +105,7 @@ class SampleIndex(int):
 
 
 class SampleKey(NamedTuple):
-    """Like `SampleIndex`, for a dataset whose keys are not ints."""
+    """Like `SampleIndex`, for a dataset whose keys are not integers."""
 
     key: Any
     place: tuple[int, int, int]
@@ -111,16 +117,18 @@ class SampleKey(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this process has in one round.
+    """A rank's shard of one global batch: the sizes that are known before reading data.
 
     Attributes:
-        present: Whether it has a batch.
-        indices: The number of indices in that batch; 0 for a ready-made one.
-        samples: The samples in that batch; None if unknown until read.
-        round_samples: The samples in the round over all processes; None if unknown until read.
-        real_samples: Those that are not repeated to fill the round.
-        batches: How many processes have a batch.
-        real_batches: How many of them have one that is not repeated whole.
+        present: Whether this rank has a batch.
+        indices: The number of indices in this rank's batch; 0 for a ready-made batch
+            (``batch_size=None``).
+        samples: The number of samples in this rank's batch; None if unknown until read.
+        round_samples: The number of samples in the global batch; None if unknown until read.
+        real_samples: The number of samples in the global batch without padding; None for
+            ready-made batches.
+        batches: The number of ranks that have a batch.
+        real_batches: The number of ranks whose batch is not only padding.
     """
 
     present: bool
@@ -133,19 +141,20 @@ class Share(NamedTuple):
 
 
 class Rest:
-    """An order without its first batches, which are skipped when it begins.
+    """A skipped order: the batches of an epoch without the first ones, for a resume.
 
-    They are skipped in one go: for a sampler that draws, `seeded_iteration` swaps the generators at
-    each batch that it yields, which takes longer than creating one.
+    The batches are skipped here, inside `seeded_iteration`, not by its caller: `seeded_iteration`
+    swaps the global generators at each batch that it yields, which takes longer than drawing one.
 
     Args:
         batches: The whole order.
-        skip: How many batches to skip.
-        as_batch: Converts batches to lists, to be counted.
+        skip: The number of batches to skip.
+        as_batch: Converts a batch of indices to a list.
 
     Attributes:
-        before: The samples in the skipped batches.
-        mark: A checksum of the order by its first batch; None if its entries are not ints.
+        before: The number of samples in the skipped batches.
+        mark: A checksum of the order, computed from its first batch; None if its keys are not
+            integers.
     """
 
     def __init__(self, batches: Iterable[Any], skip: int, as_batch: Callable[[Any], Any]) -> None:
@@ -155,10 +164,10 @@ class Rest:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self.batches)
-        first = list(map(self._as_batch, islice(batches, 1)))  # an iterator is read only once
+        first = list(map(self._as_batch, islice(batches, 1)))  # read once: it may be an iterator
         batches = chain(first, batches)
         indices = [i for each in first for i in (each if isinstance(each, list) else [each])]
-        with suppress(TypeError):  # other keys are not indices
+        with suppress(TypeError):  # keys that are not integers
             telling = list(map(operator.index, indices[:_TELLING]))
             self.mark = zlib.crc32(repr(telling).encode())
         skipped = map(self._as_batch, islice(batches, self.skip))
@@ -167,11 +176,11 @@ class Rest:
 
 
 class EpochLength(NamedTuple):
-    """How much data there was when an epoch began; they may have grown or shrunk since.
+    """The amount of data when an epoch began; the dataset may have grown or shrunk since.
 
     Attributes:
-        samples: In the dataset; None if the user's own sampler decides.
-        batches: Without a limit; None if unknown until read.
+        samples: The number of samples in the dataset; None with a custom sampler.
+        batches: The number of batches without a limit; None if unknown until read.
     """
 
     samples: int | None = None
@@ -179,7 +188,7 @@ class EpochLength(NamedTuple):
 
 
 def _length_of(sampler: Any) -> int | None:
-    """Return the length of a sampler; None if it has none, in the ways that samplers say so."""
+    """Return the length of a sampler; None if its ``__len__`` is missing or raises."""
     try:
         return len(sampler)
     except (TypeError, NotImplementedError, ValueError):
@@ -187,22 +196,24 @@ def _length_of(sampler: Any) -> int | None:
 
 
 class ShardedSampler(Sampler[Any]):
-    """Shards the batches of a loader's own sampler over the processes.
+    """Shards the batches of a loader's sampler over the processes.
 
-    Iterating yields this process's batches; `shares` receives one `Share` per round, in the same
-    order, also for a last round in which this process has no batch.
+    Iterating yields this rank's batches of indices. `shares` receives one `Share` per global batch,
+    in the same order, also for a last global batch in which this rank has no batch.
 
     Args:
         batches: The loader's ``batch_sampler``, or its ``sampler`` if it has none.
-        keys: It is the ``sampler``: whatever it yields, even a tuple, is a key of the dataset.
-        rank: This process.
+        keys: Whether `batches` is the ``sampler``. Everything it yields, even a tuple, is then one
+            key of the dataset.
+        rank: The rank of this process.
         world_size: The number of processes.
         seed: The run's seed.
-        shuffle: False takes the samples in order, whatever the sampler does.
+        shuffle: False reads the samples in the order of the dataset.
         even: See `Dealing`.
         split: See `Dealing`.
         drop_last: See `Dealing`.
-        counts: A batch has as many samples as indices, which a ``collate_fn`` may change.
+        counts: Whether a batch has as many samples as indices. A custom ``collate_fn`` may change
+            the number of samples.
     """
 
     def __init__(
@@ -219,37 +230,37 @@ class ShardedSampler(Sampler[Any]):
         keys: bool = False,
         counts: bool = True,
     ) -> None:
-        self.batch_sampler = batches  # the user's own, under the name by which scripts find it
+        self.batch_sampler = batches  # the user's object, under the name that scripts read
         self._as_batch: Callable[[Any], Any] = _as_it_is if keys else _listed
         self._sampler, self._pure = _pure_order(batches, seed, shuffle=shuffle)
         whole = self._sampler
         inner = whole.sampler if type(whole) is BatchSampler else whole
         plain = inner.like if type(inner) is SeededSampler else inner
-        self._plain: Any = plain if type(plain) in _PLAIN else None  # has the dataset's length
+        self._plain: Any = plain if type(plain) in _PLAIN else None  # follows the dataset's length
         self._dataset = getattr(self._plain, "data_source", None)
         self.rank, self.world_size, self.seed, self.even = rank, world_size, seed, even
         self.split, self._drops_rest = split, drop_last
-        # The user's own, since scripts read these attributes of a ``batch_sampler``.
+        # Copies of the user's attributes, because scripts read them from a ``batch_sampler``.
         self.sampler: Any = getattr(batches, "sampler", batches)
         self.drop_last = drop_last or bool(getattr(batches, "drop_last", False))
         self.batch_size: int | None = getattr(batches, "batch_size", None)
         self.limit: int | None = None
         self.epoch = 0
-        self.start_round = 0  # skipped in rounds of this number of processes, …
-        self.start_batch = 0  # … or in batches, before the rest is sharded
+        self.start_round = 0  # global batches to skip, with the current number of processes
+        self.start_batch = 0  # batches to skip before sharding, with any number of processes
         self.counts = counts
         self.shares: deque[Share] = deque()
-        self.rest: Rest | None = None  # of the latest pass
+        self.rest: Rest | None = None  # the order of the latest pass
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
+        """Set the epoch to iterate over next, and call the samplers' ``set_epoch``, if any."""
         self.epoch = epoch
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     def reseed(self, seed: int) -> None:
-        """Take the seed of the run that is resumed."""
+        """Use the seed of the run that is resumed."""
         self.seed = seed
         for sampler in (self._sampler, getattr(self._sampler, "sampler", None)):
             if isinstance(sampler, SeededSampler):
@@ -257,12 +268,12 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def length(self) -> EpochLength:
-        """How much data the epoch has."""
+        """The current amount of data in an epoch."""
         samples = None if self._plain is None else len(self._plain.data_source)
         return EpochLength(samples, _length_of(self._sampler))
 
     def take_length(self, samples: int | None) -> None:
-        """Iterate as if the dataset had so many samples; None for as many as it has."""
+        """Iterate as if the dataset had `samples` samples; None uses its own length."""
         if self._plain is not None:
             self._plain.data_source = self._dataset if samples is None else range(samples)
 
@@ -273,7 +284,7 @@ class ShardedSampler(Sampler[Any]):
         return min(known, default=None)
 
     def own_batches(self, total: int) -> int:
-        """Return how many of the epoch's batches are this process's."""
+        """Return how many of an epoch's `total` batches belong to this rank."""
         return self._dealing().own_batches(total, self.num_samples, rank=self.rank)
 
     def __len__(self) -> int:
@@ -284,7 +295,7 @@ class ShardedSampler(Sampler[Any]):
 
     @property
     def num_samples(self) -> int | None:
-        """The number of samples without a limit; None for batches made by the user's code."""
+        """The number of samples in an epoch without a limit; None for a custom batch sampler."""
         return _length_of(self._sampler.sampler) if type(self._sampler) is BatchSampler else None
 
     def _dealing(self) -> Dealing:
@@ -298,7 +309,7 @@ class ShardedSampler(Sampler[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        # Another pass may begin before this one ends: each keeps what it started with.
+        # Two passes may overlap, so each keeps the values it started with.
         shares, seed, epoch = self.shares, self.seed, self.epoch
         shares.clear()
         alone = self.world_size == 1 and not (self.even or self.split)
@@ -317,10 +328,10 @@ class ShardedSampler(Sampler[Any]):
             yield placed
 
     def _alone(self) -> Iterator[tuple[Share, Any, int]]:
-        """Do as `_together` does, for one process: each batch is a round."""
+        """Fast path of `_together` for one process, where each batch is a global batch."""
         rest = Rest(self._sampler, self.start_batch + self.start_round, self._as_batch)
         stream = iter(self._order(rest))
-        if type(self._sampler) is not BatchSampler:  # which yields lists already
+        if type(self._sampler) is not BatchSampler:  # a BatchSampler yields lists already
             stream = map(self._as_batch, stream)
         position = 0
         for batch in stream:
@@ -334,7 +345,7 @@ class ShardedSampler(Sampler[Any]):
             position += 1 if size is None else size
 
     def _together(self) -> Iterator[tuple[Share, Any, int]]:
-        """Yield for each round this process's share and batch, and the samples before the batch."""
+        """Yield, per global batch, this rank's shard, its batch, and the samples before it."""
         for position, real, batches in self._rounds():
             own = batches[self.rank] if self.rank < len(batches) else None
             sizes = [len(batch) if isinstance(batch, list) else None for batch in batches]
@@ -353,7 +364,10 @@ class ShardedSampler(Sampler[Any]):
             yield share, own, position + before
 
     def _rounds(self) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield for each round the samples before it, its real samples, and its batches."""
+        """Yield, per global batch, the samples before it, its samples, and its batches.
+
+        Samples are counted without padding.
+        """
         as_batch = _listed if self.split else self._as_batch
         rest = Rest(self._sampler, self.start_batch, as_batch)
         stream, position = map(as_batch, self._order(rest)), 0
@@ -367,8 +381,8 @@ class ShardedSampler(Sampler[Any]):
         self.rest = rest
         stream: Iterable[Any] = rest
         if not self._pure:
-            # A user's sampler may draw from the global generators: the order would differ between
-            # processes, and between a resumed run and the original one.
+            # A custom sampler may draw from the global generators. Without seeding, its order
+            # would differ between processes, and between a resumed run and the original one.
             seed = mix(self.seed, self.epoch)
             at_once = _drawn_at_once(self._sampler, seed)
             if at_once is None:
@@ -379,7 +393,7 @@ class ShardedSampler(Sampler[Any]):
 
 
 def _listed(batch: Any) -> Any:
-    """Return a batch of indices as a list, whatever iterable the user's sampler yields."""
+    """Convert a batch of indices to a list; a single index is returned unchanged."""
     if type(batch) is list:
         return batch
     try:
@@ -394,9 +408,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
-    """Return the seeded order of a sampler that draws it all when it begins; None for others.
+    """Return the seeded order of a torch sampler that draws the whole order at once; else None.
 
-    The generators are then swapped once rather than per batch, as `seeded_iteration` does.
+    The global generators are then swapped only once, whereas `seeded_iteration` swaps them at each
+    batch.
     """
     inner = batches.sampler if type(batches) is BatchSampler else batches
     if type(inner) not in (WeightedRandomSampler, SubsetRandomSampler):
@@ -409,9 +424,14 @@ def _drawn_at_once(batches: Any, seed: int) -> Iterable[Any] | None:
 
 
 def _pure_order(batches: Any, seed: int, *, shuffle: bool) -> tuple[Any, bool]:
-    """Replace a sampler's shuffling by a seeded one; return it and whether its order is pure.
+    """Replace a ``RandomSampler`` by a `SeededSampler`, in copies of the user's objects.
 
-    The user's objects are not changed: copies are.
+    Returns:
+        The sampler to use, and whether its order is a pure function of the seed and the epoch.
+
+    Raises:
+        ValueError: The sampler shards the data already, or `shuffle` is False and the order of the
+            sampler cannot be replaced.
     """
     inner = batches.sampler if type(batches) is BatchSampler else batches
     if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:

@@ -1,9 +1,10 @@
-"""Random augmentation as a function of a batch's place in the epoch.
+"""Reproducible augmentation: seed the random generators for each batch that is fetched.
 
-Every batch of a map-style dataset is fetched with generators seeded from (seed, epoch, position of
-its first sample), and ``set_epoch`` is called with those of (seed, epoch): what the dataset draws
-does not depend on the number of workers or processes, or on where a run was resumed. This covers
-the global generators and those that the dataset keeps for itself.
+Each batch of a map-style dataset is fetched with generators seeded from (seed, epoch, position of
+its first sample). ``set_epoch`` is called with generators seeded from (seed, epoch). So the random
+numbers of a batch do not depend on the number of workers or processes, or on where a run was
+resumed. This covers the global generators of torch, Python and numpy, and generators that the
+dataset keeps as attributes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
-    """Call a dataset's ``set_epoch``, if any, with seeded generators: it may draw there.
+    """Call a dataset's ``set_epoch``, if any, with seeded generators.
 
-    Every process and worker calls this itself, and each draws the same.
+    ``set_epoch`` may draw random numbers. Every process and worker calls this function itself, and
+    all draw the same numbers.
 
     Args:
         dataset: A loader's dataset.
@@ -37,33 +39,33 @@ def tell_epoch(dataset: Any, seed: int, epoch: int) -> None:
         dataset.told, dataset._looks_anew = (seed, epoch), True
     if hasattr(dataset, "set_epoch"):
         place = mix(seed, epoch, -1)  # no batch has this position
-        seeded = isinstance(dataset, SeededDataset)  # a stream's are seeded for the whole pass
+        seeded = isinstance(dataset, SeededDataset)  # a stream is seeded for the whole pass
         own = dataset._find() if seeded else {}
         with isolated_rng(place), set_aside(own, mix(place, 1), dataset._alike if seeded else {}):
             dataset.set_epoch(epoch)
 
 
 def as_fetched(batch: Any) -> Any:
-    """Return a batch that a `SeededDataset` has collated already; used as ``collate_fn``."""
+    """The ``collate_fn`` of a rebuilt loader: `SeededDataset` has collated the batch already."""
     return batch
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose batches are fetched under the seed that comes with their indices.
+    """Wraps a map-style dataset; fetches each batch with the seed that comes with its indices.
 
-    They are collated here too, since a ``collate_fn`` may draw as well (masked language modelling
-    does). All other attributes are the dataset's.
+    It also collates the batch, because a ``collate_fn`` may draw random numbers (for masked
+    language modelling, for example). All other attributes are those of the wrapped dataset.
 
     Args:
         dataset: The user's dataset.
-        collate_fn: The user's; the loader's own is then `as_fetched`.
+        collate_fn: The user's ``collate_fn``. The rebuilt loader's own one is `as_fetched`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.told: tuple[int, int] | None = (
-            None  # the run's seed and the epoch, inherited by workers
+            None  # the run's seed and the epoch of the latest set_epoch; workers inherit it
         )
         self._alike = alike(self._find())
         self._looks_anew = True
@@ -76,7 +78,7 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: BatchIndices | SampleIndex | SampleKey) -> Any:
-        # Without a batch_sampler: one item.
+        # The loader has no batch_sampler, so it asks for one item.
         if isinstance(index, SampleKey):
             plain = index.key
         else:
@@ -97,7 +99,7 @@ class SeededDataset(Dataset[Any]):
         seed = index.seed
         if get_worker_info() is not None:  # in a worker nothing else uses the generators
             run_seed, epoch, _ = index.place
-            if self.told != (run_seed, epoch):  # the worker outlives the epoch in which it started
+            if self.told != (run_seed, epoch):  # a persistent worker, in a later epoch
                 tell_epoch(self, run_seed, epoch)
             seed_local(seed)
             if own := self._generators():
@@ -118,13 +120,14 @@ class SeededDataset(Dataset[Any]):
         return batch
 
     def _find(self) -> Found:
-        """Find the generators that the dataset and the ``collate_fn`` keep for themselves."""
+        """Find the random generators that the dataset and the ``collate_fn`` keep."""
         return held_by(dataset=self.dataset, collate_fn=self.collate_fn)
 
     def _generators(self) -> Found:
-        """Return these generators as found when the epoch began."""
+        """Return the generators of the dataset and the ``collate_fn``; search once per epoch."""
         if self._looks_anew:
             self._looks_anew = False
-            # A dataset that has grown may hide, among its samples, what was found before.
+            # Keep generators that were found before: the search skips long containers, and a
+            # container of the dataset may have grown.
             self._own = {**self._own, **self._find()}
         return self._own

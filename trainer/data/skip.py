@@ -18,7 +18,7 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: A batch sampler, or a sampler of ready-made batches.
-        skip_batches: How many to skip in each pass.
+        skip_batches: The number of batches to skip in each pass.
     """
 
     def __init__(self, batch_sampler: Sampler[Any] | Iterable[Any], skip_batches: int = 0) -> None:
@@ -32,7 +32,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler of the batch sampler; setting it leaves the given batch sampler unchanged."""
+        """The batch sampler's ``sampler``; setting it changes a copy of the given batch sampler."""
         return self.batch_sampler.sampler
 
     @sampler.setter
@@ -48,12 +48,12 @@ class SkipBatchSampler(BatchSampler):
 
 
 class SkipDataLoader(DataLoader[Any]):
-    """A loader that reads its first batches and discards them: for streams.
+    """A ``DataLoader`` for streams that reads its first batches and discards them.
 
     Args:
-        dataset: Any that a ``DataLoader`` takes.
-        skip_batches: How many to skip in each pass.
-        **kwargs: Arguments of a ``DataLoader``.
+        dataset: Any dataset that a ``DataLoader`` takes.
+        skip_batches: The number of batches to skip in each pass.
+        **kwargs: Arguments of the ``DataLoader``.
     """
 
     def __init__(self, dataset: Any, skip_batches: int = 0, **kwargs: Any) -> None:
@@ -69,21 +69,23 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader like the given one that skips the first batches; the given one is unchanged.
+    """Return a loader that skips the first batches, to resume inside an epoch.
 
-    It serves to resume inside an epoch, for one pass; read the next one from `dataloader`. With a
-    map-style dataset skipped samples are not read; a stream is read and discarded. A prepared
-    loader keeps its order: what follows is exactly what would have followed in the current or next
-    pass of `dataloader`, random augmentation included, and `dataloader` then continues with the
-    pass after that. After a restart ``load_state`` restores the pass, or call ``set_epoch(epoch)``.
+    Use it for one pass and read the next pass from `dataloader`, which is not changed. With a
+    map-style dataset, skipped samples are not read. A stream is read and discarded.
+
+    A prepared loader keeps its order: the result yields exactly the batches that would have
+    followed in the current or next pass of `dataloader`, random augmentation included, and
+    `dataloader` then continues with the pass after that. After a restart, ``load_state`` restores
+    the pass; otherwise call ``set_epoch(epoch)``.
 
     Args:
-        dataloader: Prepared or not.
-        num_batches: Batches of this process to skip.
+        dataloader: A ``DataLoader``, prepared or not.
+        num_batches: The number of this process's batches to skip.
 
     Raises:
-        TypeError: It is not a ``DataLoader``, or a subclass that overrides how it reads, or
-            `num_batches` is not an int.
+        TypeError: `dataloader` is not a ``DataLoader`` or is a subclass that overrides iteration,
+            or `num_batches` is not an int.
         ValueError: `num_batches` is negative.
     """
     if isinstance(num_batches, bool) or not isinstance(num_batches, int):

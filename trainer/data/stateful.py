@@ -1,13 +1,15 @@
-"""Reading a stream from a position: by its dataset's state, by its own state, or by counting.
+"""Three ways to read a stream from a position, for a resume inside an epoch.
 
-A dataset that has ``state_dict`` and ``load_state_dict`` is read by a `StreamReader`, in the main
-process or in workers: each batch comes with the state of the dataset after reading it, so that
-prefetched batches never count as used. A source with these methods itself (torchdata's
-``StatefulDataLoader``) is asked for its state after every batch. For any other stream only the
-batches are counted.
+- A dataset with ``state_dict`` and ``load_state_dict`` is read by a `StreamReader`, in the main
+  process or in workers. Each batch comes with the dataset's state after that batch. So batches that
+  were prefetched but not used never count as used.
+- A loader that has these methods itself (torchdata's ``StatefulDataLoader``) is asked for its
+  ``state_dict`` after every batch.
+- For any other stream, the batches are counted, and a resume reads them again.
 
-Workers take turns: with *W* workers, worker *w* answers the requests *w*, *w + W*, *w + 2W*, …; one
-whose data have ended answers with nothing. The order of the batches is that of a ``DataLoader``.
+Workers take turns: with W workers, worker *w* answers the requests *w*, *w + W*, *w + 2W*, …. A
+worker whose data have ended returns an empty reply. The order of the batches is the same as that of
+a ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -34,9 +36,10 @@ class Place:
     """A position in an epoch of a stream.
 
     Attributes:
-        batches: The number of batches before it.
-        number: The next request.
-        states: The pickled state of each worker or of the source; None if there is none yet.
+        batches: The number of batches in the epoch before this position.
+        number: The number of the next request.
+        states: The pickled state dict of each worker's dataset, or of the loader; None before the
+            first batch.
         ended: For each worker, whether its data have ended.
     """
 
@@ -50,13 +53,14 @@ Item = tuple[Any, Place]  # a batch and the position after it
 
 
 class Request(NamedTuple):
-    """A request to a `StreamReader`.
+    """A request for one batch, sent to a `StreamReader`.
 
     Attributes:
-        seed: The batch's seed; None requests nothing, from a worker that has had its turn.
-        begins: The seed of the pass, in its first request.
-        state: The state to resume the pass from, in its first request.
-        ended: Whether the data had ended there.
+        seed: The seed of the batch. None requests nothing: it goes to a worker that had its turn
+            before the position from which the pass resumes.
+        begins: The seed of the pass, in a worker's first request of the pass; else None.
+        state: The pickled state to resume from, in a worker's first request; else None.
+        ended: Whether the worker's data had ended in that state.
     """
 
     seed: int | None
@@ -66,9 +70,12 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """A batch, the dataset's state after it, and whether the data ended in reading it.
+    """The answer of a `StreamReader`.
 
-    Without a batch there is no state either.
+    Attributes:
+        batch: The batch; None if there is none.
+        state: The dataset's pickled state after the batch; None without a batch.
+        ended: Whether the data ended while this batch was read.
     """
 
     batch: Any
@@ -77,7 +84,7 @@ class Reply(NamedTuple):
 
 
 class StreamReader(Dataset[Reply]):
-    """A stream's dataset, read batch by batch as it is requested.
+    """Reads an iterable dataset one batch per request, and returns its state with each batch.
 
     Args:
         loader: The user's loader of the stream.
@@ -101,7 +108,7 @@ class StreamReader(Dataset[Reply]):
             return self._read(request)
 
     def begin(self, request: Request) -> None:
-        """Position the dataset as the request says."""
+        """Start a pass: restore the dataset's state from the request and create its iterator."""
         assert request.begins is not None
         seed_generators(request.begins)
         self.leave()
@@ -113,7 +120,7 @@ class StreamReader(Dataset[Reply]):
             self._iterator = iter(self.dataset)
 
     def leave(self) -> None:
-        """Drop the iterator of an unfinished pass, and what it holds open."""
+        """Drop the iterator of an unfinished pass, which may hold files open."""
         self._iterator = iter(())
 
     def _read(self, request: Request) -> Reply:
@@ -123,7 +130,7 @@ class StreamReader(Dataset[Reply]):
         seed_generators(request.seed)
         size = self.batch_size or 1
         items = [] if self._ended else list(islice(self._iterator, size))
-        # Too few items: the data have ended; some datasets would start over if asked again.
+        # Too few items mean that the data have ended. Do not ask again: some datasets restart.
         self._ended = len(items) < size
         if not items or (self._ended and self.drop_last):
             return Reply(None, None, True)
@@ -135,17 +142,17 @@ class StreamReader(Dataset[Reply]):
 
 
 def _of_collate(loader: Any) -> Found:
-    """Find the generators of a ``collate_fn``, but for those that its dataset has too."""
+    """Find the generators of a ``collate_fn`` that its dataset does not have too."""
     saved = set(map(id, held_by(dataset=loader.dataset).values()))
     found = held_by([loader.dataset], collate_fn=loader.collate_fn)
     return {path: each for path, each in found.items() if id(each) not in saved}
 
 
 def pickled_state(owner: Any) -> bytes:
-    """Pickle ``owner.state_dict()`` at once, since what it holds may change later.
+    """Pickle ``owner.state_dict()`` immediately, because later reads may change its objects.
 
     Raises:
-        RuntimeError: It raised, or returned something that cannot be pickled.
+        RuntimeError: ``state_dict`` raised an error, or its result cannot be pickled.
     """
     try:
         return pickle.dumps(owner.state_dict())
@@ -158,7 +165,7 @@ def pickled_state(owner: Any) -> bytes:
 
 
 class _Requests:
-    """The sampler that yields the requests of a pass, endlessly."""
+    """A sampler that yields the requests of a pass, without end."""
 
     def __init__(self, place: Place, seed: int, workers: int) -> None:
         self.place, self.seed, self.workers = place, seed, workers
@@ -170,7 +177,7 @@ class _Requests:
             if number < first:
                 yield Request(None)
                 continue
-            # Requests have no end: no process knows in advance which workers' data end first.
+            # Requests do not end: it is unknown in advance which worker's data end first.
             request = Request(mix(self.seed, number))
             if number < first + workers:
                 worker = number % workers
@@ -184,9 +191,9 @@ class Reading(Protocol):
     """A way to read a stream from a position.
 
     Attributes:
-        kind: The kind of the saved position.
-        name: The class of the object that has the state.
-        workers: The number of workers that read.
+        kind: The kind of position that is saved: ``"dataset"``, ``"loader"`` or ``"none"``.
+        name: The class name of the object that has the state.
+        workers: The number of data-loader workers.
     """
 
     kind: str
@@ -194,20 +201,24 @@ class Reading(Protocol):
     workers: int
 
     def start(self, *, first: bool) -> Place:
-        """Return where a pass begins, the first one or another."""
+        """Return the position at which a pass begins.
+
+        Args:
+            first: Whether it is the first pass, before which nothing was read.
+        """
 
     def read(self, place: Place, seed: int, *, load: bool) -> Generator[Item, None, None]:
         """Yield the batches from a position on, each with the position after it.
 
         Args:
-            place: The position.
+            place: The position to read from.
             seed: The seed of the pass.
-            load: Restore the position first; otherwise the stream is there already.
+            load: Restore the state of the position first. If False, the stream is there already.
         """
 
 
 class DatasetReading:
-    """Reads a loader's dataset that has a state."""
+    """Reads a loader whose dataset has ``state_dict`` and ``load_state_dict``."""
 
     kind = "dataset"
 
@@ -220,13 +231,13 @@ class DatasetReading:
             "batch_size": None,
             "generator": generator,
             "worker_init_fn": LastingWorker(loader.worker_init_fn, wrapped=True),
-            # No checkpoint holds a worker's state, and it would not be notified of an epoch.
+            # No checkpoint holds the state of a worker, and set_epoch would not reach it.
             "persistent_workers": False,
         }
 
     def start(self, *, first: bool) -> Place:
         """See `Reading`."""
-        if first or self.workers:  # the dataset as given, of which workers have a copy
+        if first or self.workers:  # unread, or read only by copies in workers
             return Place()
         return Place(states=(pickled_state(self._reader.dataset),))
 
@@ -256,7 +267,7 @@ class DatasetReading:
 
 
 class SourceReading:
-    """Reads an iterable of batches that itself has a state."""
+    """Reads a loader, or iterable of batches, that has ``state_dict`` and ``load_state_dict``."""
 
     kind = "loader"
 
@@ -267,11 +278,12 @@ class SourceReading:
         self._latecomers = Latecomers(f"The loader ({self.name})")
 
     def _without_state(self) -> Found:
-        """Find the generators that a loader's state lacks and that this process draws from."""
+        """Find the generators that this process draws from and that the loader's state lacks."""
         if not isinstance(self._source, DataLoader) or self.workers:
             return {}
         dataset, found = self._source.dataset, _of_collate(self._source)
-        # A stream's order may go on from them; a state may hold them.
+        # Leave out generators of an iterable dataset, whose order may continue from them, and of a
+        # dataset with a state, which may hold them.
         if not (isinstance(dataset, IterableDataset) or hasattr(dataset, "load_state_dict")):
             found |= held_by(dataset=dataset)
         return found
@@ -301,14 +313,14 @@ class SourceReading:
 
 
 class PlainReading:
-    """Reads a stream without a state, counting its batches."""
+    """Reads a stream that has no state, and counts its batches."""
 
     kind = "none"
 
     def __init__(self, source: Any) -> None:
         self.name, self.workers = type(source).__name__, getattr(source, "num_workers", 0)
         self._source = source
-        data = getattr(source, "dataset", None)  # of an iterable of batches it may be a name
+        data = getattr(source, "dataset", None)  # on other iterables it may be, say, a string
         stream = data if isinstance(source, DataLoader) or isinstance(data, Dataset) else source
         owner = f"The stream ({type(stream).__name__}) or its collate_fn"
         self._latecomers = Latecomers(owner, "pass")
@@ -325,7 +337,8 @@ class PlainReading:
         own = find() if self._latecomers.awaited and not self.workers else {}
         batches = seeded_iteration(self._source, seed)
         for number, batch in enumerate(batches, 1):
-            # Once a pass: one made anew in each depends on what the stream knows, as it should.
+            # Search once per pass. A generator that the stream creates again in each pass is no
+            # problem: its seed depends on the stream's own data.
             if number == 1 and self._latecomers.awaited and not self.workers:
                 self._latecomers.look(find, own)
             yield batch, Place(number, number)

@@ -1,4 +1,4 @@
-"""Streams that resume where a checkpoint left them, and those that are read again."""
+"""Resume of streams: restore a saved position, or read the stream again and discard batches."""
 
 from __future__ import annotations
 
@@ -24,23 +24,26 @@ logger = logging.getLogger(__name__)
 
 
 class Stream:
-    """A stream's passes, each from its beginning or from where a checkpoint left it.
+    """Reads the passes of a stream, each from its beginning or from a saved position.
 
-    Whatever depends on its state, the seed, the epoch and the batch's place is resumed exactly:
-    what a dataset draws while a batch is read, but not an order drawn when a pass begins, unless
-    the state holds it. Inside an epoch the number of workers must stay the same (0 and 1 are
-    equivalent), since it decides which worker reads what. Workers begin each epoch with a copy of
-    the dataset as it was given; without workers, the dataset itself lives on from epoch to epoch.
-    The workers of a ``StatefulDataLoader`` draw from generators that its state does not hold.
+    A resume is exact for everything that depends on the stream's state, the seed, the epoch and the
+    position of the batch. This includes random numbers that the dataset draws while it reads a
+    batch. It does not include an order that is drawn when a pass begins, unless the state holds it.
+
+    Inside an epoch, the number of workers must stay the same (0 and 1 are equivalent), because it
+    decides which worker reads which data. Workers begin each epoch with a copy of the original
+    dataset. Without workers, the same dataset object is used in all epochs. The workers of a
+    ``StatefulDataLoader`` draw from generators that its state does not hold.
 
     Args:
         source: The user's loader or iterable of batches.
-        loader: The one to read; it may be made like `source`.
-        generator: Workers' seeds are drawn from it.
-        set_epoch: Tells the data which epoch is read.
-        remember: The position will be saved.
-        rereads: A pass may be read again from its beginning, so that the position holds that too.
-        shown: This process tells of a replay, with its progress if there is a terminal.
+        loader: The loader to read; it may be rebuilt from `source`.
+        generator: The generator from which the workers' seeds are drawn.
+        set_epoch: Sets the epoch of the data.
+        remember: The caller saves the position.
+        rereads: The caller may read a pass again from its beginning. A saved position then includes
+            the beginning of the pass.
+        shown: Whether this process logs a replay, with a progress bar if there is a terminal.
     """
 
     def __init__(
@@ -57,10 +60,10 @@ class Stream:
         self._rereads = rereads
         self._begin: dict[str, Any] | None = None  # the position where the pass began
         self._reading = _choose_reading(source, loader, generator, remember=remember)
-        # An iterator continues from epoch to epoch: it has no beginning to go back to.
+        # An iterator continues from epoch to epoch, and cannot restart.
         self._iterator = type(source).__name__ if hasattr(source, "__next__") else None
         self._set_epoch, self._shown = set_epoch, shown
-        self._fresh = True  # nothing has been read from it yet
+        self._fresh = True  # nothing has been read from the stream yet
         self._resumed = False
         self._pending: dict[str, Any] | None = None
         self._position: dict[str, Any] | None = None  # as loaded, until a batch is used
@@ -71,13 +74,14 @@ class Stream:
         self._cut = False
 
     def read(self, seed: int, epoch: int, *, skip: int, limit: int | None) -> Iterator[Item]:
-        """Yield the batches of an epoch, each with the place after it.
+        """Yield the batches of an epoch, each with the position after it.
 
         Args:
             seed: The run's seed.
             epoch: The epoch.
-            skip: Batches of it that were used before.
-            limit: Batches after which it ends, including the skipped ones.
+            skip: The number of batches of the epoch that were used before; they are not yielded.
+            limit: The number of batches after which the epoch ends, including the skipped ones;
+                None means no limit.
         """
         pending, self._pending = self._pending, None
         if pending is not None and pending["epoch"] == epoch:
@@ -116,12 +120,12 @@ class Stream:
             yield following
 
     def _finish(self, position: dict[str, Any], seed: int) -> None:
-        """Bring the stream to where a pass leaves it, by reading the last batch of that pass again.
+        """Bring the stream to the end of a saved pass, by reading the last batch of the pass again.
 
-        Loading the state after that batch would not do: some datasets continue from it in the next
-        pass, although they would have started over. If the last batch is the only one, the state
-        before it is that of the previous pass's end, from which such datasets would yield nothing;
-        then the pass is read without loading it.
+        Loading the state after the last batch would be wrong for some datasets: they would continue
+        from it in the next pass, although they would have restarted without the interruption. If
+        the pass has only one batch, the state before it is that of the previous pass's end, from
+        which such datasets yield nothing. The pass is then read without loading a state.
         """
         self._set_epoch(position["epoch"])
         place, pass_seed = _place_of(position), mix(seed, position["epoch"], 2)
@@ -133,14 +137,14 @@ class Stream:
         self._fresh = False
 
     def _beginning(self, epoch: int) -> dict[str, Any] | None:
-        """Return the position where a pass begins that follows the latest one."""
+        """Return the position at the beginning of the pass after the latest one."""
         if self._over:
             return self.position()
         place = self._reading.start(first=self._reading.kind != "dataset")
         return self._at(place, epoch, "")
 
     def say_what_it_costs(self, batches: int) -> None:
-        """Warn that a stream is read again from its beginning."""
+        """Warn that batches of a stream are read again and discarded."""
         hint = " A dataset with state_dict and load_state_dict resumes without that."
         logger.warning(
             "Resuming inside an epoch of a stream: %d batches are read again and discarded.%s",
@@ -149,15 +153,20 @@ class Stream:
         )
 
     def used(self, place: Place, *, last: bool) -> None:
-        """Note that the run has used the batches up to a place, which may be the last ones."""
+        """Record that the run has used the batches up to a position.
+
+        Args:
+            place: The position after the used batches.
+            last: Whether the epoch ends there.
+        """
         self._used = place
         self._over = "" if not last else "cut" if self._cut else "end"
 
     def position(self) -> dict[str, Any] | None:
-        """Return the run's position in the stream, as a tree to be saved.
+        """Return the run's position in the stream, as a tree for a checkpoint.
 
-        It is None if there is nothing to save: the run has not begun, or a finished pass leaves no
-        state behind.
+        It is None if there is nothing to save: nothing has been used yet, or the pass is finished
+        and the next one does not depend on a state.
         """
         reading, place = self._reading, self._used
         if self._rereads and reading.kind == "none":
@@ -182,7 +191,7 @@ class Stream:
             "over": over,
             "batches": place.batches,
             "number": place.number,
-            # The name appears in the error if a state cannot be saved.
+            # Keyed by the class name, which then appears in the error if a state cannot be saved.
             "states": [
                 None if state is None else {reading.name: pickle.loads(state)}  # noqa: S301 - made here
                 for state in place.states
@@ -191,10 +200,14 @@ class Stream:
         }
 
     def resume_at(self, position: dict[str, Any] | None) -> None:
-        """Begin the next epoch that is read at `position`.
+        """Begin the next pass at a saved position.
+
+        Args:
+            position: What `position` returned, or None.
 
         Raises:
-            CheckpointError: It is inside an epoch that another number of workers read.
+            CheckpointError: The position is inside an epoch that a different number of workers
+                read.
         """
         self._pending = self._position = None
         self._used, self._resumed = None, True
@@ -238,20 +251,23 @@ def _choose_reading(
 
 
 def knows_where_it_is(source: Any) -> bool:
-    """Return whether it, or its dataset, has a state, which then covers its generators."""
+    """Return whether a source or its dataset has a state, which then covers its generators."""
     return _has_state(source) or _has_state(getattr(source, "dataset", None))
 
 
 def _has_state(source: Any) -> bool:
-    """Return whether something has a state that can be restored."""
+    """Return whether an object has a ``state_dict`` that holds its position in the data."""
     names = ("state_dict", "load_state_dict")
     if getattr(source, "_is_accelerate_prepared", False) or _only_counts(source):
-        return False  # its state is the pass, not the position inside it
+        return False  # the state of a prepared loader names the pass, not the position inside it
     return all(callable(getattr(source, name, None)) for name in names)
 
 
 def _only_counts(source: Any) -> bool:
-    """Return whether torchdata's loader would read its stream again, without the draws in it."""
+    """Return whether torchdata's loader resumes this stream only by reading it again.
+
+    Such a replay would not repeat the random numbers that were drawn.
+    """
     data = getattr(source, "dataset", None)
     return (
         type(source).__module__.startswith("torchdata.")
@@ -272,23 +288,28 @@ def _say_where_it_begins(iterator: str, epoch: int) -> None:
 
 
 def _progress(batches: Iterator[Any], total: int, *, shown: bool) -> Iterator[Any]:
-    """Yield the batches, with a progress bar if this process has a terminal for it."""
+    """Yield the batches, with a progress bar if standard error is a terminal."""
     if not (shown and sys.stderr and sys.stderr.isatty()):  # a service may have none
         yield from batches
         return
     from tqdm import tqdm
 
-    # tqdm's monitor thread would outlive the bar.
+    # Without this, tqdm's monitor thread would outlive the progress bar.
     kind = type("Bar", (tqdm,), {"monitor_interval": 0})
     yield from kind(batches, total=total, desc="replay", unit="batch", leave=False)
 
 
 def refuse_different(stream: Iterator[Item]) -> Iterator[Item]:
-    """Return the stream if it starts with the same batch on all processes; collective.
+    """Check that a stream starts with the same batch on all processes; a collective call.
+
+    Every process reads the whole stream and keeps only its own batches. If each process had its own
+    part of the data, most batches would be lost.
+
+    Returns:
+        The stream, with its first batch.
 
     Raises:
-        ValueError: On all processes, if it does not: of streams that differ, most batches would be
-            discarded.
+        ValueError: On all processes, if the first batches differ.
     """
     first = list(islice(stream, 1))
     batches = [batch for batch, _ in first]

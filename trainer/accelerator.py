@@ -54,7 +54,6 @@ from trainer.distributed.metrics import gather_for_metrics
 from trainer.distributed.trigger import Trigger
 from trainer.errors import expect
 from trainer.memory import release_memory
-from trainer.optim.bare_backward import backward
 from trainer.optim.clipping import as_list, clip_
 from trainer.optim.lomo import is_lomo, lomo_backward
 from trainer.optim.optimizer import AcceleratedOptimizer, parameters_of
@@ -800,7 +799,7 @@ class Accelerator:
             if "learning_rate" in kwargs and any(map(is_lomo, self._optimizers)):
                 self.lomo_backward(scaled, **kwargs)
             else:
-                backward(self.precision.scale(scaled), **kwargs)
+                self.precision.scale(scaled).backward(**kwargs)
         except (AttributeError, TypeError, ValueError):  # checked here: a tensor waits for nothing
             _expect_of("backward", "loss", loss, hasattr(loss, "backward"))
             raise

@@ -7,7 +7,6 @@ module runs first in hooks after it, so that callbacks see what the module logge
 
 from __future__ import annotations
 
-import dis
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -163,19 +162,6 @@ def is_overridden(owner: object, name: str, base: type) -> bool:
     return method is not None and getattr(method, "__func__", method) is not getattr(base, name)
 
 
-def _is_empty(hook: Hook) -> bool:
-    """Return whether the body is only ``pass`` or a docstring: calling it would be wasted time."""
-    code = getattr(hook, "__code__", None)
-    if code is None:
-        return False
-    does = [(each.opname, each.argval) for each in dis.get_instructions(code)]
-    ends = (
-        [("LOAD_CONST", None), ("RETURN_VALUE", None)],
-        [("RETURN_CONST", None)],  # later Python versions
-    )
-    return [each for each in does if each[0] not in ("RESUME", "NOP")] in ends
-
-
 class HookTable:
     """The hooks of one run as attributes: call ``hooks.on_train_batch_start(batch, batch_idx)``.
 
@@ -204,10 +190,7 @@ class HookTable:
             if not is_overridden(owner, name, base):
                 return []
             hook: Hook = getattr(owner, name)
-            empty = _is_empty(hook)
             refuse_signature(hook := with_loader_number(hook), name, getattr(base, name))
-            if empty:
-                return []
             if name == "on_train_batch_start":
                 hook = _ends_no_epoch(hook, owner)
             return [hook]

@@ -242,7 +242,7 @@ class Trainer:
     ) -> None:
         if unknown:
             refuse_trainer_arguments(unknown, inspect.signature(Trainer).parameters)
-        refuse_uncalled(self, "trainer", tells=True)
+        refuse_uncalled(self, "trainer")
         expect_bools(
             progress_bar=progress_bar, checkpointing=checkpointing, slurm_requeue=slurm_requeue
         )

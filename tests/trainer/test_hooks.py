@@ -966,32 +966,6 @@ def test_the_state_of_a_datamodule_is_restored_after_setup_and_before_its_loader
     ]
 
 
-def test_hooks_with_nothing_in_them_are_not_called():
-    """However many there are: but for one that returns something, or is not a plain function."""
-
-    class Silent(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            pass
-
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            """Nothing yet."""
-
-        def on_before_backward(self, trainer, module, loss): ...
-
-        def on_train_start(self, trainer, module):
-            return 1
-
-        def on_train_end(self, trainer, module):
-            return None
-
-        def on_fit_start(self, trainer, module):
-            batch_idx = None  # noqa: F841 - which does something
-
-    table = HookTable(object(), Net(), [Silent()], TrainModule)
-    called = {name for name, _ in table.overridden()} - {"on_exception"}  # which is always there
-    assert called == {"on_train_start", "on_fit_start"}
-
-
 def test_an_empty_hook_that_cannot_be_called_is_refused():
     class Wrong(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx, too, many):

@@ -1,8 +1,6 @@
 import logging
-from unittest import mock
 
 import pytest
-import torch
 
 from callbacks import Callback, EarlyStopping, ModelCheckpoint
 from trainer import DataModule, Trainer, TrainModule
@@ -83,50 +81,6 @@ def test_so_is_one_that_is_set_on_the_instance(caplog):
     callback.on_boundry = callback.on_train_end = lambda trainer, module: None
     tell_of_misspelt(callback, Callback)
     assert [record.args for record in caplog.records] == [("Callback", "on_boundry", "on_boundary")]
-
-
-def test_a_helper_that_the_class_itself_calls_is_not_told(caplog):
-    class Helped(TrainModule):
-        @torch.no_grad()
-        def training_step(self, batch, batch_idx):
-            return [self.val_step(each) for each in batch]
-
-        def forward(self, batch):
-            return map(batch, self.predict_steps)
-
-        def predict_steps(self, batch):
-            pass
-
-        def val_step(self, batch):
-            pass
-
-        @property
-        def done(self):
-            return self.test_steps
-
-        def test_steps(self, batch):
-            pass
-
-        def on_trian_end(self):
-            super().on_trian_end()
-
-    class Further(Helped):
-        def on_trian_end(self):
-            super().on_trian_end()
-
-    tell_of_misspelt(Further(), TrainModule)
-    assert [record.args[1] for record in caplog.records] == ["on_trian_end"]
-
-
-def test_an_attribute_that_has_any_attribute_is_looked_over(caplog):
-    class Mocked(Callback):
-        expected = mock.call
-
-        def on_trian_end(self):
-            pass
-
-    tell_of_misspelt(Mocked(), Callback)
-    assert [record.args[1] for record in caplog.records] == ["on_trian_end"]
 
 
 def test_our_own_callbacks_are_not_told(caplog):

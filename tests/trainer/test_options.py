@@ -71,23 +71,6 @@ def test_counts_are_compared_in_all_digits():
     assert options(1234567) == options(1234567.0)
 
 
-def test_a_schedule_may_keep_anything():
-    class Odd:
-        def step(self):
-            pass
-
-        def state_dict(self):
-            return {0: 1}
-
-        def load_state_dict(self, state):
-            assert state == {0: 1} or state == {"0": 1}
-
-    weight = torch.nn.Parameter(torch.zeros(2))
-    entry = OptimizerEntry(optimizer=torch.optim.SGD([weight], lr=0.1))
-    options = options_of(["SGD"], [entry], [SchedulerEntry(scheduler=Odd())])
-    assert options["scheduler 0"] == "Odd, every 1 epoch, monitor=None"
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_same_script_is_told_nothing(epochs, caplog):
     fit(1, groups=2)
@@ -196,24 +179,6 @@ def test_an_optimizer_without_defaults_trains():
         trainer = quiet_trainer(max_epochs=1, project_dir="run", checkpointing=False)
         trainer.fit(each, DataLoader(torch.ones(4, 2), 2))
     assert torch.equal(module.layer.weight, plain.layer.weight)
-
-
-def test_of_a_class_that_extends_a_schedule_torchs_numbers_alone_are_compared():
-    class Own(torch.optim.lr_scheduler.StepLR):
-        def __init__(self, optimizer, epochs):
-            super().__init__(optimizer, epochs * 4)
-            self.epochs, self._schedulers, self._milestones = epochs, {"a": {}}, [0.5]
-
-        def state_dict(self):
-            return {0: 1, "_schedulers": {"a": {}}, "started": 1.5}
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    entry = OptimizerEntry(optimizer=optimizer)
-    options = options_of(["SGD"], [entry], [SchedulerEntry(scheduler=Own(optimizer, 2))])
-    assert {name: value for name, value in options.items() if name.endswith("(Own)")} == {
-        "step_size of scheduler 0 (Own)": "8",
-        "gamma of scheduler 0 (Own)": "0.1",
-    }
 
 
 def test_what_a_schedule_keeps_in_the_groups_is_compared():

@@ -215,18 +215,10 @@ def test_a_callback_written_for_lightning_names_its_state_by_its_arguments():
     assert all("Counter{'what': '" in key for key in keys)
 
 
-def test_a_datamodule_and_an_instance_may_have_refused_hooks_too():
+def test_a_datamodule_may_have_refused_hooks_too():
     data = with_method(DataModule, "on_epoch_end", nothing)
     with pytest.raises(TypeError, match="Ported defines on_epoch_end"):
         make().fit(Net(), datamodule=data)
-    module, data, callback = Net(), DataModule(), Callback()
-    module.optimizer_step = data.on_epoch_end = callback.on_save = lambda *args: None
-    with pytest.raises(TypeError, match="Net defines optimizer_step"):
-        make().fit(module, loader())
-    with pytest.raises(TypeError, match="DataModule defines on_epoch_end"):
-        make().fit(Net(), datamodule=data)
-    with pytest.raises(TypeError, match="Callback defines on_save"):
-        make(callbacks=[callback]).fit(Net(), loader())
 
 
 def test_a_function_that_a_callback_keeps_is_no_hook(caplog):
@@ -427,43 +419,6 @@ def test_a_misspelt_argument_is_answered_by_the_nearest_alone():
     with pytest.raises(TypeError) as error:
         Trainer(max_epoch=3)
     assert str(error.value) == "Trainer has no argument 'max_epoch'. Did you mean 'max_epochs'?"
-
-
-def test_a_helper_that_has_the_name_of_a_hook_elsewhere_is_left_to_its_class():
-    class Saves(Callback):
-        def on_train_end(self, trainer, module):
-            self.on_save("last")
-
-        def on_save(self, name):
-            called.append(name)
-
-    class Shares(Net):
-        def on_train_epoch_end(self):
-            self.on_epoch_end()
-
-        def on_epoch_end(self):
-            called.append("epoch")
-
-    called = []
-    make(callbacks=[Saves()]).fit(Shares(), loader())
-    assert called == ["epoch", "last"]
-
-
-def test_a_hook_elsewhere_that_only_such_hooks_call_is_refused():
-    class Old(Net):
-        def training_step(self, batch, batch_idx):
-            loss = super().training_step(batch, batch_idx)
-            loss.backward()  # of a tensor
-            return loss
-
-        def backward(self, loss):
-            pass
-
-        def on_epoch_end(self):
-            self.backward()
-
-    with pytest.raises(TypeError, match="Old defines backward, which is never called here"):
-        make().fit(Old(), loader())
 
 
 @pytest.mark.parametrize("name", hooks._TRAINER)

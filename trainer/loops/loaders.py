@@ -111,7 +111,7 @@ def check_hooks(
     for owner, kind, base in owners:
         if owner is None:
             continue
-        refuse_uncalled(owner, kind, tells=tells)
+        refuse_uncalled(owner, kind)
         for name in _RARELY_CALLED:
             if hasattr(base, name) and is_overridden(owner, name, base):
                 refuse_signature(getattr(owner, name), name, getattr(base, name))

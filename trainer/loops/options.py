@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dis import get_instructions
-from inspect import isfunction
 from numbers import Real
 from typing import Any
 
@@ -32,8 +30,7 @@ def options_of(
     """Return what the updates depend on, by what it is called in messages.
 
     Of an optimizer these are its options, with the learning rates that schedules begin from; of
-    torch's schedules, and classes that extend them, torch's numbers; of others, the class and when
-    they tick.
+    torch's schedules their numbers; of others the class and when they tick.
 
     Args:
         names: The names of the optimizers.
@@ -72,11 +69,11 @@ def _class_of(scheduler: int) -> str:
 def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
     """Yield what torch's schedules were given, without what they count; of those within, too.
 
-    Others may keep anything, as may classes that extend torch's, and the functions of LambdaLR.
+    Other classes, also those that extend torch's, may have any attributes: they are not compared.
     """
-    of_torch = _kept_by_torch(type(schedule))
-    for key, value in vars(schedule).items() if of_torch else ():
-        if key not in of_torch or key in _NOT_OF_A_SCHEDULE:
+    is_of_torch = type(schedule).__module__.startswith("torch.optim.")
+    for key, value in vars(schedule).items() if is_of_torch else ():
+        if key in _NOT_OF_A_SCHEDULE:
             continue
         if key == "_schedulers":
             for number, inner in enumerate(value):
@@ -85,14 +82,6 @@ def _numbers(schedule: Any, place: str) -> Iterator[tuple[str, str]]:
             yield f"phases of {place}", _plain([phase["end_step"] for phase in value])
         elif key in _PRIVATE or not key.startswith("_"):
             yield f"{key.lstrip('_')} of {place}", _plain(value)
-
-
-def _kept_by_torch(kind: type) -> set[str]:
-    """Return the attributes that torch's methods of a schedule's class assign."""
-    bases = [base for base in kind.__mro__ if base.__module__.startswith("torch.optim.")]
-    methods = [each for base in bases for each in vars(base).values() if isfunction(each)]
-    steps = [step for method in methods for step in get_instructions(method)]
-    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
 
 
 def _plain(value: Any) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer.distributed.collectives import reduce as reduce_
-from trainer.optim.bare_step import step
 from trainer.optim.lomo import is_lomo
 from trainer.optim.state import place_state
 from trainer.precision import Precision
@@ -224,7 +223,8 @@ class AcceleratedOptimizer(Optimizer):
                 made = self._precision.step(self.optimizer, closure)
                 self._skipped = ~made if isinstance(made, Tensor) else not made
             else:
-                returned = step(self.optimizer, closure)
+                step = self.optimizer.step  # which need not take a closure
+                returned = step() if closure is None else step(closure)
                 self._skipped = False
         self._note_call()
         self._reduced = False

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 
-from trainer.misspelt import named_by_itself, used_by_itself
-
 logger = logging.getLogger(__name__)
 
 MANUAL = "set automatic_optimization = False and do it in training_step"
@@ -152,15 +150,12 @@ _TRAINER = {
 }
 
 
-def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
-    """Refuse a hook of another trainer that nobody would call, not even another method of its own.
-
-    Of one that such a method uses, a warning says that the Trainer does not call it.
+def refuse_uncalled(owner: object, kind: str) -> None:
+    """Refuse a hook of another trainer, which nobody would call.
 
     Args:
         owner: The user's module, callback or datamodule, or a Trainer.
         kind: ``"module"``, ``"callback"``, ``"datamodule"`` or ``"trainer"``.
-        tells: Whether to warn.
 
     Raises:
         TypeError: It has one; the text says what to use.
@@ -171,29 +166,13 @@ def refuse_uncalled(owner: object, kind: str, *, tells: bool) -> None:
         "datamodule": _EVERYWHERE,
         "trainer": _TRAINER,
     }[kind]
-    classes = type(owner).__mro__
-    for each in classes:
+    for each in type(owner).__mro__:
         if each.__module__.startswith("callbacks."):
             refused = refused | _OF_KIND.get(each.__name__, {})
-    assigned = getattr(owner, "__dict__", {})
     for name in sorted(refused):
-        # Not getattr of the owner: a layer may have such a name, and it is no method. Neither is
-        # a function that its class keeps under it.
-        if not callable(getattr(type(owner), name, None)) and (
-            not callable(assigned.get(name)) or name in named_by_itself(classes)
-        ):
-            continue
-        if name in used_by_itself(classes, refused):
-            manual = not getattr(owner, "automatic_optimization", True)
-            if tells and not (manual and MANUAL in refused[name]):
-                logger.warning(
-                    "%s defines %s, which only its own methods call, not the Trainer: for that %s.",
-                    type(owner).__name__,
-                    name,
-                    refused[name],
-                )
-        else:
+        # Not getattr of the owner: a layer may have such a name, and it is no method.
+        if callable(getattr(type(owner), name, None)):
             raise TypeError(
                 f"{type(owner).__name__} defines {name}, which is never called here: "
-                f"{refused[name]}."
+                f"{refused[name]}. (If your own code calls it, give it another name.)"
             )

@@ -21,7 +21,6 @@ from trainer.distributed.agreement import NOTHING, Agreement, Tally
 from trainer.distributed.collectives import broadcast
 from trainer.distributed.transport import sum_numbers
 from trainer.names import bare_names
-from trainer.optim.bare_backward import backward
 from trainer.state import PartialState
 from trainer.strategies import communication
 from trainer.strategies.buckets import fix_layout
@@ -219,7 +218,7 @@ class DataParallel:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of a micro-batch that does not end its window."""
-        backward(loss, *args, **kwargs)
+        loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """See `SingleDevice.finish_window`; a process without a loss still takes part."""
@@ -230,7 +229,7 @@ class DataParallel:
             ballot = self._apart
         if loss is not None:
             nothing = map(torch.zeros_like, self._rides[1:])
-            backward(loss, roots=self._rides, gradients=[ballot, *nothing])
+            torch.autograd.backward([loss, *self._rides], [None, ballot, *nothing])
         else:
             _, rides = self._ddp(None)
             if self._searches:

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainer.distributed.agreement import Agreement, Tally
-from trainer.optim.bare_backward import backward
 from trainer.strategies.zeros import give_nothing
 
 
@@ -38,7 +37,7 @@ class SingleDevice:
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of a micro-batch that does not end its window."""
-        backward(loss, *args, **kwargs)
+        loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
         """Accumulate the last gradients of a window and average them over the processes.
@@ -51,7 +50,7 @@ class SingleDevice:
             The number of items in the window, over all processes.
         """
         if loss is not None:
-            backward(loss)
+            loss.backward()
         elif not own.items:  # zero gradients rather than none, as with several processes
             give_nothing(self.module)
         self._agreement.count_alone(own)

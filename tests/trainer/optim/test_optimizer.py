@@ -297,3 +297,14 @@ def test_a_zero_grad_of_the_optimizers_own_is_called():
     optimizer.zero_grad = lambda set_to_none=True: called.append("instance")
     prepared.zero_grad()
     assert called == ["class", "instance"]
+
+
+def test_a_step_need_not_take_a_closure(parameter):
+    class Plain(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            parameter.sub_(parameter.grad)
+
+    parameter.grad = torch.ones(1)
+    AcceleratedOptimizer(Plain([parameter], lr=0.1), precision=Precision("no", CPU)).step()
+    assert parameter.item() == 0.0

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Set
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.optim import Optimizer
 
 from trainer.optim.optimizer import parameters_of
@@ -83,12 +82,12 @@ def _average_alike(parameters: list[nn.Parameter]) -> None:
     ]
     # Creating it on the accelerator directly would synchronise.
     counts = torch.tensor(present, dtype=parts[0].dtype).to(parts[0].device, non_blocking=True)
-    flat = _flatten_dense_tensors([*parts, counts])
+    flat = torch.cat([part.reshape(-1) for part in (*parts, counts)])
     dist.all_reduce(flat)
-    means = _unflatten_dense_tensors(flat[: -len(present)] / dist.get_world_size(), parts)
+    means = (flat[: -len(present)] / dist.get_world_size()).split([part.numel() for part in parts])
     anywhere = present if all(present) else flat[-len(present) :].tolist()
     for parameter, mean, used in zip(parameters, means, anywhere, strict=True):
         if parameter.grad is not None:
-            parameter.grad.copy_(mean)
+            parameter.grad.copy_(mean.view_as(parameter))
         elif used:
-            parameter.grad = mean.clone()
+            parameter.grad = mean.view_as(parameter).clone()

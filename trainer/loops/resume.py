@@ -44,9 +44,6 @@ from trainer.optim.optimizer import parameters_of
 from trainer.optim.state import load_state
 from trainer.rng import isolated_rng, mix, rng_state
 from trainer.state import PartialState
-from trainer.strategies.communication import for_processes
-from trainer.strategies.ddp import DataParallel
-from trainer.strategies.static import StaticDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -248,15 +245,7 @@ def _restore_ranks(run: FitRun, path: Path, ranks: Sequence[dict[str, Any]]) -> 
     else:
         restore_accumulators(run.metrics, run.module, taken_in, holds=run.rank == 0)
     _restore_gradients(run, [rank.get("gradients", {}) for rank in ranks])
-    if isinstance(run.engine, DataParallel):
-        kept = [rank.get("communication", {}) for rank in ranks]
-        run.engine.load_state_dict(for_processes(kept, run.rank, run.world_size))
-    if isinstance(run.engine, StaticDataParallel):
-        graphs = [rank.get("graph", {}) for rank in ranks]
-        if len(graphs) == run.world_size:
-            run.engine.graph = graphs[run.rank]
-        elif all(graph == graphs[0] for graph in graphs):
-            run.engine.graph = graphs[0]
+    run.engine.load_state_dicts(ranks)
     if run.rank < len(ranks):
         run.saved_rng = ranks[run.rank]["rng"]
     else:

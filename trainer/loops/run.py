@@ -34,42 +34,12 @@ from trainer.optim.finite import FiniteGuard, is_non_finite
 from trainer.optim.optimizer import AcceleratedOptimizer
 from trainer.optim.weighting import LossWeighting
 from trainer.precision import Precision
+from trainer.strategies.base import Engine
 
 if TYPE_CHECKING:  # `reload` imports this module
     from trainer.loops.reload import Origin, Sources
 
 _UNKNOWN = -1
-
-
-class Engine(Protocol):
-    """The engine: runs the module's forward and backward passes and reduces its gradients.
-
-    `trainer.strategies.single.SingleDevice` explains each method.
-    """
-
-    def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module, such as ``training_step``."""
-
-    def begin_epoch(self) -> None:
-        """Called before an epoch's first gradient accumulation window."""
-
-    def begin_micro_batch(self, *, sync: bool) -> None:
-        """Called before a micro-batch's forward pass; `sync`: gradients are reduced after it."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of a micro-batch that is not the last of its window."""
-
-    def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """Run a window's last backward pass, reduce the gradients, return all ranks' items."""
-
-    def refuse_unknown(self) -> None:
-        """Raise if there are trained parameters whose gradients the engine does not reduce."""
-
-    def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers to all processes."""
-
-    def close(self) -> None:
-        """Release resources; called when the fit ends, also after an error."""
 
 
 class Timing(Protocol):

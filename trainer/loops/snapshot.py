@@ -40,8 +40,6 @@ from trainer.optim.groups import names_of_groups
 from trainer.optim.state import state_of
 from trainer.rng import is_rng_state
 from trainer.state import PartialState
-from trainer.strategies.ddp import DataParallel
-from trainer.strategies.static import StaticDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -245,11 +243,8 @@ def _state_of_rank(run: FitRun) -> dict[str, Any]:
         "rng": generators_of(run),
         "metrics": accumulators_of(run.metrics, run.module),
         "stream": run.feed.position(),
+        **run.engine.state_dict(),
     }
-    if isinstance(run.engine, DataParallel):
-        state["communication"] = run.engine.state_dict()
-    if isinstance(run.engine, StaticDataParallel):
-        state["graph"] = run.engine.graph
     if not run.module.automatic_optimization:
         run.precision.state_dict()  # rescales the gradients to the saved loss scale
         state["gradients"] = gradients.take(named_gradients(run))

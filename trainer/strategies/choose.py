@@ -6,6 +6,7 @@ from torch import nn
 
 from trainer.configuration import DistributedDataParallelKwargs
 from trainer.distributed.agreement import Agreement
+from trainer.strategies.base import Engine
 from trainer.strategies.ddp import DataParallel, Replicas
 from trainer.strategies.single import SingleDevice
 from trainer.strategies.static import StaticDataParallel
@@ -18,7 +19,7 @@ def choose_engine(
     world_size: int,
     automatic: bool,
     ddp_kwargs: DistributedDataParallelKwargs | None = None,
-) -> SingleDevice | DataParallel:
+) -> Engine:
     """Return the engine for a module that is on its device.
 
     Args:

@@ -8,6 +8,7 @@ optimizer averages its own gradients when it steps.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -304,19 +305,21 @@ class DataParallel:
             self._saved = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process's communication hook; empty if it has none.
+        """Return the state of this process's communication hook, if it has one.
 
         A state that was loaded but not restored yet is returned as it is.
         """
-        return self._saved or ({} if self._hook is None else self._hook.state_dict())
+        state = self._saved or ({} if self._hook is None else self._hook.state_dict())
+        return {"communication": state}
 
     def close(self) -> None:
         """Take DDP's hooks off the parameters: after a failed backward pass they await the rest."""
         self._ddp._remove_autograd_hooks()
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Restore it when the next epoch begins, once the trained parameters are known."""
-        self._saved = saved
+        hooks = [rank.get("communication", {}) for rank in saved]
+        self._saved = communication.for_processes(hooks, dist.get_rank(), self._world_size)
 
     def broadcast_buffers(self) -> None:
         """Make rank 0's buffers everybody's, before an evaluation or a save."""

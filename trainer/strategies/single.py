@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from trainer.strategies.zeros import give_nothing
 
 
 class SingleDevice:
-    """The module on one device; the interface of every engine.
+    """The module on one device; see `trainer.strategies.base.Engine` for the methods.
 
     Args:
         module: The user's module.
@@ -23,32 +24,24 @@ class SingleDevice:
         self._agreement = agreement
 
     def step(self, name: str, *args: Any) -> Any:
-        """Call a method of the user's module by name, through the engine."""
+        """Call a method of the user's module by name."""
         return getattr(self.module, name)(*args)
 
     def refuse_unknown(self) -> None:
         """Do nothing: there are no other processes to average with."""
 
     def begin_epoch(self) -> None:
-        """Notice parameters that were frozen or unfrozen."""
+        """Do nothing: any parameter may be trained."""
 
     def begin_micro_batch(self, *, sync: bool) -> None:
-        """Announce, before the forward pass, whether the next backward ends its window."""
+        """Do nothing: there is nothing to reduce."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Accumulate the gradients of a micro-batch that does not end its window."""
         loss.backward(*args, **kwargs)
 
     def finish_window(self, loss: Tensor | None, own: Tally) -> float | Tensor:
-        """Accumulate the last gradients of a window and average them over the processes.
-
-        Args:
-            loss: None if this process has no batch in the last micro-batch.
-            own: This process's counts for the window.
-
-        Returns:
-            The number of items in the window, over all processes.
-        """
+        """Accumulate the last gradients of a window."""
         if loss is not None:
             loss.backward()
         elif not own.items:  # zero gradients rather than none, as with several processes
@@ -57,7 +50,14 @@ class SingleDevice:
         return own.items
 
     def broadcast_buffers(self) -> None:
-        """Broadcast rank 0's buffers, before an evaluation or a save."""
+        """Do nothing: there are no other processes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state."""
+        return {}
+
+    def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Do nothing: there is no state."""
 
     def close(self) -> None:
-        """Leave the module to other engines, also after a backward pass that has failed."""
+        """Do nothing: the module was not wrapped."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.configuration import DistributedDataParallelKwargs
@@ -157,6 +158,19 @@ class StaticDataParallel(DataParallel):
             for buffer, value in kept:  # DDP broadcasts rank 0's as it is constructed
                 buffer.data.copy_(value)
         return items
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the graph too: how often backward accumulates into each parameter."""
+        return {**super().state_dict(), "graph": self.graph}
+
+    def load_state_dicts(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Adopt the process's own graph, or on another number of processes that of all."""
+        super().load_state_dicts(saved)
+        graphs = [rank.get("graph", {}) for rank in saved]
+        if len(graphs) == self._world_size:
+            self.graph = graphs[dist.get_rank()]
+        elif all(graph == graphs[0] for graph in graphs):
+            self.graph = graphs[0]
 
     def close(self) -> None:
         """See `DataParallel.close`."""
